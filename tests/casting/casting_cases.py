@@ -12,6 +12,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
+from narrowcast.casting._module_calls import calls_on
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # For files that compile. Dynamo warns about what it does itself.
@@ -74,7 +75,8 @@ def pickled(value):
 
 
 def has_no_hooks(model):
-    return not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    return not hooked and not any(calls_on(part) for part in model.modules())
 
 
 def composites():

@@ -275,6 +275,18 @@ def test_nothing_keeps_a_model_alive():
     assert seen() is None
 
 
+@pytest.mark.parametrize("rule_for", ["layers.0.norm1", "layers.0"])
+def test_rules_inside_a_fused_layer_are_not_passed_over(rule_for):
+    """Without gradients torch computes an encoder layer in one kernel, unless a part of it has a hook."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    refusing = rules(rule.module(rule_for, op="layer_norm", compute="refuse"))
+    with torch.no_grad(), nc.apply(model, refusing):
+        with pytest.raises(nc.errors.UnsupportedError, match="refused"):
+            model(X[None])
+    assert has_no_hooks(model)
+
+
 # ---- hooks of others, and wrappers
 
 

@@ -15,7 +15,7 @@ from op_lists import check_cpu_entry, cpu_entries, same
 
 import narrowcast as nc
 from child_processes import finished
-from narrowcast.casting import region_in
+from narrowcast.casting import PolicyRegion
 from narrowcast.policy import base_of, native_table
 
 # Of torch, once: a bf16 LSTM without projections has no kernel of oneDNN on some CPUs.
@@ -31,13 +31,13 @@ def policies():
     given = [nc.rule.module("elsewhere", op=op, compute="fp32", output="fp32") for op in ops]
     made = {BF16: rules(*given), FP16: rules(*given, compute="fp16")}
     for dtype, policy in made.items():
-        region_in(policy, "cpu", dtype)
+        PolicyRegion(policy, {"cpu": dtype})
     return made
 
 
 def ways(policy, region):
     """Our kernels with a policy that decides nothing here, and without any policy in this thread."""
-    return [lambda: region_in(policy, "cpu", region), lambda: torch.autocast("cpu", region)]
+    return [lambda: PolicyRegion(policy, {"cpu": region}), lambda: torch.autocast("cpu", region)]
 
 
 @pytest.mark.parametrize("region", [BF16, FP16])

@@ -130,33 +130,34 @@ def test_state_dicts_record_what_they_loaded():
     assert isinstance(nn.Linear(1, 1).load_state_dict(nn.Linear(1, 1).state_dict()), kind)
 
 
-def test_hooks_of_modules_are_kept_by_these_names():
-    module = nn.Linear(1, 1)
-    module.register_forward_pre_hook(lambda *_: None, prepend=True, with_kwargs=True)
-    module.register_forward_hook(lambda *_: None, always_call=True, with_kwargs=True)
-    for name in (
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-        "_forward_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-    ):
-        assert len(getattr(module, name)) == 1, name
+def test_an_attribute_stands_in_front_of_hooks_and_forward():
+    order = []
+    module = nn.Identity()
+    module.register_forward_pre_hook(lambda *_: order.append("hook"))
+
+    def call(*args):
+        order.append("in front")
+        return getattr(type(module), internals.CALL)(module, *args)
+
+    vars(module)[internals.CALL] = call
+    module(X)
+    assert order == ["in front", "hook"]
 
 
-def test_hooks_are_not_called_after_an_interrupt():
-    """What ``_regions.close_abandoned`` is for: it fails here when PyTorch calls them."""
-    called = []
+def test_data_parallel_copies_modules_by_that_name():
+    module = nn.Linear(4, 4)
+    replica = getattr(nn.Linear, internals.REPLICATE)(module)
+    assert replica is not module
+    assert vars(replica).keys() >= vars(module).keys()
 
-    class Interrupted(nn.Module):
-        def forward(self):
-            raise KeyboardInterrupt
 
-    module = Interrupted()
-    module.register_forward_hook(lambda *_: called.append(1), always_call=True)
-    with pytest.raises(KeyboardInterrupt):
-        module()
-    assert called == []
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_dynamo_traces_the_attribute():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4))
+    vars(model[0])[internals.CALL] = lambda x: x + 1
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(X), X + 1)
+    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -189,13 +190,10 @@ def test_the_compiler_leaves_a_function_alone():
 def test_the_settings_of_the_compiler_that_rules_change():
     """In a process of its own, where nobody changed them yet."""
     run_in_a_new_process("""
-        import torch._functorch.config, torch._dynamo.config
+        import torch._functorch.config
         assert torch._functorch.config.backward_pass_autocast == "same_as_forward"
-        assert torch._dynamo.config.skip_nnmodule_hook_guards is True
         internals.trace_backward_outside_of_regions()
-        internals.guard_hooks_of_modules()
         assert torch._functorch.config.backward_pass_autocast == "off"
-        assert torch._dynamo.config.skip_nnmodule_hook_guards is False
         torch._functorch.config.backward_pass_autocast = [{"device_type": "cpu"}]
         internals.trace_backward_outside_of_regions()
         assert torch._functorch.config.backward_pass_autocast == [{"device_type": "cpu"}]

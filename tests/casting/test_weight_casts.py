@@ -12,7 +12,7 @@ from torch import nn
 
 import narrowcast as nc
 from child_processes import finished
-from narrowcast.casting import _weight_casts, drop_casts, region_in
+from narrowcast.casting import PolicyRegion, _weight_casts, drop_casts
 
 rule = nc.rule
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -189,7 +189,7 @@ def test_a_plain_region_does_not_see_other_writes(layer):
 
 def test_a_plain_region_sees_them_where_the_operator_has_a_kernel(layer):
     policy = rules(rule.module("elsewhere", op="linear", compute="fp32"))  # in force nowhere
-    region_in(policy, "cpu", BF16)
+    PolicyRegion(policy, {"cpu": BF16})
     with nc.autocast("cpu", FP16):
         layer(X)
         with torch.no_grad():

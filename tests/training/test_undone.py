@@ -60,7 +60,7 @@ def state_of(x):
 
 def whole_state(model, optimizer):
     objects = [(type(one), state_of(vars(one))) for one in (*model.modules(), optimizer)]
-    dtypes = [torch.get_autocast_dtype(device) for device in ("cpu", "ipu", "maia")]
+    dtypes = [torch.get_autocast_dtype(device) for device in ("cpu", "ipu", "xla")]
     functions = nn.Module.__call__, torch.autograd._engine_run_backward, {**vars(nn.functional)}
     return objects, dtypes, functions, len(_promotion.living), model in _apply._applied
 

@@ -23,11 +23,10 @@ from narrowcast.attach._torch_internals import NO_GRAPH_TASK, gradient_dtypes, g
 from narrowcast.casting import (
     PROMOTING,
     Applied,
-    Promotion,
+    PolicyRegion,
     autocast,
     cast_floating,
     modules_by_path,
-    region_in,
     traced_only_inline,
 )
 from narrowcast.errors import UnsupportedError, few
@@ -48,11 +47,10 @@ _FORMAT_WORDS = ("BFloat16", "Half", "dtype", "scalar type")
 
 
 class _Thread(Nesting):
-    """How many of our regions this thread is in, whether it is opening one, whether it is in an outermost
-    call of a module, and whether the next backward is that of a recomputation.
+    """How many of our regions this thread is in, whether it is in an outermost call of a module, and whether
+    the next backward is that of a recomputation.
     """
 
-    opening = False
     observed = False
     recomputes = False
 
@@ -84,7 +82,7 @@ class Regions:
         self._dtype_while_traced = dtype_while_traced
         self.in_fp32 = False
         self._inputs: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque(maxlen=8)  # of the latest calls
-        self._promotions: dict[str, Promotion] = {}
+        self._region_on: dict[str, PolicyRegion] = {}
         self._sigmoids = 0
 
     def install(self, patches: Patches) -> None:
@@ -105,7 +103,7 @@ class Regions:
             for rule in unreached(self._policy):
                 if not any(note.startswith(f"{RULE_NOTE}{rule.target} ") for note in missed):
                     self._recorder.note(f"{RULE_NOTE}{rule.target} was reached by no call")
-        self._promotions.clear()
+        self._region_on.clear()
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
 
     def continue_in_fp32(self) -> None:
@@ -195,20 +193,17 @@ class Regions:
             # baseline of speed measurements. Otherwise an inner module may open one on another device.
             with thread if self.in_fp32 or self._is_fp32 else nullcontext():
                 return call()
-        region = region_in(self._policy, device_type, dtype, self._promotions.get(device_type))
-        thread.opening = True
-        region.__enter__()
-        thread.opening = False
-        thread.depth += 1
+        depth = thread.depth
         try:
-            output = call()
-            self._watch_sigmoid(output)
+            with self._region_on[device_type]:
+                thread.depth = depth + 1
+                output = call()
+                self._watch_sigmoid(output)
         except (RuntimeError, TypeError) as error:
             note_formats(error, module, dtype)
             raise
         finally:
-            thread.depth -= 1
-            region.__exit__(*sys.exc_info())
+            thread.depth = depth
         return cast_floating(output, torch.float32)
 
     def _watch_sigmoid(self, output: Any) -> None:
@@ -241,7 +236,7 @@ class Regions:
         dtype = None if self.in_fp32 or self._recorder.left_alone else self._dtypes.get(device)
         if dtype is None or kind.__module__.startswith("torch.") or dtype not in gradient_dtypes(node):
             return original(node, *gradients)  # torch's checkpoints restore the region themselves
-        with region_in(self._policy, device, dtype):
+        with self._region_on[device]:
             return original(node, *gradients)
 
     def _traced_call(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -286,8 +281,10 @@ class Regions:
         if dtype != torch.float32:
             # The fast path of nn.TransformerEncoder in evaluation raises on operands of two formats.
             torch.backends.mha.set_fastpath_enabled(False)
-            self._promotions[device_type] = Promotion(self._policy, device_type, dtype, self._recorder.note)
-        return None if dtype == torch.float32 and self._policy.is_plain else dtype
+        if dtype == torch.float32 and self._policy.is_plain:
+            return None
+        self._region_on[device_type] = PolicyRegion(self._policy, {device_type: dtype}, self._recorder.note)
+        return dtype
 
     def expect_on(self, device_types: Iterable[str]) -> None:
         """Scale losses from the next backward on if regions on one of these devices are in fp16."""
@@ -359,7 +356,7 @@ class Regions:
 
     def _autocast_enter(self, original: Call, region: Any) -> Any:
         result = original(region)
-        if torch.compiler.is_dynamo_compiling() or self._thread.opening:
+        if torch.compiler.is_dynamo_compiling():
             return result
         device = getattr(region, "device", None) or region.device_type
         if torch.is_autocast_enabled(device) and _entered_by_the_script(sys._getframe(2)):

@@ -8,16 +8,15 @@ is ``torch.compile`` of that; ``cast_floating`` casts the tensors inside any nes
 from narrowcast.casting._apply import Applied, applied_to, apply, refuse_in_torchscript
 from narrowcast.casting._autocast import (
     LastingRegion,
+    PolicyRegion,
     ScopedRegion,
     active_scopes,
     autocast,
     custom_bwd,
     custom_fwd,
-    region_in,
 )
 from narrowcast.casting._bake import bake
 from narrowcast.casting._compile import compile
-from narrowcast.casting._kernels import Promotion, promotions
 from narrowcast.casting._scopes import PROMOTING, rule_that_casts
 from narrowcast.casting._torch_internals import traced_only_inline
 from narrowcast.casting._tree import cast_floating, cast_where, modules_by_path, tensors_inside, undo_on_error
@@ -29,7 +28,7 @@ __all__ = [
     "PROMOTING",
     "Applied",
     "LastingRegion",
-    "Promotion",
+    "PolicyRegion",
     "ScopedRegion",
     "active_scopes",
     "applied_to",
@@ -45,9 +44,7 @@ __all__ = [
     "is_fp8",
     "modules_by_path",
     "ops_under_way",
-    "promotions",
     "refuse_in_torchscript",
-    "region_in",
     "rule_that_casts",
     "tensors_inside",
     "traced_only_inline",

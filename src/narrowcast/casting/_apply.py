@@ -1,8 +1,8 @@
-"""Apply a policy to a model: hooks open its region, and at each module that rules select the rules.
+"""Apply a policy to a model: its call opens the region, and that of each module with a rule follows the rule.
 
-The model's own call opens the region of the policy. A module that rules select opens one inside it: its
-inputs are cast to what the rule computes in, its outputs to the rule's ``output``. The hooks hold the policy,
-so that it is there in whatever thread calls the module: if no region of it is open, they open one.
+Inside a module that rules select, the inputs are cast to what the rule computes in, and the outputs to the
+rule's ``output``. What stands in front of each module (``_module_calls.ModuleCall``) holds the policy, so
+that it is there in whatever thread calls the module: if no region of it is open, it opens one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from narrowcast.casting._kernels import region_of
-from narrowcast.casting._module_hooks import Hook, Shared, device_types, hooks_on
-from narrowcast.casting._torch_internals import guard_hooks_of_modules
+from narrowcast.casting._module_calls import MOVES, ModuleCall, Shared, calls_on, device_types
+from narrowcast.casting._torch_internals import reset_compiled_code
 from narrowcast.casting._tree import all_paths, is_wrapper, rules_of, scopes_by_path, undo_on_error
 from narrowcast.casting.fp8 import apply_fp8, is_fp8, unconverted
 from narrowcast.errors import OrderError, PolicyError, near_names, not_copied
@@ -51,7 +51,7 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
         policy: the name of a preset, a ``Policy``, or the path of one.
 
     Returns:
-        A handle, whose ``remove()`` removes every hook; as a context manager it does so at its end.
+        A handle, whose ``remove()`` ends the policy; as a context manager it does so at its end.
 
     Raises:
         PolicyError: the policy does not exist, names modules that the model does not have, or needs weights
@@ -104,29 +104,32 @@ class Applied:
             refuse_missed(self.missed)
             refuse_in_torchscript(self.policy, model)
         self._shared = Shared(self.policy, opens, admits)
-        inside = ModuleHooks(self._shared)
-        self._hooks = inside.hooks
+        inside = RuledModules(self._shared)
+        self._calls = inside.calls
         with undo_on_error([model]):
-            _remove_stale_hooks(modules, self.policy)
+            _remove_copied_calls(modules, self.policy)
             self.fp8 = apply_fp8(model, self.policy)
             for paths, module in modules if opens or self.policy.names_modules else ():
                 if "" in paths and (module is model or not is_wrapper(module)):
                     rules = _rules_of(self.policy, paths, module)
-                    self._hooks.add(_ModelHook(inside, rules, module, model))
+                    self._calls.add(_ModelCall(inside, rules, module, model))
+                    reset_compiled_code()
             inside.follow(model)
-            guard_hooks_of_modules()
         _applied[model] = self
+        self._watching = _watch_moves(self) if opens else None
 
     @property
-    def handles(self) -> list[Any]:
-        """Torch's handles of the hooks; copied along with the model, they are those of the copy's hooks."""
-        return [handle for hook in self._hooks for handle in hook.handles]
+    def calls(self) -> list[ModuleCall]:
+        """What stands in front of modules; copied along with the model, it stands in front of the copy."""
+        return list(self._calls)
 
     def remove(self, *, copies: bool = True) -> None:
         """End the policy, by default on copies of the model too; calls that are running end in it."""
         self._shared.end(copies=copies)
-        _detach(self._hooks)
-        self._hooks.clear()
+        _detach(self._calls)
+        self._calls.clear()
+        if self._watching is not None:
+            self._watching()
         self.fp8.remove()
         model = self._model()
         if model is not None and _applied.get(model) is self:
@@ -151,21 +154,29 @@ class Applied:
         self.remove()
 
 
-class ModuleHooks:
-    """The hooks of one policy on the modules inside a model that its rules select."""
+def _watch_moves(applied: Applied) -> Callable[[], object]:
+    """Count moves of weights until the returned function is called, or ``applied`` is freed."""
+    MOVES.use(1)
+    end = weakref.finalize(applied, MOVES.use, -1)
+    end.atexit = False
+    return end
+
+
+class RuledModules:
+    """The modules inside a model that the rules of one policy select, and what stands in front of them."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
-        # Weak, since the hook of the model holds the model.
-        self.hooks: weakref.WeakSet[Hook] = weakref.WeakSet()
-        # The children of each module in the model, now and when hooks were last given; comparing them takes
+        # Weak, since the modules hold them.
+        self.calls: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
+        # The children of each module in the model, now and when rules were last given; comparing them takes
         # some 50 nanoseconds a module.
         self._children: list[dict[str, torch.nn.Module | None]] = []
         self._as_they_were: list[dict[str, torch.nn.Module | None]] = []
         self._fp8_layers: list[torch.nn.Module] = []
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Give every module in ``model`` a hook with the rules for it now.
+        """Give every module in ``model`` the rules for it now.
 
         Refuse a layer with an fp8 rule that is not converted, and an added module with another policy.
         """
@@ -181,71 +192,87 @@ class ModuleHooks:
                     "call nc.apply(model, policy) before nc.compile, and again (after remove() on its "
                     "handle) if layers are added"
                 )
+        fused = _parts_of_fused_layers(model)
         for paths, module in all_paths(model):
-            hooks = [hook for hook in hooks_on(module) if hook.shared is self.shared]
+            calls = [call for call in calls_on(module) if call.shared is self.shared]
             rules = _rules_of(policy, paths, module)
-            if not hooks and not compiled:
-                _remove_stale_hooks([(paths, module)], policy)
-            is_model = "" in paths and not compiled  # its hook stays
-            if is_model or (hooks[0].rules if hooks else ()) == rules:
+            if not calls and not compiled:
+                _remove_copied_calls([(paths, module)], policy)
+            if "" in paths and not compiled:
+                continue  # the model itself, which keeps its own
+            rules_before = calls[0].rules if calls else ()
+            if rules == rules_before:
                 continue
-            _detach(hooks)
+            _detach(calls)
             if rules:
-                self.hooks.add(Hook(self.shared, rules, module))
+                self.calls.add(ModuleCall(self.shared, rules, module, unfused=module in fused))
+                reset_compiled_code()  # graphs made before do not ask what stands in front of the module
         self._children = [part._modules for part in model.modules()]
         self._as_they_were = [dict(children) for children in self._children]
         self._fp8_layers = [one for one in model.modules() if is_fp8(one)]
 
 
-class _ModelHook(Hook):
-    """The hook of the model itself, which attaches hooks to modules that were added since."""
+def _parts_of_fused_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return the modules that torch may compute in one fused kernel, which calls none of them."""
+    parts = set[torch.nn.Module]()
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer):
+            parts.update(module.modules())
+    return parts
+
+
+class _ModelCall(ModuleCall):
+    """The call of the model itself, which gives rules to modules that were added since."""
 
     def __init__(
-        self, inside: ModuleHooks, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
+        self, inside: RuledModules, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
     ) -> None:
-        super().__init__(inside.shared, rules, module, opening=inside.shared.opens)
-        self._model = weakref.ref(model)
-        self._inside: ModuleHooks | None = inside
+        unfused = bool(rules) and isinstance(module, torch.nn.TransformerEncoderLayer)
+        super().__init__(inside.shared, rules, module, opening=inside.shared.opens, unfused=unfused)
+        self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
+        self._inside: RuledModules | None = inside
         # Looked up once: a policy of apex's lists has 200 rules.
         self._names_modules = inside.shared.policy.names_modules
 
     def follow_model(self, module: torch.nn.Module) -> None:
-        if self._names_modules:
-            self._inside = self._inside or ModuleHooks(self.shared)  # in a copy there is none
-            model = None if self._model is None else self._model()
-            self._inside.follow(module if model is None else model)  # not a module that the model wraps
+        if not self._names_modules:
+            return
+        if self._inside is None:  # in a copy
+            self._inside = RuledModules(self.shared)
+        model = None if self._model is None else self._model()
+        self._inside.follow(module if model is None else model)  # not a module that the model wraps
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_inside": None}
+        return {**super().__getstate__(), "_inside": None, "_model": None}
 
 
-def compiled_hooks(policy: Policy) -> ModuleHooks:
-    """Return the hooks of one ``nc.compile``; they are removed when the object is freed.
+def compiled_rules(policy: Policy) -> RuledModules:
+    """Return the rules for modules of one ``nc.compile``; they end when the object is freed.
 
-    They do nothing except in a region of their policy, which the compiled model opens.
+    They have no effect except in a region of their policy, which the compiled model opens.
     """
-    hooks = ModuleHooks(Shared(policy, opens=False, compiled=True))
-    weakref.finalize(hooks, _detach, hooks.hooks).atexit = False
-    return hooks
+    ruled = RuledModules(Shared(policy, opens=False, compiled=True))
+    weakref.finalize(ruled, _detach, ruled.calls).atexit = False
+    return ruled
 
 
-def _detach(hooks: Iterable[Hook]) -> None:
-    for hook in list(hooks):
-        hook.detach()
+def _detach(calls: Iterable[ModuleCall]) -> None:
+    for call in list(calls):
+        call.detach()
 
 
 def _rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -> tuple[Rule, ...]:
-    """Return the rules that hooks carry out: for a shared module those for all its paths."""
+    """Return the rules that calls carry out: for a shared module those for all its paths."""
     return tuple(one for one in rules_of(policy, paths, module) if one.compute not in FP8_RECIPES)
 
 
-def _remove_stale_hooks(modules: Iterable[tuple[tuple[str, ...], torch.nn.Module]], policy: Policy) -> None:
-    """Remove hooks that were copied with a model; refuse if a module has another policy."""
+def _remove_copied_calls(modules: Iterable[tuple[tuple[str, ...], torch.nn.Module]], policy: Policy) -> None:
+    """Remove what was copied with a model; refuse if a module has another policy."""
     for paths, module in modules:
-        for hook in hooks_on(module):
-            if hook.is_copy:
-                hook.detach()
-            elif hook.shared.policy != policy and not hook.shared.compiled:
+        for call in calls_on(module):
+            if call.is_copy:
+                call.detach()
+            elif call.shared.policy != policy and not call.shared.compiled:
                 raise PolicyError(
                     f"{type(module).__name__} {paths[0]!r} in this model has another policy already: call "
                     "remove() on the handle of its nc.apply first"

@@ -73,12 +73,11 @@ class autocast:  # noqa: N801 (torch's spelling)
     """
 
     _warns = True
-    _promotion: Promotion | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return a region that a tracer can follow, in code that is traced."""
         if torch.compiler.is_compiling():
-            kwargs = {name: value for name, value in kwargs.items() if name not in ("scope", "warns")}
+            kwargs = {name: value for name, value in kwargs.items() if name != "scope"}
             return _traced(*_checked(*args, **kwargs), kwargs.get("policy"))
         return object.__new__(cls)
 
@@ -111,7 +110,14 @@ class autocast:  # noqa: N801 (torch's spelling)
         else:
             scope = self._inner_scope()
             _regions.enter(
-                self, self.device, self.fast_dtype, self._enabled, self._cache_enabled, scope, self._warns
+                self,
+                self.device,
+                self.fast_dtype,
+                self._enabled,
+                self._cache_enabled,
+                scope,
+                None,
+                self._warns,
             )
         return self
 
@@ -223,7 +229,9 @@ def _check_dtype(device_type: str, dtype: Any) -> None:
 
 
 class ScopedRegion(autocast):
-    """A region with a given scope. A backward pass inside it does not warn, unless ``warns``."""
+    """A region with a given scope. A backward pass inside it does not warn."""
+
+    _warns = False
 
     def __init__(
         self,
@@ -233,28 +241,76 @@ class ScopedRegion(autocast):
         cache_enabled: bool | None = None,
         *,
         scope: Scope | None = None,
-        warns: bool = False,
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
-        self._warns = warns
         self._rules = scope
 
     def _inner_scope(self) -> Scope | None:
         return self._rules
 
 
-def region_in(
-    policy: Policy, device_type: str, dtype: torch.dtype, promotion: Any = None, *, warns: bool = False
-) -> ScopedRegion:
-    """Return a region of ``policy`` in ``dtype``, for callers that attach rules for modules themselves.
+class PolicyRegion:
+    """The region of a policy on the device types of a model, which its caller opens by ``with``.
 
-    In fp32 it is disabled, unless there are rules.
+    Made once and opened at each step: the formats, the rules and the promotions are decided here. Several
+    threads may have it open, and it may be opened again inside itself. In fp32 without rules it is disabled.
+
+    Args:
+        policy: of the region.
+        formats: device type -> the region's dtype there.
+        say: called once for each operator that runs in fp32 since PyTorch has no low kernel for it. Without
+            it operators do not promote where formats meet.
+        model: its modules follow the rules of the policy inside the region, until ``remove()``. Without it
+            the caller sees to rules for modules.
+        warns: whether a backward pass inside it warns.
     """
-    scope = None if policy.is_plain else root_scope(policy, device_type, dtype)
-    enabled = dtype != torch.float32 or scope is not None
-    region = ScopedRegion(device_type, dtype, enabled, scope=scope, warns=warns)
-    region._promotion = promotion
-    return region
+
+    def __init__(
+        self,
+        policy: Policy,
+        formats: Mapping[str, torch.dtype],
+        say: Callable[[str], None] | None = None,
+        *,
+        model: torch.nn.Module | None = None,
+        warns: bool = False,
+    ) -> None:
+        self._warns = warns
+        # None if nc.apply was called with the same policy.
+        self._applied: _apply.Applied | None = None
+        if model is not None and _apply.applied_to(model, policy) is None:
+            _apply.refuse_in_torchscript(policy, model)
+            if policy.names_modules:
+                self._applied = _apply.Applied(model, policy, opens=False)
+        self._states: list[tuple[str, torch.dtype, bool, Scope | None, Promotion | None]] = []
+        for device, dtype in formats.items():
+            scope = None if policy.is_plain else root_scope(policy, device, dtype)
+            enabled = dtype != torch.float32 or scope is not None
+            _check_device(device, enabled=enabled)
+            if enabled:
+                _check_dtype(device, dtype)
+            promotes = say is not None and dtype != torch.float32
+            promotion = Promotion(policy, device, dtype, say) if promotes and say is not None else None
+            self._states.append((device, dtype, enabled, scope, promotion))
+        _weight_casts.watch_optimizers()
+
+    def __enter__(self) -> None:
+        depth = len(thread.regions)
+        caches = torch.is_autocast_cache_enabled()
+        try:
+            for device, dtype, enabled, scope, promotion in self._states:
+                _regions.enter(self, device, dtype, enabled, caches, scope, promotion, self._warns)
+        except BaseException:
+            _regions.leave_to(depth)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for _state in self._states:
+            _regions.leave(self)
+
+    def remove(self) -> None:
+        """End the rules for the modules of the model."""
+        if self._applied is not None:
+            self._applied.remove()
 
 
 def _traced(

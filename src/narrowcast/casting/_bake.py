@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowcast.casting._apply import Applied
+from narrowcast.casting._module_calls import ModuleCall
 from narrowcast.casting._operators import compute_dtype
 from narrowcast.casting._promotion import why_no_lstm
 from narrowcast.casting._tree import all_paths, scopes_by_path, undo_on_error
@@ -117,12 +118,13 @@ class Baked:
         self.policy = policy
         self._ended = False
         self._handles: list[Any] = []
+        self._calls: list[ModuleCall] = []
         self._stored: dict[torch.nn.Parameter, _StoredWeight] = {}
         self._watch_optimizers()
         with undo_on_error([model]) as undo:
             self._applied: Applied | None = Applied(model, policy)
             undo.callback(self.restore)
-            self._handles += self._applied.handles
+            self._calls = self._applied.calls
             chosen = {
                 parameter: dtype
                 for parameter, dtype in _choose(model, policy).items()
@@ -160,6 +162,8 @@ class Baked:
         drop_casts()
         for handle in self._handles:
             handle.remove()
+        for call in self._calls:
+            call.detach()
         if self._applied is not None:
             self._applied.remove(copies=False)
         self._stop_watching()
@@ -199,7 +203,7 @@ class Baked:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has the hooks of the modules, by its handles.
+        # A copy has the calls and the hooks of its own modules.
         return {**vars(self), "_applied": None, "_stop_watching": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._apply import ModuleHooks, compiled_hooks, missed_rules, refuse_missed
+from narrowcast.casting._apply import RuledModules, compiled_rules, missed_rules, refuse_missed
 from narrowcast.casting._kernels import region_of
-from narrowcast.casting._module_hooks import device_types
+from narrowcast.casting._module_calls import device_types
 from narrowcast.casting._regions import regions
 from narrowcast.casting._torch_internals import (
     dynamo_error,
-    guard_hooks_of_modules,
     trace_backward_outside_of_regions,
 )
 from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
@@ -70,11 +69,10 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
                 )
         return _in_region(torch.compile(model, **settings), wanted)
     refuse_missed(missed_rules(wanted, model))
-    hooks = compiled_hooks(wanted)
-    hooks.follow(model)
-    guard_hooks_of_modules()
+    ruled = compiled_rules(wanted)
+    ruled.follow(model)
     compiled: Any = torch.compile(model, **settings)
-    compiled.forward = _in_region(compiled.forward, wanted, model, hooks)
+    compiled.forward = _in_region(compiled.forward, wanted, model, ruled)
     # A copy or a pickle compiles its own model.
     again = functools.partial(compile, **settings)
     compiled.__dict__["__reduce_ex__"] = lambda _protocol: (again, (model, wanted))
@@ -85,12 +83,12 @@ def _in_region(
     function: Callable[..., Any],
     policy: Policy,
     module: torch.nn.Module | None = None,
-    hooks: ModuleHooks | None = None,
+    ruled: RuledModules | None = None,
 ) -> Any:
     @functools.wraps(function)
     def in_region(*args: Any, **kwargs: Any) -> Any:
-        if module is not None and hooks is not None:
-            hooks.follow(module)
+        if module is not None and ruled is not None:
+            ruled.follow(module)
         # Not nc.autocast, which in a thread beside one that compiles would take itself for traced.
         with regions(_regions_of(policy, module, args, kwargs), torch.is_autocast_cache_enabled()):
             try:

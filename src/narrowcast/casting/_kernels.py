@@ -1,9 +1,8 @@
 """Register the kernels of rules in PyTorch's dispatcher.
 
 A rule for an operator replaces its kernel on the autocast key of a device. There casts are differentiated,
-and calls from Python and C++ are covered alike. The kernel exists as long as a policy needs it; it is removed
-outside of regions, and the dispatch table is then as before. If no rule is in force in the calling thread, a
-kernel does what PyTorch does:
+and calls from Python and C++ are covered alike. The kernel exists as long as a policy needs it; then the
+dispatch table is as before. If no rule is in force in the calling thread, a kernel does what PyTorch does:
 
 - an operator on PyTorch's table calls the kernel that ours replaced;
 - any other is redispatched below autocast, as if there were no kernel: a composite is decomposed, and its
@@ -24,9 +23,9 @@ import functools
 import itertools
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +33,6 @@ import torch
 from narrowcast.casting import _operators, _promotion
 from narrowcast.casting._operators import below_autocast, native_kernel, without_autocast_cache
 from narrowcast.casting._promotion import SPARSE_CSR, promoted, promoted_on, promoting, register_sparse_csr
-from narrowcast.casting._regions import once_none_is_open
 from narrowcast.casting._scopes import scope_on, scopes_here
 from narrowcast.casting._torch_internals import (
     decomposition_of,
@@ -116,24 +114,21 @@ class Overlay(Protocol):
 
 
 overlays: list[Overlay] = []
-_lock = threading.RLock()  # a policy may end by garbage collection while kernels are being added
+_lock = threading.Lock()
 _libraries: dict[str, _AutocastKernels] = {}
-_changing: list[bool] = []  # one where a thread changes kernels: whether others are to be removed then
 _served: weakref.WeakSet[ResolvedPolicy] = weakref.WeakSet()
+# What is no longer needed: device type, operators, whether of rules. Only who holds the lock takes from it.
+_released: deque[tuple[str, tuple[str, ...], bool]] = deque()
 
 
 def serve(resolved: ResolvedPolicy) -> None:
     """Register a kernel for each operator that this policy decides, as long as the policy lives."""
     if resolved in _served:
         return
-    with _lock:
-        if resolved in _served:
-            return
-        ops = resolved.kernels()
-        library = _libraries.setdefault(resolved.device_type, _AutocastKernels(resolved.device_type))
-        acquire(library.device_type, ops)
-        weakref.finalize(resolved, release, library.device_type, ops).atexit = False
-        _served.add(resolved)
+    ops = resolved.kernels()
+    acquire(resolved.device_type, ops)
+    weakref.finalize(resolved, release, resolved.device_type, ops).atexit = False
+    _served.add(resolved)
 
 
 class Promotion:
@@ -161,14 +156,6 @@ class Promotion:
             self._say(f"{op} {what}")
 
 
-def promotions(
-    policy: Policy, formats: Mapping[str, torch.dtype], say: Callable[[str], None]
-) -> dict[str, Promotion]:
-    """Return a promotion for each device type of ``formats`` with a low dtype."""
-    low = {device: dtype for device, dtype in formats.items() if dtype != torch.float32}
-    return {device: Promotion(policy, device, dtype, say) for device, dtype in low.items()}
-
-
 def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
     """Return the scope in a region of ``policy``, outside of modules that rules select."""
     if device_type not in TABLES:
@@ -194,64 +181,66 @@ def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | No
 
 def acquire(device_type: str, ops: tuple[str, ...], *, of_rules: bool = True) -> None:
     """Give each of ``ops`` a kernel until ``release`` is called with the same arguments."""
-    with _change(), ExitStack() as undo:
-        library = _libraries.setdefault(device_type, _AutocastKernels(device_type))
-        library.users.update(ops)
-        ruled = set(library.of_rules)
-        if of_rules:
-            library.of_rules.update(ops)
-        undo.callback(release, device_type, ops, of_rules=of_rules)
-        new = [op for op in ops if op not in library.installed]
-        if new:
-            with _overlays_removed():
-                for op in new:
-                    library.add(op)
-        if ruled != set(library.of_rules):
-            _update_functorch()
-        undo.pop_all()
+    try:
+        with _lock:
+            library = _libraries.setdefault(device_type, _AutocastKernels(device_type))
+            library.users.update(ops)
+            first_rules = of_rules and any(op not in library.of_rules for op in ops)
+            if of_rules:
+                library.of_rules.update(ops)
+            new = [op for op in ops if op not in library.installed]
+            if new:
+                with _overlays_removed():
+                    for op in new:
+                        library.add(op)
+            if first_rules:
+                _update_functorch()
+    except BaseException:
+        release(device_type, ops, of_rules=of_rules)
+        raise
+    _remove_released()
 
 
 def release(device_type: str, ops: tuple[str, ...], *, of_rules: bool = True) -> None:
-    """Remove each kernel that no other policy needs, as soon as no region is open in any thread.
+    """Remove each kernel that no other policy needs.
 
-    Policies end when garbage is collected. If a kernel were removed inside a region, PyTorch's would cast
-    the same weight again, and autograd would add the gradients of the two casts in the low format.
+    Policies end when garbage is collected, perhaps while this or another thread changes kernels: who holds
+    the lock then removes what was released meanwhile.
     """
-    with _lock:
-        library = _libraries[device_type]
-        for users in (library.users, library.of_rules) if of_rules else (library.users,):
-            for op in ops:  # garbage may be collected here too, and release others
-                users[op] -= 1
-                if users[op] < 1:
-                    users.pop(op, None)
-    once_none_is_open(_remove_unneeded)
+    _released.append((device_type, ops, of_rules))
+    _remove_released()
 
 
-@contextmanager
-def _change() -> Iterator[None]:
-    """Hold the lock. What garbage collection releases in this thread meanwhile is removed afterwards."""
-    with _lock:
-        _changing.append(False)
+def _remove_released() -> None:
+    while _released and _lock.acquire(blocking=False):
         try:
-            yield
+            while _released:
+                _remove(*_released.popleft())
         finally:
-            if _changing.pop():
-                once_none_is_open(_remove_unneeded)
+            _lock.release()
 
 
-def _remove_unneeded() -> None:
-    with _lock:
-        if _changing:
-            _changing[0] = True
-            return
-    with _change():
-        every = [(library, op) for library in _libraries.values() for op in library.installed]
-        unneeded = [(library, op) for library, op in every if op not in library.users]
-        if unneeded:
-            with _overlays_removed():
-                for library, op in unneeded:
+def _remove(device_type: str, ops: tuple[str, ...], of_rules: bool) -> None:
+    library = _libraries[device_type]
+    unneeded = _counted_down(library.users, ops)
+    if unneeded:
+        with _overlays_removed():
+            for op in unneeded:
+                if op in library.installed:
                     library.drop(op)
+    if of_rules and _counted_down(library.of_rules, ops):
         _update_functorch()
+
+
+def _counted_down(users: Counter[str], ops: tuple[str, ...]) -> list[str]:
+    """Count one user less of each of ``ops``; return those that have none left."""
+    unneeded = []
+    for op in ops:
+        users[op] -= 1
+        if users[op] < 1:
+            del users[op]
+            unneeded.append(op)
+    return unneeded
 
 
 @contextmanager
@@ -260,17 +249,19 @@ def overlaid(overlay: Overlay) -> Iterator[None]:
     with _lock:
         overlay.begin()
         overlays.append(overlay)
+    _remove_released()
     try:
         yield
     finally:
         with _lock:
             overlays.remove(overlay)
             overlay.end()
+        _remove_released()
 
 
 @contextmanager
 def _overlays_removed() -> Iterator[None]:
-    """Put overlays back at the end, once, though kernels of a freed policy may be removed meanwhile."""
+    """Take overlays away, and put them back at the end."""
     removed = list(overlays)
     overlays.clear()
     for overlay in reversed(removed):

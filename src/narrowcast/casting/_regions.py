@@ -15,17 +15,23 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from narrowcast.casting import _scopes, _torch_internals, _weight_casts
-from narrowcast.casting._scopes import OpenRegion, promotion_here, scope_on, scopes_here, set_scope, thread
+from narrowcast.casting._scopes import (
+    OpenRegion,
+    mark_of,
+    promotion_here,
+    scope_on,
+    scopes_here,
+    set_scope,
+    thread,
+)
 from narrowcast.casting._torch_internals import (
     CHECKPOINT,
     CHECKPOINT_GENERATOR,
@@ -43,12 +49,10 @@ class _Process:
         self.lock = threading.Lock()
         self.caching: set[OpenRegion] = set()
         self.format_of_casts: torch.dtype | None = None
-        self.regions = 0
-        self.afterwards: Callable[[], object] | None = None
 
     def open(self, region: OpenRegion, *, cache: bool) -> None:
         with self.lock:
-            self.regions += 1
+            region.registered = True
             if region.enabled_before and region.cache_before:  # perhaps by torch.autocast
                 self.hold_casts_of(region.dtype_before)
             if cache and self.may_cache(region):
@@ -57,34 +61,28 @@ class _Process:
                 self.hold_casts_of(region.dtype)
             if region.warns:
                 _weight_casts.watch_writes(1)
-            for part in _CHECKPOINTING if region.propagates else ():
-                part.use(1)
+            if region.propagates:
+                for part in _CHECKPOINTING:
+                    part.use(1)
 
     def close(self, region: OpenRegion, *, drop: bool) -> None:
         with self.lock:
-            self.caching.discard(region)
-            if region.warns:
-                _weight_casts.watch_writes(-1)
-            for part in _CHECKPOINTING if region.propagates else ():
-                part.use(-1)
+            if region.registered:
+                region.registered = False
+                self.caching.discard(region)
+                if region.warns:
+                    _weight_casts.watch_writes(-1)
+                if region.propagates:
+                    for part in _CHECKPOINTING:
+                        part.use(-1)
             if drop:
                 torch.clear_autocast_cache()
                 self.format_of_casts = None
             elif region.enabled_before and region.cache_before:
                 self.hold_casts_of(region.dtype_before)
-            self.regions -= 1
-        if self.afterwards is not None:
-            self.catch_up()
-
-    def catch_up(self) -> None:
-        """Run the work that waits until no region is open, if none is."""
-        if self.regions == 0:
-            work, self.afterwards = self.afterwards, None
-            if work is not None:
-                work()
 
     def may_cache(self, region: OpenRegion) -> bool:
-        for one in self.caching:  # a generator would take a twentieth of the time of a region
+        for one in self.caching:
             if one.dtype != region.dtype and one.thread is not region.thread:
                 return False
         return True
@@ -99,7 +97,6 @@ class _Process:
         """The child has this thread alone, and the lock may have been held by another."""
         self.lock = threading.Lock()
         self.caching = {region for region in self.caching if region.thread is thread.regions}
-        self.regions = len(thread.regions)
 
 
 _process = _Process()
@@ -115,33 +112,32 @@ def enter(
     enabled: bool,
     cache_enabled: bool,
     scope: Scope | None,
+    promotion: Callable[[str, str], None] | None = None,
     warns: bool = False,
-    caller: int | None = None,
 ) -> None:
-    """Open a region in this thread, which ``leave(owner)`` closes. ``OpenRegion`` describes the arguments.
-
-    Operators promote inside if ``owner`` has a ``_promotion``.
-    """
-    regions = thread.regions
-    if regions and regions[-1].caller is not None:
-        close_abandoned()
-    region = OpenRegion(owner, device, dtype, warns, scope, enabled)
-    region.caller = caller
-    if scope is not region.scope_before:
-        set_scope(scope, device)  # first, since it may raise
-        region.moved = True
+    """Open a region in this thread, which ``leave(owner)`` closes. ``OpenRegion`` describes the arguments."""
+    if scope is not None:
+        mark_of(scope)  # first, since it may raise
+    region = OpenRegion(owner, device, dtype, enabled, scope, promotion, warns)
+    # From here on leaving restores the state, however much of it an interrupt let us set.
+    thread.regions.append(region)
     wants_cache = enabled and cache_enabled and dtype != torch.float32
     _process.open(region, cache=wants_cache)
-    torch.set_autocast_enabled(device, enabled)
-    if dtype is not region.dtype_before:  # each setting is a twentieth of the time of a region
-        torch.set_autocast_dtype(device, dtype)
+    region.nested = True
     torch.autocast_increment_nesting()
+
+    # Each setting is a twentieth of the time of a region, so those that are in force are left.
+    if scope is not region.scope_before:
+        set_scope(scope, device)
+    if enabled is not region.enabled_before:
+        torch.set_autocast_enabled(device, enabled)
+    if dtype is not region.dtype_before:
+        torch.set_autocast_dtype(device, dtype)
     caches = region.caching if wants_cache else cache_enabled
     if caches is not region.cache_before:
         torch.set_autocast_cache_enabled(caches)
-    if region.promotion is not None:
+    if promotion is not None:
         torch.set_autocast_dtype(*_scopes.PROMOTING)
-    regions.append(region)
 
 
 @contextmanager
@@ -149,7 +145,7 @@ def traced_region(
     device: str,
     dtype: torch.dtype,
     enabled: bool,
-    scope_state: Sequence[tuple[str, torch.dtype]] = (),
+    scope_state: tuple[tuple[str, torch.dtype], ...] = (),
     *,
     cache_enabled: bool = False,
 ) -> Iterator[None]:
@@ -168,9 +164,8 @@ def traced_region(
         if not scope_state:
             yield
             return
-        first, second, last = scope_state[0], scope_state[len(scope_state) // 2], scope_state[-1]
-        outer, middle = torch.autocast(*first, enabled=False), torch.autocast(*second, enabled=False)
-        with outer, middle, torch.autocast(*last, enabled=False):
+        # One for the scope, and in promoting regions one more: the first twice does no harm.
+        with torch.autocast(*scope_state[0], enabled=False), torch.autocast(*scope_state[-1], enabled=False):
             yield
 
 
@@ -183,10 +178,8 @@ def leave(owner: object) -> None:
             closed too, so that the state is that before it.
     """
     regions = thread.regions
-    if regions and regions[-1].caller is not None and regions[-1].owner is not owner:
-        close_abandoned()
     if regions and regions[-1].owner is owner:
-        _restore(regions.pop())
+        leave_to(len(regions) - 1)
         return
     owned = [index for index, region in enumerate(regions) if region.owner is owner]
     if not owned:
@@ -195,8 +188,7 @@ def leave(owner: object) -> None:
             "leave a region in the thread that entered it, as a with statement does"
         )
     region, inside = regions[owned[-1]], len(regions) - owned[-1] - 1
-    for _ in range(inside + 1):
-        _restore(regions.pop())
+    leave_to(owned[-1])
     raise OrderError(
         f"expected the innermost region to be left first, got the {region.device} region in {region.dtype} "
         f"with {inside} still open inside it, which ended too; a generator or a coroutine that stops inside "
@@ -204,35 +196,55 @@ def leave(owner: object) -> None:
     )
 
 
+def leave_to(depth: int) -> None:
+    """Close the innermost regions of this thread until ``depth`` are left.
+
+    Every step can be repeated, so that Ctrl-C in the middle leaves nothing open.
+    """
+    try:
+        _close_regions(depth)
+    except BaseException:
+        _close_regions(depth)
+        raise
+
+
+def _close_regions(depth: int) -> None:
+    regions = thread.regions
+    while len(regions) > depth:
+        _restore(regions[-1])
+        regions.pop()
+
+
+def _restore(region: OpenRegion) -> None:
+    device = region.device
+    torch.set_autocast_enabled(device, region.enabled_before)
+    torch.set_autocast_dtype(device, region.dtype_before)
+    torch.set_autocast_cache_enabled(region.cache_before)
+    if scope_on(device) is not region.scope_before:
+        set_scope(region.scope_before, device)
+    if region.promotion is not None:
+        torch.set_autocast_dtype(_scopes.PROMOTING[0], region.promoting_before)
+    outermost = False
+    if region.nested:
+        region.nested = False
+        outermost = torch.autocast_decrement_nesting() == 0
+    if outermost:
+        _weight_casts.drop_casts_here()
+    _process.close(region, drop=outermost)
+
+
 @contextmanager
 def regions(
     states: Iterable[tuple[str, torch.dtype, bool, Scope | None]], cache_enabled: bool, promotion: Any = None
 ) -> Iterator[None]:
     """Open regions, each of a device type, a dtype, whether autocast is enabled, and a scope."""
-    owner = SimpleNamespace(_promotion=promotion)
-    entered = 0
+    depth = len(thread.regions)
     try:
         for device, dtype, enabled, scope in states:
-            enter(owner, device, dtype, enabled, cache_enabled, scope=scope)
-            entered += 1
+            enter(None, device, dtype, enabled, cache_enabled, scope, promotion)
         yield
     finally:
-        for _ in range(entered):
-            leave(owner)
-
-
-def _restore(region: OpenRegion) -> None:
-    torch.set_autocast_enabled(region.device, region.enabled_before)
-    torch.set_autocast_dtype(region.device, region.dtype_before)
-    torch.set_autocast_cache_enabled(region.cache_before)
-    if region.moved:
-        set_scope(region.scope_before, region.device)
-    if region.promotion is not None:
-        torch.set_autocast_dtype(_scopes.PROMOTING[0], region.promoting_before)
-    outermost = torch.autocast_decrement_nesting() == 0
-    if outermost:
-        _weight_casts.drop_casts_here()
-    _process.close(region, drop=outermost)
+        leave_to(depth)
 
 
 def discard_regions(regions: list[OpenRegion]) -> None:
@@ -241,44 +253,13 @@ def discard_regions(regions: list[OpenRegion]) -> None:
         _process.close(region, drop=True)
 
 
-def close_abandoned() -> None:
-    """Close the innermost regions of this thread whose callers ended without leaving them.
-
-    PyTorch calls the hooks of a module after an ``Exception``, but not after a ``KeyboardInterrupt``.
-    """
-    regions = thread.regions
-    while regions:
-        innermost = regions[-1]
-        if innermost.caller is None or is_running(innermost.caller):
-            return
-        if regions and regions[-1] is innermost:  # else garbage was collected meanwhile, and that closed it
-            _restore(regions.pop())
-
-
-def is_running(caller: int) -> bool:
-    """Return whether this thread is in the function call whose frame has that ``id``."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and id(frame) != caller:
-        frame = frame.f_back
-    return frame is not None
-
-
-def once_none_is_open(work: Callable[[], object]) -> None:
-    """Call ``work`` now, or when the last open region of any thread closes.
-
-    Takes no lock: garbage collection may call this while this thread holds it.
-    """
-    _process.afterwards = work
-    _process.catch_up()
-
-
 # ---- recomputation
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` bound to the current autocast state, for later calls in any thread.
 
-    A call raises OrderError if hooks that computed a model in that state were removed.
+    A call raises OrderError if the policy that computed a model in that state was removed.
     """
     checks = [getattr(region.owner, "check_recomputation", None) for region in thread.regions]
     cache, promotion = torch.is_autocast_cache_enabled(), promotion_here()

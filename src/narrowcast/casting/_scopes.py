@@ -2,10 +2,9 @@
 
 The scope is kept in torch's own autocast state, which ``torch.compile`` guards and traces. No tensor is ever
 on an IPU, so while rules are in force for the CPU, the autocast dtype of IPUs stands for the scope, and
-autocast is on for them: another scope is another state, for which Dynamo makes another graph. If there are
-more scopes than dtypes, a second such device type is used as well. The keys of graph caches on disk contain
-that state, and the list of what each dtype stands for in this process. In the same way the autocast dtype of
-XLA devices says that operators promote.
+autocast is on for them: another scope is another state, for which Dynamo makes another graph. The keys of
+graph caches on disk contain that state, and the list of what each dtype stands for in this process. In the
+same way the autocast dtype of XLA devices says that operators promote.
 """
 
 from __future__ import annotations
@@ -17,35 +16,34 @@ from collections.abc import Callable
 
 import torch
 
-from narrowcast.casting._torch_internals import trace_backward_outside_of_regions
+from narrowcast.casting._torch_internals import reset_compiled_code, trace_backward_outside_of_regions
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import Rule, Scope, dtype_of
 
-# The device types whose dtypes stand for the scopes of another one: for the first scopes, and for the others.
-# Those of "cpu" differ from the others', since a model may be on a CPU and on one other device.
-_STATE_DEVICES = {"cpu": ("ipu", "maia"), "mtia": ("hpu", "xpu")}
-_OTHER_STATE_DEVICES = ("hpu", "mtia")
+# The device type whose autocast dtype stands for the scopes of another one. That of "cpu" differs from the
+# others', since a model may be on a CPU and on one other device.
+_CARRIERS = {"cpu": "ipu", "hpu": "maia"}
+_OTHER_CARRIER = "hpu"
 _NEUTRAL = torch.float16
 PROMOTING = ("xla", torch.float64)
 """The autocast state in which operators of a thread promote where formats meet."""
-# Without those in which a program may have opened a region for such a device.
-_FORMATS = tuple(
-    sorted(
-        {one for one in vars(torch).values() if isinstance(one, torch.dtype)} - {_NEUTRAL, torch.bfloat16},
-        key=str,
-    )
-)
 _lock = threading.Lock()
-_Mark = tuple[torch.dtype, torch.dtype | None]
-_NO_SCOPE: _Mark = (_NEUTRAL, None)
-# By device type and identity of a scope, its mark; by device type and mark, the scopes (of equal policies).
-_marks: dict[tuple[str, str], _Mark] = {}
-_by_mark: dict[tuple[str, torch.dtype, torch.dtype | None], list[weakref.ref[Scope]]] = {}
 
 
-class _Process:
-    device_types: tuple[str, ...] = ()  # those that had a scope
-    beyond = False  # whether the second device type of a pair is used
+def _dtypes_for_marks() -> tuple[torch.dtype, ...]:
+    """Return the dtypes that may stand for a scope: no program opens a region in one of them."""
+    every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return tuple(sorted(every - {torch.float16, torch.bfloat16}, key=str))
+
+
+_MARKS = _dtypes_for_marks()
+_carrier_of: dict[str, str] = {}
+"""Device type -> its carrier, for those that had a scope."""
+# What a dtype stands for: device type and identity of a scope, and the scopes (of equal policies) with it.
+_Identity = tuple[str, str]
+_Meaning = tuple[_Identity, "weakref.WeakSet[Scope]"]
+_meanings: dict[str, dict[torch.dtype, _Meaning]] = {}
+"""Carrier -> dtype -> what it stands for."""
 
 
 class OpenRegion:
@@ -55,32 +53,40 @@ class OpenRegion:
         owner: the object that opened it and will leave it.
         warns: whether a backward pass inside it warns.
         propagates: whether checkpoints must restore it, since PyTorch does not.
-        caller: the ``id`` of the frame with which the region ends if its owner does not leave it, or None.
         scope: the rules inside; referenced here, since the autocast state holds no reference.
         promotion: operators promote inside; called with each that runs otherwise, and how.
         caching: whether weight casts are kept.
-        moved: whether the scope inside differs from that outside.
+        registered: whether the state shared by all threads counts it.
+        nested: whether torch's depth of regions counts it.
     """
 
     __slots__ = (
-        "cache_before", "caching", "caller", "device", "dtype", "dtype_before", "enabled_before", "moved",
-        "owner", "promoting_before", "promotion", "propagates", "scope", "scope_before", "thread", "warns",
+        "cache_before", "caching", "device", "dtype", "dtype_before", "enabled_before", "nested", "owner",
+        "promoting_before", "promotion", "propagates", "registered", "scope", "scope_before",
+        "thread", "warns",
     )  # fmt: skip
 
     def __init__(
-        self, owner: object, device: str, dtype: torch.dtype, warns: bool, scope: Scope | None, enabled: bool
+        self,
+        owner: object,
+        device: str,
+        dtype: torch.dtype,
+        enabled: bool,
+        scope: Scope | None,
+        promotion: Callable[[str, str], None] | None,
+        warns: bool,
     ) -> None:
         self.owner = owner
         self.thread = thread.regions
         self.device = device
         self.dtype = dtype
         self.warns = warns and enabled
-        self.promotion: Callable[[str, str], None] | None = getattr(owner, "_promotion", None)
-        self.propagates = bool(scope or self.promotion) or (enabled and dtype == torch.float32)
-        self.caller: int | None = None
+        self.promotion = promotion
+        self.propagates = scope is not None or promotion is not None or (enabled and dtype == torch.float32)
         self.scope = scope
         self.caching = False
-        self.moved = False
+        self.registered = False
+        self.nested = False
         self.enabled_before = torch.is_autocast_enabled(device)
         self.dtype_before = torch.get_autocast_dtype(device)
         self.cache_before = torch.is_autocast_cache_enabled()
@@ -93,6 +99,7 @@ class _Thread(threading.local):
 
     Attributes:
         regions: its open regions, outermost first.
+        scopes: device type -> the scope that was set last, in force while the autocast state has its mark.
         casting_rule: the rule for a module whose inputs or outputs it is casting.
     """
 
@@ -100,9 +107,9 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.regions: list[OpenRegion] = []
+        self.scopes: dict[str, Scope] = {}
 
 
-_process = _Process()
 thread = _Thread()
 
 
@@ -113,20 +120,21 @@ def rule_that_casts() -> Rule | None:
 
 def scope_on(device_type: str) -> Scope | None:
     """Return the scope of this thread's calls on ``device_type``; None: no rule is in force."""
-    if device_type not in _process.device_types:  # asked at each call and region, so the fast way first
+    # Asked at each call of an operator with a rule: the way of most calls comes first.
+    carrier = _carrier_of.get(device_type)
+    if carrier is None:
         return None
-    carrier, beyond = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
-    first, second = torch.get_autocast_dtype(carrier), None
-    if first is _NEUTRAL:
+    mark = torch.get_autocast_dtype(carrier)
+    if mark is _NEUTRAL:
         return None
-    if _process.beyond:
-        second = torch.get_autocast_dtype(beyond)
-        second = second if second in _FORMATS else None
-    for reference in _by_mark.get((device_type, first, second), ()):
-        scope = reference()
-        if scope is not None:
-            return scope
-    return None
+    latest = thread.scopes.get(device_type)
+    if latest is not None and latest.mark is mark:
+        return latest
+    # A compiled graph entered the region, and so set the autocast state alone.
+    meaning = _meanings[carrier].get(mark)
+    if meaning is None or meaning[0][0] != device_type:
+        return None
+    return next(iter(meaning[1]), None)
 
 
 def is_promoting() -> bool:
@@ -136,63 +144,110 @@ def is_promoting() -> bool:
 
 def promotion_here() -> Callable[[str, str], None] | None:
     """Return the promotion of this thread's innermost region that has one."""
-    return next((one.promotion for one in reversed(thread.regions) if one.promotion is not None), None)
+    for region in reversed(thread.regions):
+        if region.promotion is not None:
+            return region.promotion
+    return None
 
 
 def scopes_here() -> dict[str, Scope]:
     """Return the scopes of this thread's calls by device type."""
-    found = {device: scope_on(device) for device in _process.device_types}
-    return {device: scope for device, scope in found.items() if scope is not None}
+    scopes = {}
+    for device in tuple(_carrier_of):
+        scope = scope_on(device)
+        if scope is not None:
+            scopes[device] = scope
+    return scopes
 
 
 def set_scope(scope: Scope | None, device_type: str) -> None:
     """Set the scope of this thread's calls; None: no rule is in force."""
-    first, second = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
-    mark = _NO_SCOPE if scope is None else scope.mark or _choose_mark(scope)
-    torch.set_autocast_dtype(first, mark[0])
-    torch.set_autocast_enabled(first, mark[0] is not _NEUTRAL)
-    if _process.beyond:
-        torch.set_autocast_dtype(second, mark[1] or _NEUTRAL)
-        torch.set_autocast_enabled(second, mark[1] is not None)
+    if scope is None:
+        carrier, mark = _CARRIERS.get(device_type, _OTHER_CARRIER), _NEUTRAL
+        thread.scopes.pop(device_type, None)
+    else:
+        mark = mark_of(scope)
+        carrier = _carrier_of[device_type]
+        thread.scopes[device_type] = scope
+    torch.set_autocast_dtype(carrier, mark)
+    # Dynamo compares the dtypes of devices on which autocast is on.
+    torch.set_autocast_enabled(carrier, scope is not None)
 
 
-def autocast_state_of(scope: Scope | None, device_type: str) -> list[tuple[str, torch.dtype]]:
-    """Return the device types whose autocast dtypes stand for ``scope``, with these dtypes."""
-    mark = _NO_SCOPE if scope is None else scope.mark or _choose_mark(scope)
-    carriers = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
-    if not _process.beyond:
-        return [(carriers[0], mark[0])]
-    return [(carriers[0], mark[0]), (carriers[1], mark[1] or _NEUTRAL)]
+def change_scope(scope: Scope, device_type: str) -> None:
+    """As ``set_scope`` from one scope to another, in fewer steps: called at each module with a rule."""
+    mark = scope.mark or mark_of(scope)
+    thread.scopes[device_type] = scope
+    torch.set_autocast_dtype(_carrier_of[device_type], mark)
 
 
-def _choose_mark(scope: Scope) -> _Mark:
-    """Choose the dtypes that stand for ``scope``; UnsupportedError if the process has used up all of them."""
-    device_type = scope.resolved.device_type
-    with _lock:
-        identity = (device_type, repr(scope.identity))
-        if identity not in _marks:
-            carriers = _STATE_DEVICES.get(device_type, _OTHER_STATE_DEVICES)
-            before = sum(_STATE_DEVICES.get(device, _OTHER_STATE_DEVICES) == carriers for device, _ in _marks)
-            lap, at = divmod(before, len(_FORMATS))
-            if lap > len(_FORMATS):
-                raise UnsupportedError(
-                    f"expected fewer than {before} scopes of policies with rules in one process, since "
-                    "torch.compile can tell no more of them apart: make each policy once"
-                )
-            if device_type not in _process.device_types:
-                _process.device_types += (device_type,)
-            _process.beyond |= lap > 0
-            trace_backward_outside_of_regions()
-            _marks[identity] = (_FORMATS[at], _FORMATS[lap - 1] if lap else None)
-            # Add what the marks stand for to the key of every compiled graph that is kept on disk.
-            settings = torch.compiler.config
-            ours = hashlib.sha256(repr(sorted(_marks.items())).encode()).hexdigest()[:16]
-            kept = (settings.cache_key_tag or "").partition("|narrowcast:")[0]
-            settings.cache_key_tag = f"{kept}|narrowcast:{ours}"
-        scope.mark = _marks[identity]
-        same = _by_mark.setdefault((device_type, *scope.mark), [])
-        same[:] = [one for one in same if one() is not None] + [weakref.ref(scope)]
+def autocast_state_of(scope: Scope | None, device_type: str) -> tuple[str, torch.dtype]:
+    """Return the device type whose autocast dtype stands for ``scope``, and that dtype."""
+    carrier = _CARRIERS.get(device_type, _OTHER_CARRIER)
+    return carrier, _NEUTRAL if scope is None else mark_of(scope)
+
+
+def mark_of(scope: Scope) -> torch.dtype:
+    """Return the dtype that stands for ``scope``, chosen at the first call.
+
+    Raises:
+        UnsupportedError: there are more scopes than dtypes.
+    """
+    if scope.mark is not None:
         return scope.mark
+    device_type = scope.resolved.device_type
+    carrier = _CARRIERS.get(device_type, _OTHER_CARRIER)
+    identity = (device_type, repr(scope.identity))
+    with _lock:
+        meanings = _meanings.setdefault(carrier, {})
+        mark = _mark_with(identity, meanings) or _unused_mark(meanings)
+        if mark not in meanings:
+            meanings[mark] = (identity, weakref.WeakSet())
+            _tag_graphs_on_disk()
+            trace_backward_outside_of_regions()
+        meanings[mark][1].add(scope)
+        _carrier_of[device_type] = carrier
+        scope.mark = mark
+    return mark
+
+
+def _mark_with(identity: _Identity, meanings: dict[torch.dtype, _Meaning]) -> torch.dtype | None:
+    for mark, (known, _) in meanings.items():
+        if known == identity:
+            return mark
+    return None
+
+
+def _unused_mark(meanings: dict[torch.dtype, _Meaning]) -> torch.dtype:
+    """Return a dtype that stands for no scope; if none is left, one whose scopes are gone."""
+    for mark in _MARKS:
+        if mark not in meanings:
+            return mark
+    gone = [mark for mark, (_, scopes) in meanings.items() if not scopes]
+    if not gone:
+        raise UnsupportedError(
+            f"expected at most {len(_MARKS)} different sets of rules in force in one process, since "
+            "torch.compile can tell no more of them apart: let rules share a pattern, or delete policies "
+            "that are no longer used"
+        )
+    # Graphs of the scopes that are gone would be taken for those of new ones.
+    reset_compiled_code()
+    for mark in gone:
+        del meanings[mark]
+    return gone[0]
+
+
+def _tag_graphs_on_disk() -> None:
+    """Add what the dtypes stand for to the key of every compiled graph that is kept on disk."""
+    known = sorted(
+        (carrier, str(mark), identity)
+        for carrier, meanings in _meanings.items()
+        for mark, (identity, _) in meanings.items()
+    )
+    ours = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+    settings = torch.compiler.config
+    others = (settings.cache_key_tag or "").partition("|narrowcast:")[0]
+    settings.cache_key_tag = f"{others}|narrowcast:{ours}"
 
 
 def lower_dtype(scope: Scope) -> torch.dtype:

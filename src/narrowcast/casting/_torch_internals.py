@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch.utils import _pytree
-from torch.utils.hooks import RemovableHandle
 
 from narrowcast.policy import autocast_key, qualified
 
@@ -177,24 +176,16 @@ def is_transforming() -> bool:
     return _C._functorch.peek_interpreter_stack() is not None
 
 
-# ---- hooks of modules
+# ---- calls of modules
 
-
-def register_first(module: torch.nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a forward pre-hook ahead of all others.
-
-    ``prepend`` alone changes the order of the ``OrderedDict``, but not that of the dict below it, by which
-    Dynamo 2.11 numbers the hooks in its guards. TorchScript modules call hooks, but refuse the method:
-    """
-    # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/source.py
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_script.py
-    handle = torch.nn.Module.register_forward_pre_hook(module, hook, prepend=True, with_kwargs=True)
-    hooks = module._forward_pre_hooks
-    if len(hooks) > 1:
-        ordered = list(hooks.items())
-        hooks.clear()
-        hooks.update(ordered)
-    return handle
+# nn.Module.__call__ calls ``_call_impl``, which runs the hooks and ``forward``. An attribute of the instance
+# with that name stands in front of both, and is traced by Dynamo:
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/variables/nn_module.py
+CALL = "_call_impl"
+# Makes the shallow copies of DataParallel, which share the attributes of the instance.
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/parallel/replicate.py
+REPLICATE = "_replicate_for_data_parallel"
 
 
 # ---- names of torch that stand for functions of ours while regions are open
@@ -267,6 +258,14 @@ def traced_only_inline(function: _F) -> _F:
     return function
 
 
+def skipped_itself(function: _F) -> _F:
+    """As ``traced_only_inline``, but let ``torch.compile`` compile what ``function`` calls."""
+    frames = _C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
 def constant_while_tracing(function: _F) -> _F:
     """Have Dynamo call ``function`` while it traces and use the result as a constant.
 
@@ -322,15 +321,11 @@ def trace_backward_outside_of_regions() -> None:
         settings.backward_pass_autocast = "off"
 
 
-def guard_hooks_of_modules() -> None:
-    """Have ``torch.compile`` guard the hooks of modules, which it does not by default.
-
-    Graphs that it made before are made again; once in a process.
-    """
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/config.py
+def reset_compiled_code() -> None:
+    """Have ``torch.compile`` make the graphs of this process anew."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
     dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.config.skip_nnmodule_hook_guards:
-        dynamo.config.skip_nnmodule_hook_guards = False
+    if dynamo is not None:
         dynamo.reset_code_caches()
 
 

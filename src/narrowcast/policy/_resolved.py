@@ -60,7 +60,7 @@ class Scope:
         resolved: the policy on the device type.
         rule: the module rule in force, except one with an fp8 recipe, or None.
         actions: operator -> the action that ``casting`` prepared for it.
-        mark: the autocast state that ``casting`` chose for this scope, or None.
+        mark: the dtype that ``casting`` chose to stand for this scope, or None.
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class Scope:
         self.resolved = resolved
         self.rule = rule
         self.actions: dict[str, object] = {}
-        self.mark: tuple[torch.dtype, torch.dtype | None] | None = None
+        self.mark: torch.dtype | None = None
         self._nearest = nearest  # as ``rule``, one with an fp8 recipe too
         self._ops = ops  # rules for operators inside modules; the one that wins comes first
         self._decisions: dict[str, Decision | None] = {}

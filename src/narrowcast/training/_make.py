@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.casting import Applied, applied_to, cast_floating, refuse_in_torchscript
+from narrowcast.casting import cast_floating
 from narrowcast.errors import PolicyError, SettingError
 from narrowcast.gradients import GradScaler, check_apart, lost_eps, parameters_of
 from narrowcast.machine import best_format
@@ -166,17 +166,6 @@ def _scaler_for(
     elif given is None and low_weights:
         given = Static(scale=1.0)  # apex's O3
     return GradScaler(loss_scale=given, process_group=process_group, allow_fp16_gradients=low_weights)
-
-
-def place_rules(model: torch.nn.Module, policy: Policy) -> list[Applied]:
-    """Let modules follow the rules of ``policy`` in the regions of the ``Stepper``; return the handles.
-
-    None are needed without rules for modules, or if ``nc.apply`` was called with the same policy.
-    """
-    if applied_to(model, policy) is not None:
-        return []
-    refuse_in_torchscript(policy, model)
-    return [Applied(model, policy, opens=False)] if policy.names_modules else []
 
 
 def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> Any:

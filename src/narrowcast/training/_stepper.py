@@ -6,12 +6,12 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from narrowcast.casting import promotions, region_in, undo_on_error
+from narrowcast.casting import PolicyRegion, undo_on_error
 from narrowcast.errors import CheckpointError, OrderError, SettingError, near_names, not_copied
 from narrowcast.gradients import GradScaler, StepResult, multiplied
 from narrowcast.policy import Policy, as_policy, dtype_of, format_name, policy_name
@@ -20,7 +20,6 @@ from narrowcast.training._make import (
     formats_of,
     make_groups,
     optimizers_by_name,
-    place_rules,
     warn_of_other_format,
 )
 from narrowcast.training._optimizer_group import (
@@ -121,10 +120,13 @@ class Stepper:
             undo.callback(release, groups, handles)
             for group in groups:
                 handles += claim(group)
-            handles += place_rules(model, self._policy)
+            self._region = self._make_region()
+            handles.append(self._region)
             if self._policy.holds_low_weights:
                 handles.append(cast_inputs(model, self._formats))
-            self._promotions = promotions(self._policy, self._formats, warnings.warn)
+
+    def _make_region(self) -> PolicyRegion:
+        return PolicyRegion(self._policy, self._formats, warnings.warn, model=self.model, warns=True)
 
     # ---- training
 
@@ -137,15 +139,12 @@ class Stepper:
         """
         one = name is not None or len(self._groups) == 1
         groups = [self._group(name)] if one else list(self._groups.values())
-        with ExitStack() as regions:
-            if torch.is_grad_enabled():
-                self._statistics.remember()
-                self._synchronization.begin(reduces=any(group.reduces for group in groups))
-                if any(group.accumulate > 1 for group in groups):
-                    self._casts.keep()
-            for device_type, dtype in self._formats.items():
-                promotion = self._promotions.get(device_type)
-                regions.enter_context(region_in(self._policy, device_type, dtype, promotion, warns=True))
+        if torch.is_grad_enabled():
+            self._statistics.remember()
+            self._synchronization.begin(reduces=any(group.reduces for group in groups))
+            if any(group.accumulate > 1 for group in groups):
+                self._casts.keep()
+        with self._region:
             self._regions_open += 1
             self._may_be_fp32 = False
             try:
@@ -301,7 +300,7 @@ class Stepper:
             if before != now and self._goes_on_in(before, now):
                 warn_of_other_format(device, before)
                 self._formats[device] = dtype_of(before)
-        self._promotions = promotions(self._policy, self._formats, warnings.warn)
+                self._region = self._make_region()  # such a policy has no rules for modules
         for group in self._groups.values():
             group.restart()
         self.steps = steps

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from narrowcast.casting import Applied, cast_floating, promotions, region_in
+from narrowcast.casting import Applied, PolicyRegion, cast_floating
 from narrowcast.errors import OrderError, SettingError, UnsupportedError
 from narrowcast.gradients import nonfinite_flags
 from narrowcast.policy import Policy, as_policy, format_name, policy_name, resolve
@@ -136,7 +136,7 @@ class _Passes:
 
     def __post_init__(self) -> None:
         self.draws = Fp32Draws()
-        self._promotions = promotions(self._policy, self._formats, warnings.warn)
+        self._region = PolicyRegion(self._policy, self._formats, warnings.warn)
         # Fixed here: ``loss_fn`` may freeze parameters.
         self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
@@ -213,9 +213,8 @@ class _Passes:
             with ExitStack() as regions:
                 if mixed and self._policy.names_modules:
                     regions.enter_context(Applied(self._model, self._policy, opens=False))
-                for device, dtype in self._formats.items() if mixed else ():
-                    one = self._promotions.get(device)
-                    regions.enter_context(region_in(self._policy, device, dtype, one))
+                if mixed:
+                    regions.enter_context(self._region)
                 loss = self._loss_fn(self._model, batch)
             check_loss(loss)
             self._loss_is_finite = bool(loss.detach().isfinite().all())

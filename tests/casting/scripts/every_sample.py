@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from dispatch_table import FORMATS, everywhere, kernels
 
-from narrowcast.casting import region_in
+from narrowcast.casting import PolicyRegion
 
 # torch's test tools want this package for one name.
 sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase)
@@ -87,7 +87,7 @@ def compared(compute, device):
     policy = everywhere(compute)
     differing = {}
     for name, region in (
-        ("no rule here", region_in(policy, device, dtype)),
+        ("no rule here", PolicyRegion(policy, {device: dtype})),
         ("no region of ours here", torch.autocast(device, dtype)),
     ):
         assert len(kernels(key)) > 1500

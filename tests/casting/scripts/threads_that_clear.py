@@ -11,13 +11,13 @@ import threading
 import torch
 
 import narrowcast as nc
-from narrowcast.casting import region_in
+from narrowcast.casting import PolicyRegion
 
 faulthandler.dump_traceback_later(60, exit=True)
 sys.setswitchinterval(1e-6)
 torch.set_num_threads(1)
 policy = nc.Policy(compute="bf16").with_rules(nc.rule.module("elsewhere", op="linear", compute="fp32"))
-region = region_in(policy, "cpu", torch.bfloat16)  # from now on there is the kernel
+region = PolicyRegion(policy, {"cpu": torch.bfloat16})  # from now on there is the kernel
 left = []
 
 

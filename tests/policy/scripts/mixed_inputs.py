@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import narrowcast as nc
-from narrowcast.casting import Promotion, region_in
+from narrowcast.casting import PolicyRegion
 from narrowcast.policy import Policy
 
 # A package that torch's test tools want and nothing here needs.
@@ -168,7 +168,7 @@ def raising_with_promotion():
     """The operators, in place too, that run in FP32 with backward, and raise in spite of promotion."""
     plain, left, tried = torch.autocast("cpu", enabled=False), set(), 0
     regions = {
-        (dtype, table): region_in(policy, "cpu", dtype, Promotion(policy, "cpu", dtype, lambda _: None))
+        (dtype, table): PolicyRegion(policy, {"cpu": dtype}, lambda _: None)
         for name, dtype in (("bf16", BF16), ("fp16", FP16))
         for table in TABLES
         for policy in [Policy(compute=name, tables=table)]

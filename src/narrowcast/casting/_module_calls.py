@@ -1,0 +1,618 @@
+"""Carry out a policy around the calls of modules: open its region, and enter the scopes of module rules.
+
+A module with a rule, and the model itself, have a ``ModuleCall`` in front of their own ``_call_impl``. It
+reads the autocast state, sets it, calls the module with all its hooks, and sets the state back in
+``finally``, also after an exception or Ctrl-C. It holds the policy, so that it works in any thread: if no
+region of the policy is open, it opens one.
+
+Dynamo traces it. The region is then chosen once, while Dynamo traces, and its graph enters a region of
+``torch.autocast``, in whose state the scope is kept (see ``_scopes``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowcast.casting import _regions
+from narrowcast.casting._kernels import Promotion, region_of
+from narrowcast.casting._operators import CASTABLE, LOW, compute_dtype, depends_on_inputs
+from narrowcast.casting._scopes import (
+    PROMOTING,
+    autocast_state_of,
+    change_scope,
+    is_promoting,
+    scope_on,
+    scopes_here,
+    thread,
+)
+from narrowcast.casting._torch_internals import (
+    CALL,
+    REPLICATE,
+    Replacement,
+    constant_while_tracing,
+    is_exporting,
+    keep_graphs_with_regions,
+    skipped_by_dynamo,
+    skipped_itself,
+    traced_only_inline,
+)
+from narrowcast.casting._tree import cast_where, tensors_inside
+from narrowcast.errors import OrderError, UnsupportedError
+from narrowcast.machine import check_device
+from narrowcast.policy import CASTS_TO, Policy, Rule, Scope, dtype_of
+
+_EXPORTED = (
+    "expected a model without a policy for torch.export, got one with hooks of nc.apply, which no program "
+    "keeps: export it before nc.apply or after remove()"
+)
+_keys = itertools.count()
+_calls: weakref.WeakValueDictionary[int, ModuleCall] = weakref.WeakValueDictionary()
+
+
+class _Casts(NamedTuple):
+    """A cast by a rule for a module, on one device type."""
+
+    rule: Rule
+    device: str
+    dtype: torch.dtype
+
+
+class _Region(NamedTuple):
+    """A region that the call of a model opens."""
+
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+    scope: Scope | None
+    promotion: Promotion | None = None
+
+
+class _Inside(NamedTuple):
+    """What holds inside a module with a rule, on one device type.
+
+    Attributes:
+        dtype: the autocast dtype.
+        enabled: whether autocast is on.
+        scope: the rules in force.
+        casts: the cast of the inputs, or None.
+        output: the cast of the outputs, or None.
+    """
+
+    dtype: torch.dtype
+    enabled: bool
+    scope: Scope
+    casts: _Casts | None
+    output: _Casts | None
+
+
+_State = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
+"""A region as a constant for Dynamo: its scope as the autocast format that stands for it."""
+
+
+@dataclass(eq=False)
+class Shared:
+    """State shared by the calls of one policy on one model, and by those on copies of the model.
+
+    Attributes:
+        policy: their policy.
+        opens: whether they open the policy's region.
+        admits: called with the model; if it returns False, no region is opened. Lost when pickled.
+        compiled: they belong to ``nc.compile``; the same modules may have others.
+        removed: the policy is removed, from copies too.
+        ended: the policy is removed from the model itself.
+        traced_scopes: those that graphs enter. A graph holds no reference, and an equal policy that is freed
+            earlier may own them.
+    """
+
+    policy: Policy
+    opens: bool
+    admits: Callable[[torch.nn.Module], bool] | None = None
+    compiled: bool = False
+    removed: bool = False
+    ended: bool = False
+    traced_scopes: set[Scope | None] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._promotions: dict[str, Promotion] = {}
+
+    def promotion(self, device: str, dtype: torch.dtype) -> Promotion:
+        """Return what promotes in the policy's regions on ``device``."""
+        if device not in self._promotions:
+            self._promotions[device] = Promotion(self.policy, device, dtype, warnings.warn)
+        return self._promotions[device]
+
+    def end(self, *, copies: bool) -> None:
+        self.removed, self.ended = copies, True
+        self._promotions.clear()
+
+    def __deepcopy__(self, _memo: object) -> Shared:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "admits": None, "_promotions": {}, "traced_scopes": set()}
+
+
+class ModuleCall:
+    """The call of one module by a policy, in front of ``nn.Module._call_impl``.
+
+    Attributes:
+        key: number by which traced code finds this object.
+        rules: those for the module.
+        is_copy: whether it came with a copy of the module.
+        below: the ``call`` that stood in front of the module before, or None.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        rules: tuple[Rule, ...],
+        module: torch.nn.Module,
+        *,
+        opening: bool = False,
+        unfused: bool = False,
+    ) -> None:
+        self.shared = shared
+        self.rules = rules
+        self.is_copy = False
+        self._opening = opening
+        self._casts = any(one.op is None for one in rules)
+        by_inputs = [one.compute for one in rules if one.op is None and depends_on_inputs(one.compute)]
+        self._by_inputs = by_inputs[0] if by_inputs else None
+        self._module = weakref.ref(module)
+        self._begin()
+
+        attributes = vars(module)
+        self.below: Callable[..., Any] | None = attributes.get(CALL)
+        attributes[CALL] = self.call
+        attributes[REPLICATE] = self.replicate
+        # A hook keeps nn.TransformerEncoderLayer from its fused kernel, which would pass over the rules.
+        self._hook = module.register_forward_pre_hook(_no_change) if unfused else None
+
+    def _begin(self) -> None:
+        self.key = next(_keys)
+        _calls[self.key] = self
+        # What was decided inside a scope that a module with a rule was called in.
+        self._decided: dict[tuple[Scope, torch.dtype | None], _Inside] = {}
+        self._devices: list[str] = []
+        self._devices_at = -1
+
+    def detach(self) -> None:
+        """Remove it from the module; a call that is running ends in the policy."""
+        if self._hook is not None:
+            self._hook.remove()
+        module = self._module()
+        if module is None:
+            return
+        attributes = vars(module)
+        others = [other for other in calls_on(module) if other is not self]
+        for other in others:
+            if other.below == self.call:
+                other.below = self.below
+        if attributes.get(CALL) == self.call:
+            del attributes[CALL]
+            if self.below is not None:
+                attributes[CALL] = self.below
+        if not others:
+            attributes.pop(REPLICATE, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        made_here = ("key", "_decided", "_devices", "_devices_at")
+        state = {name: value for name, value in vars(self).items() if name not in made_here}
+        return {**state, "_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._module = weakref.ref(state["_module"])
+        self.is_copy = True
+        self._begin()
+
+    # ---- called by Python
+
+    @skipped_itself
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with its hooks, by the policy."""
+        module = self._module()
+        assert module is not None
+        below = self.below
+        if below is None:
+            below = getattr(type(module), CALL).__get__(module)
+        if self.shared.removed:
+            return below(*args, **kwargs)
+        if is_exporting() and not self.shared.compiled:
+            raise UnsupportedError(_EXPORTED)
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced_call(module, below, args, kwargs)
+        opened = _Opened(len(thread.regions))
+        try:
+            args, kwargs = self._enter(opened, module, args, kwargs)
+            output = below(*args, **kwargs)
+        finally:
+            _leave(opened)
+        return _cast_outputs(opened.outputs, output) if opened.outputs else output
+
+    def follow_model(self, module: torch.nn.Module) -> None:
+        """Give rules to modules that were added since the last call."""
+
+    def replicate(self) -> torch.nn.Module:
+        """Return a shallow copy for ``DataParallel``, which follows the policy by itself."""
+        module = self._module()
+        assert module is not None
+        replica: torch.nn.Module = getattr(type(module), REPLICATE)(module)
+        below: Callable[..., Any] | None = None
+        for call in reversed(calls_on(module)):
+            twin = object.__new__(type(call))
+            vars(twin).update(vars(call))
+            twin._module, twin.below = weakref.ref(replica), below
+            below = twin.call
+        vars(replica)[CALL] = below
+        return replica
+
+    def check_recomputation(self) -> None:
+        """Refuse to recompute a forward pass of a policy that was removed."""
+        if self.shared.ended and not self.shared.policy.is_plain:
+            raise OrderError(
+                "expected the policy of a checkpointed model to be there until the backward pass, which "
+                "computes the model's forward again, got one that was removed: go backward before remove(), "
+                "or inside the with statement of nc.apply"
+            )
+
+    @traced_only_inline
+    def _enter(
+        self, opened: _Opened, module: torch.nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Set the autocast state for a call, and cast its arguments."""
+        self.follow_model(module)
+        if self._opening or self.shared.opens:
+            self._open_regions(module, args, kwargs)
+        for device in self.devices() if self.rules else ():
+            outside = scope_on(device)
+            assert outside is not None
+            inside = self._inside_now(outside, device, args, kwargs)
+            if inside is None:
+                continue
+            enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            opened.states.append((device, enabled, dtype, outside))
+            self._set_state(inside, device, enabled, dtype)
+            if inside.output is not None:
+                opened.outputs.append(inside.output)
+            if inside.casts is not None:
+                args, kwargs = _cast_arguments(inside.casts, args, kwargs)
+        return args, kwargs
+
+    def _open_regions(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Open the policy's regions, unless they are open."""
+        if not self._may_open():
+            return
+        if self.shared.admits is not None and not self.shared.admits(module):
+            return
+        caches = torch.is_autocast_cache_enabled()
+        for device in self._devices_of(module, args, kwargs):
+            region = self.region_to_open(device)
+            if region is not None:
+                _regions.enter(
+                    self, region.device, region.dtype, region.enabled, caches, region.scope, region.promotion
+                )
+
+    def _devices_of(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
+        """Return the device types to open regions on: those of the weights, found again after a move."""
+        if self._devices_at != _moves.count:
+            self._devices_at = _moves.count
+            self._devices = weight_device_types(module)
+            for device in self._devices:
+                if device != "meta":
+                    check_device(device)
+        if self._devices:
+            return [device for device in self._devices if device != "meta"]
+        devices = device_types(None, args, kwargs)
+        for device in devices:
+            check_device(device)
+        return devices
+
+    def _inside_now(self, outside: Scope, device: str, args: Any, kwargs: Any) -> _Inside | None:
+        """Return what holds inside the module for a call in ``outside``; None: the script cast nothing."""
+        by_inputs = self._dtype_by_inputs((args, kwargs), device)
+        if not self._casts or not torch.is_autocast_enabled(device):
+            return self.inside(outside, device, by_inputs)
+        inside = self._decided.get((outside, by_inputs))
+        if inside is None:
+            inside = self.inside(outside, device, by_inputs)
+            assert inside is not None
+            if inside.casts is not None:  # else the dtype is that of the region outside
+                self._decided[outside, by_inputs] = inside
+        return inside
+
+    def _set_state(self, inside: _Inside, device: str, enabled: bool, dtype: torch.dtype) -> None:
+        """Set the autocast state inside the module."""
+        if inside.enabled and inside.dtype in LOW and dtype in LOW and inside.dtype is not dtype:
+            # torch keeps weight casts by the weight alone: a region keeps those of two formats apart.
+            caches = torch.is_autocast_cache_enabled()
+            _regions.enter(self, device, inside.dtype, True, caches, inside.scope)
+            return
+        if inside.enabled is not enabled:
+            torch.set_autocast_enabled(device, inside.enabled)
+        if inside.dtype is not dtype:
+            torch.set_autocast_dtype(device, inside.dtype)
+        change_scope(inside.scope, device)
+
+    # ---- traced by Dynamo
+
+    def _traced_call(self, module: torch.nn.Module, below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.shared.admits is not None:
+            _break_the_graph()
+        regions: list[Any] = []
+        outputs: list[tuple[str, torch.dtype]] = []
+        if self._opening or self.shared.opens:
+            for device in _traced_device_types(module, args, kwargs):
+                _enter_traced(regions, _region_to_open(self.key, device))
+        for device in _devices(self.key) if self.rules else ():
+            by_inputs = self._dtype_by_inputs((args, kwargs), device)
+            region, dtype, output_dtype = _inside(self.key, device, by_inputs)
+            _enter_traced(regions, region)
+            if output_dtype is not None:
+                outputs.append((device, output_dtype))
+            if dtype is not None:
+                args, kwargs = cast_where((args, kwargs), dtype, _wants(device, dtype))
+        output = below(*args, **kwargs)
+        for opened in reversed(regions):
+            opened.__exit__(None, None, None)
+        for device, output_dtype in outputs:
+            output = cast_where(output, output_dtype, _wants(device, output_dtype))
+        return output
+
+    # ---- decisions
+
+    def _dtype_by_inputs(self, values: Any, device: str) -> torch.dtype | None:
+        if self._by_inputs is None:
+            return None
+        return compute_dtype(self._by_inputs, torch.float32, tensors_inside(values), device)
+
+    def devices(self) -> list[str]:
+        """Return the device types on which a region of this policy is open in this thread."""
+        rules = self.shared.policy.rules
+        return [device for device, scope in scopes_here().items() if scope.resolved.rules == rules]
+
+    def _may_open(self) -> bool:
+        return self._opening or (self.shared.opens and not self.devices())
+
+    def region_to_open(self, device: str) -> _Region | None:
+        """Return the region of the policy on ``device``; None if it is open, or none is needed."""
+        dtype, scope = region_of(self.shared.policy, device)
+        promotion = None if dtype == torch.float32 else self.shared.promotion(device, dtype)
+        is_open = _is_open(device, dtype, scope) and (promotion is None or is_promoting())
+        if (dtype != torch.float32 or scope is not None) and not is_open:
+            return _Region(device, dtype, True, scope, promotion)
+        if dtype == torch.float32 and scope is None and torch.is_autocast_enabled(device):
+            # The region around the call has another policy, and this one computes in fp32.
+            return _Region(device, torch.get_autocast_dtype(device), False, None)
+        return None
+
+    def inside(self, outside: Scope, device: str, by_inputs: torch.dtype | None) -> _Inside | None:
+        """Return what holds inside the module; None if the script turned autocast off around it."""
+        is_on = torch.is_autocast_enabled(device)
+        switched_off = outside.rule is not None and CASTS_TO[outside.rule.compute] is None
+        if not is_on and not switched_off:
+            return None
+        scope = outside.inside(self.rules)
+        dtype_outside = torch.get_autocast_dtype(device)
+        rule = scope.rule if self._casts else None
+        if rule is None:
+            return _Inside(dtype_outside, is_on or scope.rules_operators, scope, None, None)
+        if rule.compute == "refuse":
+            raise UnsupportedError(f"a module was called, which a rule refuses ({rule})")
+        dtype = by_inputs
+        if not depends_on_inputs(rule.compute):
+            dtype = compute_dtype(rule.compute, dtype_of(scope.resolved.lower), (), device)
+        # An "as-is" module keeps autocast on only if a rule names an operator inside it.
+        enabled = CASTS_TO[rule.compute] is not None or scope.rules_operators
+        casts = None if dtype is None else _Casts(rule, device, dtype)
+        output = None
+        if rule.output is not None:
+            word = scope.resolved.lower if rule.output == "lower" else rule.output
+            output = _Casts(rule, device, dtype_of(word))
+        return _Inside(dtype_outside if dtype is None else dtype, enabled, scope, casts, output)
+
+
+def _no_change(*_: object) -> None:
+    """Change nothing, as a hook of a module."""
+
+
+def calls_on(module: torch.nn.Module) -> list[ModuleCall]:
+    """Return what stands in front of the call of ``module`` itself, the outermost first."""
+    calls = []
+    call = vars(module).get(CALL)
+    while call is not None:
+        owner = getattr(call, "__self__", None)
+        if not isinstance(owner, ModuleCall):
+            break
+        calls.append(owner)
+        call = owner.below
+    return calls
+
+
+class _Opened:
+    """What one call of a module set: the depth of regions, and the states before it.
+
+    Attributes:
+        depth: how many regions this thread was in.
+        states: device type, whether autocast was on, its dtype, and the scope.
+        outputs: the casts of the outputs.
+    """
+
+    __slots__ = ("depth", "outputs", "states")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.states: list[tuple[str, bool, torch.dtype, Scope]] = []
+        self.outputs: list[_Casts] = []
+
+
+@traced_only_inline
+def _leave(opened: _Opened) -> None:
+    """Set the autocast state back."""
+    for device, enabled, dtype, outside in opened.states:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+        change_scope(outside, device)
+    if len(thread.regions) > opened.depth:
+        _regions.leave_to(opened.depth)
+
+
+# ---- decided while Dynamo traces
+
+
+def _enter_traced(regions: list[Any], state: _State | None) -> None:
+    if state is not None:
+        region = _regions.traced_region(*state)
+        region.__enter__()
+        regions.append(region)
+
+
+@constant_while_tracing
+def _region_to_open(key: int, device: str) -> _State | None:
+    call = _calls[key]
+    model = call._module()
+    if model is not None:
+        call.follow_model(model)
+    if not call._may_open():
+        return None
+    check_device(device)
+    region = call.region_to_open(device)
+    if region is None:
+        return None
+    return _state(device, region.dtype, region.enabled, region.scope, promotes=region.promotion is not None)
+
+
+@constant_while_tracing
+def _devices(key: int) -> tuple[str, ...]:
+    return tuple(_calls[key].devices())
+
+
+@constant_while_tracing
+def _inside(
+    key: int, device: str, by_inputs: torch.dtype | None
+) -> tuple[_State | None, torch.dtype | None, torch.dtype | None]:
+    call = _calls[key]
+    outside = scope_on(device)
+    assert outside is not None
+    inside = call.inside(outside, device, by_inputs)
+    if inside is None:
+        return None, None, None
+    call.shared.traced_scopes.add(inside.scope)
+    dtypes = [None if one is None else one.dtype for one in (inside.casts, inside.output)]
+    state = _state(device, inside.dtype, inside.enabled, inside.scope, promotes=False)
+    return state, dtypes[0], dtypes[1]
+
+
+def _state(device: str, dtype: torch.dtype, enabled: bool, scope: Scope | None, *, promotes: bool) -> _State:
+    keep_graphs_with_regions()
+    state = (autocast_state_of(scope, device),)
+    return device, dtype, enabled, (*state, PROMOTING) if promotes else state
+
+
+def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
+    """Return the device type of the first parameter, or of the inputs: tracing all would take long."""
+    for weight in module.parameters():
+        return [weight.device.type]
+    return [one.device.type for one in tensors_inside((args, kwargs))[:1]]
+
+
+@skipped_by_dynamo
+def _break_the_graph() -> None:
+    """Leave the call to Python, where the ``ModuleCall`` itself stands in front of it."""
+
+
+# ---- casts
+
+
+def _cast_arguments(casts: _Casts, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast a module's inputs; most modules get one tensor, for which the way is short."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype is casts.dtype:
+        return args, kwargs
+    cast: tuple[Any, Any] = _cast_by_rule(casts, (args, kwargs))
+    return cast
+
+
+@traced_only_inline
+def _cast_outputs(every: list[_Casts], output: Any) -> Any:
+    for casts in every:
+        output = _cast_by_rule(casts, output)
+    return output
+
+
+def _cast_by_rule(casts: _Casts, values: Any) -> Any:
+    """Cast a module's inputs or outputs; meanwhile ``rule_that_casts`` returns the rule."""
+    if isinstance(values, torch.Tensor) and values.dtype is casts.dtype:
+        return values
+    thread.casting_rule = casts.rule
+    try:
+        return cast_where(values, casts.dtype, _wants(casts.device, casts.dtype))
+    finally:
+        thread.casting_rule = None
+
+
+def _wants(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor], bool]:
+    return lambda one: one.dtype in CASTABLE and one.dtype != dtype and one.device.type == device
+
+
+def _is_open(device: str, dtype: torch.dtype, scope: Scope | None) -> bool:
+    """Return whether the thread is in such a region already, in that scope or inside it."""
+    if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
+        return False
+    current = scope_on(device)
+    if current is None or scope is None:
+        return current is scope
+    return current.resolved.root.identity == scope.identity
+
+
+# ---- devices
+
+
+class _Moves:
+    """Counts how often weights of a module were moved or cast, by ``to``, ``cuda``, ``half`` and the like."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def counted(self, below: Callable[..., Any]) -> Callable[..., Any]:
+        def _apply(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return below(*args, **kwargs)
+
+        return _apply
+
+
+_moves = _Moves()
+MOVES = Replacement(torch.nn.Module, "_apply", _moves.counted)
+"""Counts moves of weights while it has users: policies that open a region in the call of a model."""
+
+
+def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list[str]:
+    """Return the device types of the weights of ``module``, or without any of its inputs.
+
+    Without either, the one on which tensors are made by default.
+    """
+    found = weight_device_types(module) if module is not None else []
+    if not found:
+        found = list(dict.fromkeys(one.device.type for one in tensors_inside((args, kwargs))))
+    if not found:
+        found = [torch.get_default_device().type]
+    return [device for device in found if device != "meta"]
+
+
+def weight_device_types(module: torch.nn.Module) -> list[str]:
+    """Return the device types of parameters and buffers of ``module``, each once."""
+    return list(dict.fromkeys(weight.device.type for weight in _weights(module)))
+
+
+def _weights(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for part in module.modules():
+        for weight in (*part._parameters.values(), *part._buffers.values()):
+            if weight is not None:
+                yield weight
