@@ -32,7 +32,7 @@ import torch
 
 from narrowcast.casting import _operators, _promotion
 from narrowcast.casting._operators import below_autocast, native_kernel, without_autocast_cache
-from narrowcast.casting._promotion import SPARSE_CSR, promoted, promoted_on, promoting, register_sparse_csr
+from narrowcast.casting._promotion import NORMS, promoted, promoted_on, promoting
 from narrowcast.casting._scopes import scope_on, scopes_here
 from narrowcast.casting._torch_internals import (
     decomposition_of,
@@ -76,10 +76,6 @@ class _AutocastKernels:
         self.native: dict[str, _Kernel] = {}  # of those on PyTorch's table
 
     def add(self, op: str) -> None:
-        if op in SPARSE_CSR:
-            self.libraries[op] = register_sparse_csr(op)
-            self.installed[op] = self.libraries[op]
-            return
         native = native_kernel(op, self.device_type)
         if native is not None:
             self.native[op] = native
@@ -147,13 +143,20 @@ class Promotion:
         ops = promoted_on(device_type, frozenset(words & {"bf16", "fp16"})) if device_type in TABLES else ()
         self._say, self._said = say, set[str]()
         acquire(device_type, ops, of_rules=False)
+        _use_norms(1)
         _promotion.living.add(self)
         weakref.finalize(self, release, device_type, ops, of_rules=False).atexit = False
+        weakref.finalize(self, _use_norms, -1).atexit = False
 
     def __call__(self, op: str, what: str) -> None:
         if op not in self._said:
             self._said.add(op)
             self._say(f"{op} {what}")
+
+
+def _use_norms(users: int) -> None:
+    for norm in NORMS:
+        norm.use(users)
 
 
 def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:

@@ -5,7 +5,7 @@ an error. The regions of ``run``, ``nc.apply``, ``nc.Stepper`` and ``nc.certify`
 these operators first call PyTorch's, and if that raises, they run the operator again:
 
 - inputs of different formats are cast to the widest of them;
-- an operator that writes in place or to ``out=`` casts its sources to the format of what it writes to;
+- an operator that writes in place casts its sources to the format of what it writes to;
 - if all are low, and PyTorch has no kernel for the format, they are cast to fp32, which is reported once.
 
 An operator with a number that fp16 cannot hold, such as ``masked_fill(mask, -1e9)``, runs in fp32 at once, or
@@ -13,6 +13,10 @@ in place with fp16's largest number.
 
 So no result changes that PyTorch computes, except for the operators of ``_IN_FP32``. Fake tensors raise no
 such error, and casts below a layer of ``torch.func`` would not be recorded by it: there the formats decide.
+
+Norms raise only where their weights are low, which no ordinary model has, and are called often. A kernel in
+Python would cost each call some 6 microseconds. So they have none: the functions of ``torch`` that Python
+calls, from ``torch.nn`` too, are replaced by ones that do the same when PyTorch raises.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ from narrowcast.casting._operators import (
 )
 from narrowcast.casting._scopes import is_promoting, promotion_here
 from narrowcast.casting._torch_internals import (
-    has_kernel,
+    Replacement,
     is_below_autograd,
     is_proxy_tracing,
     is_transforming,
-    register_kernel,
+    scripted_as,
     without_key,
 )
 from narrowcast.policy import PROMOTE, PROMOTED, TABLES, dtype_of, native_table, operator
@@ -61,15 +65,9 @@ _IN_FP32 = frozenset(_FP32.split()) | _LSTM
 # Found by tests/policy/scripts/mixed_inputs.py, which calls every operator with mixed formats, besides those
 # of policy.PROMOTED, for which preset "safe" has rules.
 _MIXED = """_chunk_cat _foreach_lerp.List _foreach_lerp_.List addbmm_ addmm_ addmv addmv_ allclose baddbmm_
-    batch_norm bincount binomial chain_matmul group_norm inner layer_norm linalg_multi_dot masked_fill.Tensor
-    mv rrelu"""
-# With ``out=``. Others raise: kernels for the thousand that there are would take 300 ms.
-_OUT = """abs addbmm addmm addmv amax amin baddbmm bmm ceil clamp cross cummax cummin diag dot floor frac
-    gather index_add index_copy index_select inner kthvalue lerp linalg_cross linalg_multi_dot linalg_norm
-    linalg_vector_norm log_softmax logcumsumexp masked_select matmul max median min mm mode msort mv
-    nan_to_num neg norm round scatter scatter_add scatter_reduce sign softmax sort std take take_along_dim
-    tensordot topk tril triu trunc var vdot where"""
-_NUMBERS = """clamp clamp_ clamp_max clamp_min constant_pad_nd fill_.Scalar full_like hardtanh
+    bincount binomial chain_matmul inner linalg_multi_dot masked_fill.Tensor mv rrelu"""
+# Not clamp_min, which each ReLU calls.
+_NUMBERS = """clamp clamp_ clamp_max constant_pad_nd fill_.Scalar full_like hardtanh
     index_fill.int_Scalar index_fill_.int_Scalar masked_fill.Scalar masked_fill_.Scalar new_full pow.Scalar
     scatter.value scatter_.value threshold"""
 _WITH_NUMBERS = frozenset(_NUMBERS.split())
@@ -83,10 +81,9 @@ _SPECIAL = re.compile("airy|bessel|erfcx|log_ndtr|ndtri|polynomial")
 _ON_CPU_ALONE = re.compile(
     "linalg|fft|chol|lu_|qr|quantile|svd|inverse|triangular|polar|complex|grid_s|stft|ctc"
 )
-_NORMS = ("batch_norm", "group_norm", "layer_norm")
-# A CPU has no low kernels for products of sparse CSR matrices. matmul is called too often for a kernel of
-# ours on the autocast key, so these stand on a key where only CSR matrices arrive.
-SPARSE_CSR = {"csr addmm": "addmm", "csr mv": "mv"}
+_NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
+# Where a norm has its running statistics, and whether it writes to them, among its arguments.
+_STATISTICS = {"batch_norm": (slice(3, 5), 5), "instance_norm": (slice(3, 5), 5)}
 living: weakref.WeakSet[Any] = weakref.WeakSet()
 """The promotions of all holders. Compiled graphs open regions that do not know theirs."""
 
@@ -102,7 +99,7 @@ def lacking_low() -> frozenset[str]:
 @functools.cache
 def promoted() -> frozenset[str]:
     """Return the operators to promote on some device type."""
-    mixed = (*_MIXED.split(), *_overloads(PROMOTED.split()), *_overloads(_OUT.split(), with_out=True))
+    mixed = (*_MIXED.split(), *_overloads(PROMOTED.split()))
     return _IN_FP32 | _WITH_NUMBERS | lacking_low() | frozenset(mixed)
 
 
@@ -114,19 +111,16 @@ def promoted_on(device_type: str, formats: frozenset[str]) -> tuple[str, ...]:
         found |= _LSTM
     if "fp16" not in formats:
         found -= _WITH_NUMBERS
-    on_csr = SPARSE_CSR if device_type == "cpu" else ()
-    return (*(op for op in sorted(found) if _exists(op)), *on_csr)
+    return tuple(op for op in sorted(found) if _exists(op))
 
 
-def _overloads(bases: Iterable[str], with_out: bool = False) -> Iterator[str]:
-    """Yield overloads of operators and of their forms in place: of several tensors, or with ``out=``."""
+def _overloads(bases: Iterable[str]) -> Iterator[str]:
+    """Yield overloads of operators and of their forms in place that take several tensors."""
     for base in bases:
         for name in (base, f"{base}_"):
             packet = getattr(torch.ops.aten, name, None)
             for overload in () if packet is None else packet.overloads():
-                takes_out = any(one.is_out for one in getattr(packet, overload)._schema.arguments)
-                skipped = "dimname|names" if with_out else "out|value|scalar|dimname|twin"
-                if (takes_out or not with_out) and not re.search(skipped, overload):
+                if not re.search("out|value|scalar|dimname|twin", overload):
                     yield name if overload == "default" else f"{name}.{overload}"
 
 
@@ -159,12 +153,15 @@ def _try_lstm(dtype: torch.dtype, errors: list[str]) -> None:
         errors.append(str(error))
 
 
-def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
-    """Return a kernel that calls ``go_on``, PyTorch's, and runs the operator again where that raises."""
-    if name in _WITH_NUMBERS:
-        return _within_range(name, go_on, device)
+@functools.cache
+def _again(name: str, device: str) -> Callable[..., Any]:
+    """Return a function that runs an operator again, with inputs that it takes; ``_Unchanged`` if none do.
+
+    It is called with the arguments, the error that PyTorch raised or None, and whether the formats decide.
+    """
     op, in_fp32, no_low = operator(name), name in _IN_FP32, name in lacking_low()
     off, call = without_key(device), plain_call(op)
+    statistics = _STATISTICS.get(name)
 
     def again(args: Any, kwargs: Any, raised: str | None, by_formats: bool = False) -> Any:
         inputs = [one for one in tensors_in((*args, *kwargs.values())) if is_eligible(one, device)]
@@ -175,21 +172,32 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
             raise _Unchanged
         dtype: torch.dtype | None = torch.float32
         if op._schema.is_mutable:
-            dtype = _dtype_written(op, args, kwargs, device)
+            dtype = _dtype_written(args, device)
         elif len(formats) > 1 and not in_fp32:
             dtype = widest(inputs, device)
         if not in_fp32 and (formats == {dtype} or dtype not in CASTABLE):
             raise _Unchanged  # the error is the script's own, and a second call would write twice
         if by_formats and not in_fp32 and _is_fine(inputs, name, no_low):
             raise _Unchanged
-        if name == "batch_norm" and args[5] and any(one.dtype != dtype for one in tensors_in(args[3:5])):
-            raise _Unchanged  # training writes to its running statistics: a cast would lose that
+        if statistics is not None and args[statistics[1]]:
+            written = tensors_in(args[statistics[0]])
+            if any(one.dtype != dtype for one in written):
+                raise _Unchanged  # the norm writes to its running statistics: a cast would lose that
         with off():
             cast_args, cast_kwargs = cast_all(args, kwargs, dtype, device)
             result = call(*cast_args, **cast_kwargs)
         if raised is not None and (len(formats) == 1 or in_fp32):
             _report("lstm" if name in _LSTM else name, raised)
         return result
+
+    return again
+
+
+def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
+    """Return a kernel that calls ``go_on``, PyTorch's, and runs the operator again where that raises."""
+    if name in _WITH_NUMBERS:
+        return _within_range(name, go_on, device)
+    again = _again(name, device)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         by_formats = is_transforming() or (type(args[0]) not in CLASSES and is_proxy_tracing())
@@ -220,13 +228,46 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
                     return again(args, kwargs, why)
         return go_on(keyset, *args, **kwargs)
 
-    return fp32_kernel if in_fp32 else kernel
+    return fp32_kernel if name in _IN_FP32 else kernel
 
 
-def _dtype_written(op: Any, args: Any, kwargs: Any, device: str) -> torch.dtype:
-    """Return the dtype of what ``op`` writes to: ``out=``, or in place its first argument."""
-    outs = [kwargs[one.name] for one in op._schema.arguments if one.is_out]
-    dtypes = {one.dtype for one in tensors_in(outs or args[:1]) if is_eligible(one, device)}
+def _promoting_norm(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a maker of what replaces ``torch.layer_norm`` or another norm."""
+
+    def make(below: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(below)
+        def norm(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return below(*args, **kwargs)
+            # Fake tensors raise no error where their formats meet.
+            if args and type(args[0]) not in CLASSES and is_proxy_tracing() and is_promoting():
+                with suppress(_Unchanged):
+                    return _again(name, args[0].device.type)(args, kwargs, None, by_formats=True)
+            try:
+                return below(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                if not is_promoting() or not args or not isinstance(args[0], torch.Tensor):
+                    raise
+                try:
+                    return _again(name, args[0].device.type)(args, kwargs, str(error))
+                except _Unchanged:
+                    raise error from None
+
+        scripted_as(norm, f"aten::{name}")
+        return norm
+
+    return make
+
+
+NORMS = tuple(Replacement(torch, name, _promoting_norm(name)) for name in _NORMS)
+"""The norms of torch while there are promotions: they have no kernels."""
+
+
+def _dtype_written(args: Any, device: str) -> torch.dtype:
+    """Return the dtype of what an operator writes to in place, its first argument."""
+    dtypes = {one.dtype for one in tensors_in(args[:1]) if is_eligible(one, device)}
     if len(dtypes) != 1:
         raise _Unchanged  # a cast of one of several would lose what is written
     return dtypes.pop()
@@ -265,30 +306,6 @@ def _is_fine(inputs: list[torch.Tensor], name: str, no_low: bool) -> bool:
     if name in _NORMS and first != torch.float32 and set(others) == {torch.float32}:
         return True
     return set(others) <= {first} and not no_low
-
-
-def register_sparse_csr(op: str) -> Any:
-    """Register a kernel that computes a product of a low CSR matrix in fp32; return its library."""
-    name, key = SPARSE_CSR[op], "SparseCsrCPU"
-    call = plain_call(operator(name))
-    has_own = has_kernel(f"aten::{name}", key)
-    native = torch.library.get_kernel(f"aten::{name}", key).call_boxed if has_own else None
-    addmv = operator("addmv")
-
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        low = next(
-            (one.dtype for one in tensors_in(args) if one.dtype in (torch.bfloat16, torch.float16)), None
-        )
-        if low is not None:  # in a backward pass too, outside of any region
-            wide, kwargs = cast_all(args, kwargs, torch.float32, "cpu")
-            _report(name, f"it is not implemented for CSR matrices of {low}")
-            return call(*wide, **kwargs).to(low)
-        if native is None:
-            matrix, vector = args
-            return addmv(vector.new_empty(matrix.shape[0]), matrix, vector, beta=0)
-        return native(keyset, *args, **kwargs)
-
-    return register_kernel(name, key, kernel)
 
 
 class _Unchanged(Exception):  # noqa: N818

@@ -176,6 +176,13 @@ def is_transforming() -> bool:
     return _C._functorch.peek_interpreter_stack() is not None
 
 
+def scripted_as(function: Callable[..., Any], name: str) -> None:
+    """Have ``torch.jit.script`` take ``function`` for the operator ``name``."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_builtins.py
+    register: Any = vars(torch.jit._builtins)["_register_builtin"]
+    register(function, name)
+
+
 # ---- calls of modules
 
 # nn.Module.__call__ calls ``_call_impl``, which runs the hooks and ``forward``. An attribute of the instance
