@@ -16,7 +16,14 @@ import torch
 from narrowcast.casting._kernels import region_of
 from narrowcast.casting._module_calls import MOVES, ModuleCall, Shared, calls_on, device_types
 from narrowcast.casting._torch_internals import reset_compiled_code
-from narrowcast.casting._tree import all_paths, is_wrapper, rules_of, scopes_by_path, undo_on_error
+from narrowcast.casting._tree import (
+    all_paths,
+    is_wrapper,
+    modules_by_path,
+    rules_of,
+    scopes_by_path,
+    undo_on_error,
+)
 from narrowcast.casting.fp8 import apply_fp8, is_fp8, unconverted
 from narrowcast.errors import OrderError, PolicyError, near_names, not_copied
 from narrowcast.policy import (
@@ -321,22 +328,29 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
 
 
 def refuse_in_torchscript(policy: Policy, model: torch.nn.Module) -> None:
-    """Refuse a rule for what TorchScript casts by a table of its own, ahead of any kernel."""
+    """Refuse a rule that reaches a TorchScript module, for what that casts by a table of its own."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/jit/passes/autocast.cpp
-    scripted = [one for one in all_paths(model) if isinstance(one[1], torch.jit.ScriptModule)]
-    graphs = {path: str(getattr(one, "inlined_graph", "")) for paths, one in scripted for path in paths}
-    roots = [region_of(policy, one)[1] for one in device_types(model, (), {}) if graphs]
-    for root in filter(None, roots):
-        scopes, native = scopes_by_path(model, policy, root), root.resolved.native
-        for path, op in ((path, op) for path in graphs for op in native if native[op] == LOWER):
-            decision = scopes[path].decide(op)
-            traced = "_convolution" if op.startswith("conv") else op  # of traced convolutions
-            is_used = any(f"aten::{base_of(one)}(" in graphs[path] for one in (op, traced))
-            if decision and decision.compute not in (LOWER, root.resolved.lower) and is_used:
-                raise PolicyError(
-                    f"a rule ({decision.because}) casts {op!r} in the TorchScript module {path!r}, where "
-                    "torch.jit casts by a table of its own: keep it out of the rule, or unscripted"
-                )
+    scripted = [
+        (path, part) for path, part in modules_by_path(model) if isinstance(part, torch.jit.ScriptModule)
+    ]
+    if policy.is_plain or not scripted:
+        return
+    for device in device_types(model, (), {}):
+        _, root = region_of(policy, device)
+        assert root is not None
+        scopes = scopes_by_path(model, policy, root)
+        cast_by_table = [op for op, kind in root.resolved.native.items() if kind == LOWER]
+        for path, part in scripted:
+            graph = str(getattr(part, "inlined_graph", ""))
+            for op in cast_by_table:
+                traced = "_convolution" if op.startswith("conv") else op
+                is_called = f"aten::{base_of(op)}(" in graph or f"aten::{traced}(" in graph
+                decision = scopes[path].decide(op) if is_called else None
+                if decision is not None and decision.compute not in (LOWER, root.resolved.lower):
+                    raise PolicyError(
+                        f"a rule ({decision.because}) casts {op!r} in the TorchScript module {path!r}, where "
+                        "torch.jit casts by a table of its own: keep it out of the rule, or unscripted"
+                    )
 
 
 def refuse_missed(missed: dict[Rule, str]) -> None:

@@ -271,9 +271,11 @@ class ModuleCall:
         self.follow_model(module)
         if self._opening or self.shared.opens:
             self._open_regions(module, args, kwargs)
-        for device in self.devices() if self.rules else ():
-            outside = scope_on(device)
-            assert outside is not None
+        if not self.rules:
+            return args, kwargs
+        for device, outside in scopes_here().items():
+            if not self._is_ours(outside):
+                continue
             inside = self._inside_now(outside, device, args, kwargs)
             if inside is None:
                 continue
@@ -375,8 +377,12 @@ class ModuleCall:
 
     def devices(self) -> list[str]:
         """Return the device types on which a region of this policy is open in this thread."""
+        return [device for device, scope in scopes_here().items() if self._is_ours(scope)]
+
+    def _is_ours(self, scope: Scope) -> bool:
+        """Return whether ``scope`` is one of this policy, or of an equal one."""
         rules = self.shared.policy.rules
-        return [device for device, scope in scopes_here().items() if scope.resolved.rules == rules]
+        return scope.resolved.rules is rules or scope.resolved.rules == rules
 
     def _may_open(self) -> bool:
         return self._opening or (self.shared.opens and not self.devices())
@@ -533,8 +539,8 @@ def _break_the_graph() -> None:
 
 def _cast_arguments(casts: _Casts, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Cast a module's inputs; most modules get one tensor, for which the way is short."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].dtype is casts.dtype:
-        return args, kwargs
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return (_cast_by_rule(casts, args[0]),), kwargs
     cast: tuple[Any, Any] = _cast_by_rule(casts, (args, kwargs))
     return cast
 

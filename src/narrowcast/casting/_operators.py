@@ -171,19 +171,19 @@ def is_eligible(tensor: torch.Tensor, device: str) -> bool:
 
 
 def _running(op: Any, device: str, casts: Callable[[Any, Any], tuple[Any, Any]] | None) -> Action:
-    off, call = without_key(device), plain_call(op)
-    if casts is None:
-
-        def run_as_is(_keyset: Any, args: Any, kwargs: Any) -> Any:
-            with off():
-                return call(*args, **kwargs)
-
-        return run_as_is
+    """Return the action that calls ``op`` with autocast off, its inputs cast first."""
+    call = plain_call(op)
 
     def run(_keyset: Any, args: Any, kwargs: Any) -> Any:
-        with off():  # around the casts too, so that no kernel decides about them or reports them
-            args, kwargs = casts(args, kwargs)
+        # It is on, or no kernel of autocast would have been called. Off around the casts too, so that no
+        # kernel decides about them or reports them.
+        torch.set_autocast_enabled(device, False)
+        try:
+            if casts is not None:
+                args, kwargs = casts(args, kwargs)
             return call(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, True)
 
     return run
 

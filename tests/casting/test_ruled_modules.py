@@ -1,0 +1,125 @@
+"""A module with a rule is what it was: its class, its text, its state, its copies, its wrappers."""
+
+import copy
+
+import pytest
+import torch
+from casting_cases import BF16, COMPILES, FP32, assert_same, rules
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import narrowcast as nc
+from narrowcast.casting._module_calls import calls_on
+
+rule = nc.rule
+X = torch.linspace(-1, 1, 16).reshape(4, 4)
+POLICY = rules(rule.module("1", compute="fp32", output="bf16"), rule.module("0", compute="fp16"))
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+
+@pytest.fixture
+def ruled():
+    model = make()
+    with nc.apply(model, POLICY):
+        yield model
+
+
+def test_its_class_its_text_and_its_state_are_its_own(ruled):
+    plain = make()
+    assert [type(part) for part in ruled.modules()] == [type(part) for part in plain.modules()]
+    assert repr(ruled) == repr(plain)
+    assert list(ruled.state_dict()) == list(plain.state_dict())
+    assert_same(list(ruled.state_dict().values()), list(plain.state_dict().values()))
+    assert [name for name, _ in ruled.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in ruled.modules())
+
+
+def test_a_saved_model_keeps_its_policy(ruled, tmp_path):
+    torch.save(ruled, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert_same(loaded(X), ruled(X))
+    assert [len(calls_on(part)) for part in loaded.modules()] == [1, 1, 1, 0]
+    assert all(call.is_copy for call in calls_on(loaded[1]))
+
+
+def test_a_state_loads_into_another_model(ruled):
+    other = make()
+    nn.init.zeros_(other[0].weight)
+    other.load_state_dict(ruled.state_dict())
+    with nc.apply(other, POLICY):
+        assert_same(other(X), ruled(X))
+
+
+def test_a_deep_copy_computes_by_itself(ruled):
+    twin = copy.deepcopy(ruled)
+    nn.init.zeros_(twin[2].weight)
+    nn.init.zeros_(twin[2].bias)
+    assert not twin(X).any()
+    assert ruled(X).any()
+
+
+def test_a_copy_without_its_original():
+    model = make()
+    nc.apply(model, POLICY)
+    expected, twin = model(X), copy.deepcopy(model)
+    del model
+    assert_same(twin(X), expected)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shard_first", [True, False])
+def test_fully_shard(shard_first):
+    expected_model, model = make(), make()
+    with nc.apply(expected_model, POLICY):
+        expected = expected_model(X)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    if shard_first:
+        fully_shard(model[1], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    with nc.apply(model, POLICY):
+        if not shard_first:
+            fully_shard(model[1], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        assert_same(model(X), expected)
+
+
+def test_export_is_refused(ruled):
+    for strict in (True, False):
+        with pytest.raises(Exception, match="expected a model without a policy"):
+            torch.export.export(ruled, (X,), strict=strict)
+
+
+class TestCompiled:
+    pytestmark = COMPILES
+
+    @pytest.mark.parametrize("compiled_first", [True, False])
+    def test_compile_before_or_after(self, compiled_first):
+        model = make()
+        if compiled_first:
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            assert compiled(X).dtype == FP32
+        with nc.apply(model, POLICY):
+            if not compiled_first:
+                compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            assert_same(compiled(X), model(X))
+            assert compiled(X).dtype == BF16
+        assert compiled(X).dtype == FP32
+
+    def test_module_compile(self, ruled):
+        expected = ruled(X)
+        ruled.compile(backend="aot_eager")
+        ruled[1].compile(backend="aot_eager")
+        assert_same(ruled(X), expected)
+
+
+def test_a_move_is_noticed():
+    model = make()
+    with nc.apply(model, POLICY):
+        assert model(X).dtype == BF16
+        model.to("meta")
+        assert model(X.to("meta")).device.type == "meta"
