@@ -380,11 +380,11 @@ class Turns:
 # until they find their code and data in the caches.
 LONG_STEPS, SHORT_STEPS = partial(Turns, 1, 1), partial(Turns, 4, 4)
 TURNS = {
-    "transformer": LONG_STEPS(45.0),
-    "convolutions": LONG_STEPS(35.0),
-    "lstm": SHORT_STEPS(20.0),
-    "linears": LONG_STEPS(40.0),
-    "rules": SHORT_STEPS(4.0),
+    "transformer": LONG_STEPS(38.0),
+    "convolutions": LONG_STEPS(28.0),
+    "lstm": SHORT_STEPS(14.0),
+    "linears": LONG_STEPS(34.0),
+    "rules": SHORT_STEPS(3.0),
 }
 
 

@@ -16,27 +16,24 @@ import torch
 from apex_levels import apex_levels
 from baked_inference import baked_inference
 from compiled_step import compiled_step
-from gradient_path import clipped_step, scaler_overhead, whole_step
+from gradient_path import clipped_step, scaler_overhead
 from host_cost import host_cost
 from interleaved import drain
 from linear_sizes import linear_sizes
 from narrowcast.machine import versions
 from overhead_of_run import overhead_of_run
 from region_entry import region_entry
-from rules import rules
 
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = [
     host_cost,
     overhead_of_run,
     region_entry,
-    rules,
     baked_inference,
     compiled_step,
     apex_levels,
     clipped_step,
     scaler_overhead,
-    whole_step,
     linear_sizes,
 ]
 
