@@ -34,8 +34,8 @@ def changed(before):
 def clean_up(before):
     """Set back what an interrupt may have left.
 
-    Gradients may be off, since torch's own ``no_grad`` in an optimizer's step can be interrupted too. The rest
-    is set back so that a test that fails here fails no other.
+    Gradients may be off: torch's own ``no_grad`` in an optimizer's step can be interrupted too. Autocast's
+    state is set back, so that a test that fails here fails no other.
     """
     torch.set_grad_enabled(True)
     if not changed(before):
