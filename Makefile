@@ -60,7 +60,7 @@ bench: $(READY)  ## measure, both sides in one run; ratios go to benchmarks/resu
 
 RESULTS ?= build/gpu
 
-gpu: $(READY)  ## everything that needs a GPU, in 25 minutes at most; RESULTS=DIR, PIECE=name (docs/gpu.md)
+gpu: $(READY)  ## everything that needs a GPU, in 28 minutes at most; RESULTS=DIR, PIECE=name (docs/gpu.md)
 	$(RUN) benchmarks/gpu "$(RESULTS)" $(if $(PIECE),--piece $(PIECE))
 
 gpu-wheels:  ## fetch what a machine with a GPU and torch may lack, for Python 3.12, into build/gpu-wheels

@@ -40,10 +40,6 @@ def transformer(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, width), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False))
 
 
-def many_small_layers() -> nn.Module:
-    return nn.Sequential(*[m for _ in range(120) for m in (nn.Linear(256, 256), nn.Tanh())])
-
-
 class Loop:
     """One training loop and its model, in both spellings."""
 
@@ -90,8 +86,6 @@ def cases(device: str) -> Iterator[tuple[str, nn.Module, torch.Tensor, torch.Ten
     )
     batch, width = (64, 1024) if large else (8, 128)
     yield "transformer", transformer(width), torch.randn(batch, 128, 64), torch.randn(batch, 128, width)
-    rows = 16384 if large else 256
-    yield "120 small layers", many_small_layers(), torch.randn(rows, 256), torch.randn(rows, 256)
 
 
 def overhead_of_run(device: str) -> Iterator[dict[str, object]]:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "gpu.md"
 PIECES = {
+    "host_cost": "what a step costs the host, over torch's loop of the same kind; rules, a call",
     "correct": "the tests that need a GPU: PyTorch's operator table, scaler, Stepper, clipping, weights, fp8",
     "syncs": "no host sync in a step whose result nobody reads",
     "bench": "`make bench`, with the time of kernels; the rates of `doctor`",
@@ -28,7 +29,7 @@ HEAD = """\
 make gpu RESULTS=build/gpu
 ```
 
-This runs everything that needs a GPU, in seven pieces, in at most 25 minutes. Each piece writes one JSON
+This runs everything that needs a GPU, in eight pieces, in at most 28 minutes. Each piece writes one JSON
 file after every step, so it may be stopped at any time. The next start with the same RESULTS goes on from
 there: it skips what has passed, and repeats what was stopped or failed once more. To run a piece again,
 delete its file. `PIECE=name` runs one piece. `PYTHON=python3` uses a Python that has torch 2.11 or newer,
@@ -39,6 +40,26 @@ x86-64 Linux. `make gpu` finds the wheels in `build/gpu-wheels`.
 
 `make gpu` ends with an error if a step failed or is left to run, and names a file with all results. Copy it
 to `benchmarks/results`, and `python benchmarks/gpu/page.py` adds it to this page.
+
+## What a step costs the host
+
+A fast GPU finishes small kernels sooner than the host can launch them. Then the time of a step is the time
+that Python and the dispatcher take. The piece `host_cost` measures it, with a transformer, convolutions with
+batch norm, an LSTM and 200 linear layers, all so small that their kernels cost nothing.
+
+All ways to train take turns in one process: torch's loop, `nc.autocast` and `nc.GradScaler` in its place
+("drop-in"), `nc.Stepper`, `nc.apply`, and what `narrowcast run` does. Each is held against torch's loop of
+the same kind, with clipping, with a loss scale, or with both. "torch again" is torch's loop against itself,
+which shows by how much a figure may be off. The table also gives the operators that a step dispatches, and
+the calls of Python kernels on the autocast key: a model whose policy has no rules should have none. The rows
+of rules are the microseconds that a rule adds to a call.
+
+It needs no GPU. `make bench` runs it too, and alone it takes less than three minutes on a CPU:
+
+```sh
+python benchmarks/host_cost.py
+python benchmarks/host_cost.py --model lstm --way Stepper --runs 5
+```
 """
 
 
@@ -125,7 +146,7 @@ def _results(found: dict) -> Iterator[str]:
         yield "### A step of the language model\n\n" + _table(heads, steps)
     measured = [
         [row["case"], row["a"], row["b"], _ratio(row, of), _on_device(row)]
-        for piece in ("bench", "compile")
+        for piece in ("host_cost", "bench", "compile")
         for of in figures[piece].values()
         for row in of.get("rows", ())
     ]

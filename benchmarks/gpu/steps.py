@@ -32,6 +32,23 @@ def needs_cuda(device: str) -> None:
         raise Skip("there is no CUDA device")
 
 
+# ---- host_cost
+
+
+def host_cost_of(model: str, device: str) -> Figures:
+    """One model of host_cost.py."""
+    needs_cuda(device)  # `make bench` measures it on a CPU
+    import host_cost
+    import run
+
+    if model == "rules":
+        rows = list(host_cost.rows_of_rules(device))
+    else:
+        rows = list(host_cost.rows_of_model(model, device))
+    missed = [row["case"] for row in rows if run.judged(row)[1]]
+    return {"rows": rows, "limits_missed": missed}
+
+
 # ---- bench
 
 
@@ -203,16 +220,16 @@ def narrowcast(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 # Name of a piece -> names of its steps. "tests" are the tests marked gpu that belong to it.
-LIGHT, HEAVY = (
-    ("region_entry", "rules"),
-    (
-        *("overhead_of_run", "baked_inference", "apex_levels", "clipped_step"),
-        *("scaler_overhead", "whole_step", "linear_sizes"),
-    ),
+LIGHT = ("region_entry",)
+HEAVY = (
+    *("overhead_of_run", "baked_inference", "apex_levels", "clipped_step"),
+    *("scaler_overhead", "linear_sizes"),
 )
+HOST_COST = ("transformer", "convolutions", "lstm", "linears", "rules")
 MODEL = "benchmarks/gpu/language_model.py"
 SINE = partial(comparison, "examples/quantized_sine.py", needs=("matplotlib",))
 STEPS: dict[str, dict[str, Callable[..., Figures] | None]] = {
+    "host_cost": {f"host_cost, {model}": partial(host_cost_of, model) for model in HOST_COST},
     "correct": {"tests": None},
     "syncs": {"tests": None},
     "bench": {
