@@ -150,8 +150,6 @@ class GradientCheck:
         """Do the division that was deferred to the step."""
         if self.divisor is not None:
             self.refuse_changes()
-            if self.overflowed:
-                self.nonfinite()
             _multiply(self.gradients, self.divisor.reciprocal())
             self.divisor = self.versions = None
 
@@ -171,11 +169,7 @@ def unscale(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
     if scaling.below_one:
         # The kernel checks before it multiplies, and dividing by 2**-20 may overflow.
         found = torch.maximum(found, _multiply_and_check(gradients, torch.ones_like(scaling.factor)))
-    check = _decided(found, gradients, scaling)
-    if check.overflowed:
-        # Before clipping by a NaN norm makes every gradient NaN.
-        check.flags = gradients.flags()
-    return check
+    return _decided(found, gradients, scaling)
 
 
 @torch.no_grad()
@@ -244,7 +238,11 @@ def _decided(found: torch.Tensor, gradients: OptimizerGradients, scaling: Scalin
     groups = _process_groups(gradients, scaling)
     _max_over_ranks(found, groups)
     any_checked = bool(gradients.values or groups)
-    return GradientCheck(found, known_on_host(found), any_checked, gradients, one_rank=not groups)
+    check = GradientCheck(found, known_on_host(found), any_checked, gradients, one_rank=not groups)
+    if check.overflowed:
+        # Before clipping by a NaN norm makes every gradient NaN.
+        check.flags = gradients.flags()
+    return check
 
 
 def _are_small(gradients: OptimizerGradients) -> bool:

@@ -6,9 +6,10 @@ import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,10 +20,16 @@ from torch.utils.hooks import RemovableHandle
 from narrowcast.casting import drop_casts
 from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError, near_names
 from narrowcast.gradients import GradScaler, StepResult, needs_closure, nodes_below, parameters_of
-from narrowcast.training._torch_internals import run_casts_of_leaves_soon
+from narrowcast.training._torch_internals import (
+    buffers_of,
+    children_of,
+    has_children,
+    run_casts_of_leaves_soon,
+)
 from narrowcast.weights import HeldWeights, held_by, is_batch_or_instance_norm
 
 RESTORE = ("norms", "all", "none")
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,12 @@ class OptimizerGroup:
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return those that the optimizers use: of masters, or of the model's own parameters."""
-        return [p.grad for p in parameters_of(*self.optimizers) if p.grad is not None]
+        gradients = map(_GRAD, parameters_of(*self.optimizers))
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def _has_gradients(self) -> bool:
+        """Return the same as ``bool(self._gradients())``; after a backward pass it reads one gradient."""
+        return any(gradient is not None for gradient in map(_GRAD, parameters_of(*self.optimizers)))
 
     # ---- backward
 
@@ -140,13 +152,14 @@ class OptimizerGroup:
         torch.autograd.backward(scaled, inputs=inputs)
         for held in self.held:
             held.take_gradients()
-        if one_rank and self.scaler.process_group is None and not self._gradients():
+        if one_rank and self.scaler.process_group is None and not self._has_gradients():
             raise OrderError(
                 f"no parameter of this {type(self.optimizers[0]).__name__} got a gradient from this loss: "
                 "compute it from the model that the Stepper was given, with parameters that require gradients"
             )
         self.filled += 1
-        self._written = _versions(self._gradients())
+        if self.filled < self.accumulate:
+            self._written = _versions(self._gradients())
 
     def _check_gradients(self) -> None:
         """Refuse to add to gradients of another origin: these are scaled, others are not."""
@@ -249,7 +262,7 @@ class OptimizerGroup:
 
 def _versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Identify tensors and count the writes to them."""
-    return [(id(gradient), gradient._version) for gradient in gradients]
+    return list(zip(map(id, gradients), map(_VERSION, gradients), strict=True))
 
 
 def _check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -370,7 +383,7 @@ class WeightCasts:
         """
         if self._sharded:
             return
-        versions = sum(parameter._version for parameter in self._parameters)
+        versions = sum(map(_VERSION, self._parameters))
         if self._thread is None:
             self._thread = threading.get_ident()
             torch.autocast_increment_nesting()
@@ -419,6 +432,9 @@ class Statistics:
 
     A batch norm that saw an overflow keeps running_mean = inf although the step is skipped. ``torch.where``
     on the overflow flag restores the old values without waiting for the device.
+
+    Modules are listed once, and again when a module was added, removed or replaced. Buffers of one device
+    and dtype are copied by one operator, into memory that is kept from step to step.
     """
 
     def __init__(self, model: torch.nn.Module, restore: str) -> None:
@@ -426,31 +442,108 @@ class Statistics:
             raise SettingError(f"unknown restore={restore!r}. {near_names(str(restore), RESTORE)}")
         self._model = model
         self._restore = restore
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._containers: list[torch.nn.Module] = []
+        self._children: list[int] = []
+        self._restored: list[torch.nn.Module] = []
+        self._buffers: list[torch.Tensor] = []
+        self._groups: list[BufferGroup] = []
+        self._others: list[torch.Tensor] = []
+        self._other_values: list[torch.Tensor] = []
+        self._remembers = False
 
+    @torch.no_grad()
     def remember(self) -> None:
         """Copy the current values, unless those of the accumulation's start are kept already."""
-        if self._kept is None and self._restore != "none" and torch.is_grad_enabled():
-            with torch.no_grad():
-                self._kept = [(buffer, buffer.detach().clone()) for buffer in self._buffers()]
-
-    def _buffers(self) -> Iterator[torch.Tensor]:
-        for module in self._model.modules():
-            if self._restore == "all" or is_batch_or_instance_norm(module):
-                yield from module.buffers(recurse=False)
+        if self._remembers or self._restore == "none":
+            return
+        self._list_modules()
+        self._list_buffers()
+        for group in self._groups:
+            group.save()
+        self._other_values = [buffer.detach().clone() for buffer in self._others]
+        self._remembers = True
 
     @torch.no_grad()
     def restore(self, skipped: torch.Tensor | bool = True) -> None:
         """Restore the values if the step was skipped, and keep them."""
-        for buffer, before in self._kept or () if skipped is not False else ():
+        if skipped is False or not self._remembers:
+            return
+        for group in self._groups:
+            if skipped is True:
+                group.restore()
+            else:
+                group.restore_where(skipped)
+        for buffer, before in zip(self._others, self._other_values, strict=True):
             if skipped is True:  # sparse and quantized buffers too, which torch.where does not take
                 buffer.copy_(before)
             else:
-                flag = torch.as_tensor(skipped).to(buffer.device, non_blocking=True)
-                buffer.copy_(torch.where(flag, before, buffer))
+                buffer.copy_(torch.where(_on(skipped, buffer.device), before, buffer))
 
     def forget(self) -> None:
-        self._kept = None
+        self._remembers = False
+        self._other_values = []
+
+    def _list_modules(self) -> None:
+        """List the modules whose buffers are restored, if the tree of modules has changed."""
+        children = children_of(self._containers)
+        if self._containers and children == self._children:
+            return
+        modules = list(self._model.modules())
+        self._containers = [module for module in modules if has_children(module)] or [self._model]
+        self._children = children_of(self._containers)
+        everything = self._restore == "all"
+        self._restored = [module for module in modules if everything or is_batch_or_instance_norm(module)]
+
+    def _list_buffers(self) -> None:
+        """Group the buffers, if there are others than at the last step, as after ``model.to``."""
+        buffers = buffers_of(self._restored)
+        if list(map(id, buffers)) == list(map(id, self._buffers)):
+            return
+        self._buffers = buffers
+        plain: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        self._others = []
+        for buffer in buffers:
+            if type(buffer) is torch.Tensor and buffer.layout == torch.strided and not buffer.is_quantized:
+                plain.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+            else:
+                self._others.append(buffer)
+        self._groups = [BufferGroup(members) for members in plain.values()]
+
+
+class BufferGroup:
+    """Buffers of one device and dtype, and one tensor that holds a copy of all."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers = buffers
+        self._before, self._before_by_buffer = self._memory()
+        self._after: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def save(self) -> None:
+        torch._foreach_copy_(self._before_by_buffer, self._buffers)
+
+    def restore(self) -> None:
+        torch._foreach_copy_(self._buffers, self._before_by_buffer)
+
+    def restore_where(self, skipped: torch.Tensor) -> None:
+        """Restore if ``skipped``, which only the device knows: by three operators, whatever the number."""
+        if self._after is None:
+            self._after = self._memory()
+        after, after_by_buffer = self._after
+        torch._foreach_copy_(after_by_buffer, self._buffers)
+        torch.where(_on(skipped, after.device), self._before, after, out=after)
+        torch._foreach_copy_(self._buffers, after_by_buffer)
+
+    def _memory(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return a tensor for all buffers, and its parts in their shapes."""
+        sizes = [buffer.numel() for buffer in self._buffers]
+        first = self._buffers[0]
+        flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = [part.view(buffer.shape) for part, buffer in zip(flat.split(sizes), self._buffers, strict=True)]
+        return flat, parts
+
+
+def _on(flag: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return flag.to(device, non_blocking=True)
 
 
 class Synchronization:
