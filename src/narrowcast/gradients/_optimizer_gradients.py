@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,7 +164,8 @@ class FlatCopies:
 
 def parameters_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of optimizers, in the order of their groups."""
-    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    lists = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    return list(itertools.chain.from_iterable(lists))
 
 
 def gradients_of(

@@ -191,7 +191,8 @@ class SkipsInARow:
         self._skips = weakref.WeakKeyDictionary()
 
     def took(self, optimizer: torch.optim.Optimizer) -> None:
-        self._skips.pop(optimizer, None)
+        if self._skips:
+            self._skips.pop(optimizer, None)
 
     def skipped(self, optimizer: torch.optim.Optimizer, number: int) -> int | None:
         """Count a skip of step ``number``; return the first skip in a row once ``patience`` is used up.

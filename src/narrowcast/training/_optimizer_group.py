@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from narrowcast.training._torch_internals import (
 from narrowcast.weights import HeldWeights, held_by, is_batch_or_instance_norm
 
 RESTORE = ("norms", "all", "none")
-_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
+_GRAD, _VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,8 @@ class OptimizerGroup:
 
     def _check_gradients(self) -> None:
         """Refuse to add to gradients of another origin: these are scaled, others are not."""
+        if not self.filled and not self.held and set(map(_GRAD, parameters_of(*self.optimizers))) == {None}:
+            return  # as at every step, so in the fastest way
         present = self._gradients()
         by_hand = [low.grad for held in self.held for low, _ in held.parameters if low.grad is not None]
         if by_hand or not self.filled:
@@ -325,8 +328,12 @@ def claim(group: OptimizerGroup) -> list[RemovableHandle]:
             "delete the other Stepper first (del stepper)"
         )
     _GROUPS.add(group)
-    hooks = [optimizer.register_step_pre_hook(_refuse_by_hand) for optimizer in group.optimizers]
-    return [*hooks, group.scaler.on_step(group.move_schedulers)]
+    handles: list[RemovableHandle] = []
+    for optimizer in group.optimizers:
+        handles.append(optimizer.register_step_pre_hook(functools.partial(_refuse_by_hand, group)))
+    if group.schedulers:
+        handles.append(group.scaler.on_step(group.move_schedulers))
+    return handles
 
 
 def release(groups: list[OptimizerGroup], handles: list[RemovableHandle]) -> None:
@@ -339,7 +346,11 @@ def release(groups: list[OptimizerGroup], handles: list[RemovableHandle]) -> Non
             group.zero()
 
 
-def _refuse_by_hand(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_by_hand(
+    group: OptimizerGroup, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> None:
+    if group.stepping:
+        return
     owners = [group for group in _GROUPS if optimizer in group.optimizers]
     if any(group.stepping for group in owners):
         return
@@ -451,23 +462,29 @@ class Statistics:
         self._other_values: list[torch.Tensor] = []
         self._remembers = False
 
-    @torch.no_grad()
     def remember(self) -> None:
         """Copy the current values, unless those of the accumulation's start are kept already."""
         if self._remembers or self._restore == "none":
             return
         self._list_modules()
         self._list_buffers()
+        if self._buffers:
+            self._copy_values()
+
+    @torch.no_grad()
+    def _copy_values(self) -> None:
         for group in self._groups:
             group.save()
         self._other_values = [buffer.detach().clone() for buffer in self._others]
         self._remembers = True
 
-    @torch.no_grad()
     def restore(self, skipped: torch.Tensor | bool = True) -> None:
         """Restore the values if the step was skipped, and keep them."""
-        if skipped is False or not self._remembers:
-            return
+        if skipped is not False and self._remembers:
+            self._restore_values(skipped)
+
+    @torch.no_grad()
+    def _restore_values(self, skipped: torch.Tensor | bool) -> None:
         for group in self._groups:
             if skipped is True:
                 group.restore()
@@ -497,7 +514,7 @@ class Statistics:
     def _list_buffers(self) -> None:
         """Group the buffers, if there are others than at the last step, as after ``model.to``."""
         buffers = buffers_of(self._restored)
-        if list(map(id, buffers)) == list(map(id, self._buffers)):
+        if len(buffers) == len(self._buffers) and all(map(operator.is_, buffers, self._buffers)):
             return
         self._buffers = buffers
         plain: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -559,6 +576,8 @@ class Synchronization:
 
     def begin(self, *, reduces: bool) -> None:
         """Start a micro-batch; DDP decides in the forward pass what its backward pass will do."""
+        if not self.ddp:
+            return
         if reduces or self._learns:
             self.end()
         elif not self._open:
@@ -572,8 +591,9 @@ class Synchronization:
 
     def end(self) -> None:
         """Let DDP reduce from now on."""
-        self._open = False
-        self._no_sync.close()
+        if self._open:
+            self._open = False
+            self._no_sync.close()
 
     @torch.no_grad()
     def reduce_now(self, count: float) -> float:

@@ -40,8 +40,7 @@ def children_of(modules: Iterable[torch.nn.Module]) -> list[int]:
 
 def buffers_of(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
     """Return the buffers of the modules' own, not of those below them."""
-    every = [buffer for module in modules for buffer in module._buffers.values()]
-    return [buffer for buffer in every if buffer is not None]
+    return [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
 
 
 def metadata_classes() -> list[Any]:
