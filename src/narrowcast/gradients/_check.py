@@ -70,7 +70,9 @@ class Scaling:
             scale = self.number()
             if scale >= 2.0**-126:  # of less, torch.full would raise
                 return torch.full((), 1.0 / scale, dtype=torch.float32, device="cpu")
-        return factor.reciprocal() if kind == "mps" else factor.double().reciprocal().float()  # MPS has no fp64
+        return (
+            factor.reciprocal() if kind == "mps" else factor.double().reciprocal().float()
+        )  # MPS has no fp64
 
 
 @dataclass(slots=True)
@@ -385,7 +387,8 @@ def clip_unscaled(
     on_host = scaling.factor.device.type == "cpu"
     if on_host and not math.isfinite(total.norm):
         # All ranks compute the wide norm or none, because they have the same norm here.
-        if _process_groups(gradients, scaling) or not any(gradients.flags().read()):
+        ranks = bool(_process_groups(gradients, scaling))
+        if ranks or not any(gradients.flags().read()):
             total.norm = total_norm(gradients, order, scaling, wide=True).norm
     clipping = _clipping(max_norm, total.norm)
     if on_host:

@@ -26,7 +26,6 @@ from narrowcast.gradients._scales import DeviceScale, check_optimizer
 from narrowcast.gradients._steps import (
     RANKS_DIFFER,
     Outcomes,
-    PendingStep,
     SkipStep,
     StepResult,
     step_or_restore,

@@ -13,7 +13,7 @@ import torch
 from narrowcast.errors import ScaleError, SettingError, UnsupportedError, few
 from narrowcast.gradients import _torch_internals
 
-# With a thousand small gradients these reads are most of what a check costs, so each is done once a step, in C.
+# With a thousand small gradients these reads are most of what a check costs, so each is done once, in C.
 _GRAD, _IS_SPARSE, _SHAPE = attrgetter("grad"), attrgetter("is_sparse"), attrgetter("shape")
 
 _SMALL = 512  # elements: of a gradient that is worth copying
@@ -158,7 +158,7 @@ class FlatCopies:
         sizes = [member.numel() for member in members]
         rows = max(1, math.ceil(sum(sizes) / _ROW))
         self._rows = torch.zeros(rows, _ROW, dtype=dtype, device="cpu")
-        pieces = self._rows.view(-1)[: sum(sizes)].split(sizes)
+        pieces = torch.split(self._rows.view(-1)[: sum(sizes)], sizes)
         self._copies = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
 

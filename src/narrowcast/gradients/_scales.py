@@ -69,7 +69,10 @@ class DeviceScale:
         return self.factor.to(device, non_blocking=True)
 
     def number(self) -> float:
-        """Return the factor as a number; waits for the device. On the host it is read once after each write."""
+        """Return the factor as a number; waits for the device.
+
+        On the host it is read once after each write.
+        """
         assert self.factor is not None
         version = self.factor._version
         if not self.on_host or version != self._read_version:

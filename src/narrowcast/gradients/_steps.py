@@ -171,7 +171,7 @@ class PendingStep:
     """A step whose flags are on their way to the host.
 
     Attributes:
-        read: returns the overflow flag, the scale, for ``learn_scale``, and whether ranks differ, if they may.
+        read: returns the overflow flag, the scale, and, if they may, whether ranks differ.
     """
 
     optimizer: weakref.ref[torch.optim.Optimizer]

@@ -33,9 +33,9 @@ def has_children(module: torch.nn.Module) -> bool:
     return bool(module._modules)
 
 
-def children_of(modules: Iterable[torch.nn.Module]) -> list[int]:
-    """Return the ``id`` of each child of each module; in a tenth of the time of a walk over the whole tree."""
-    return [id(child) for module in modules for child in module._modules.values()]
+def children_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module | None]:
+    """Return each child of each module, in a tenth of the time of a walk over the tree."""
+    return [child for module in modules for child in module._modules.values()]
 
 
 def buffers_of(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
