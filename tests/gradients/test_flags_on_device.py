@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
-from counted_operators import operators_of
 
 import narrowcast as nc
+from counted_operators import operators_of
 from narrowcast.gradients import _check
 
 
