@@ -38,7 +38,7 @@ _HELD_BYTES = 64 * 2**20
 """Gradients of at most this size on an accelerator are held after the step, until their flag is read."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True)  # one is made at each step, and a frozen one takes several times as long
 class Scaling:
     """The loss scale of some gradients, and the ranks that decide on them together.
 
@@ -65,14 +65,13 @@ class Scaling:
         factor, kind = self.factor, self.factor.device.type
         if not self.scales:
             return factor
-        if kind == "cpu":
-            # Python divides in fp64, as torch/amp/grad_scaler.py does, and needs no kernel for it.
-            scale = self.number()
-            if scale >= 2.0**-126:  # of less, torch.full would raise
-                return torch.full((), 1.0 / scale, dtype=torch.float32, device="cpu")
-        return (
-            factor.reciprocal() if kind == "mps" else factor.double().reciprocal().float()
-        )  # MPS has no fp64
+        if kind == "mps":
+            return factor.reciprocal()  # MPS has no fp64
+        # On a CPU Python divides in fp64, without a kernel. Of a smaller scale torch.full would raise.
+        if kind == "cpu" and self.number() >= 2.0**-126:
+            return torch.full((), 1.0 / self.number(), dtype=torch.float32, device="cpu")
+        # The reciprocal in fp64, as in torch/amp/grad_scaler.py.
+        return factor.double().reciprocal().float()
 
 
 @dataclass(slots=True)
@@ -178,9 +177,12 @@ def unscale(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
 def check_finite(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
     """Check gradients, and change none of them."""
     device = scaling.factor.device
-    if device.type == "cpu" or _are_small(gradients):
-        # One kernel, which multiplies by 1. On a CPU it takes a fifth of the time of as many norms, and
-        # writing large gradients back a tenth more than reading them.
+    in_one_kernel = device.type == "cpu"
+    if not in_one_kernel and not _process_groups(gradients, scaling):
+        in_one_kernel = _are_small(gradients)
+    if in_one_kernel:
+        # It multiplies by 1. On a CPU it takes a fifth of the time of as many norms, and for large gradients,
+        # which it writes back, a tenth more.
         one = torch.ones_like(scaling.factor) if scaling.scales else scaling.factor
         found = _multiply_and_check(gradients, one)
         return _decided(found, gradients, scaling)
@@ -222,7 +224,7 @@ def scaled_by(scale: float, gradients: OptimizerGradients) -> Scaling:
 
 
 def _multiply_and_check(gradients: OptimizerGradients, factor: torch.Tensor) -> torch.Tensor:
-    """Multiply gradients in place, one kernel for each device and dtype; return whether all were finite."""
+    """Multiply gradients in place, one kernel for each device and dtype; return 1.0 if one was not finite."""
     device = factor.device
     found = torch.zeros((), device=device)
     for where, _, _, members in gradients.groups:
