@@ -135,7 +135,7 @@ def test_too_many_skips_name_the_parameters(policy):
 @pytest.mark.parametrize("restore", ["norms", "all"])
 def test_the_flag_may_stay_on_the_device(restore):
     """As with a fused optimizer on CUDA: the buffers are chosen by a tensor, without reading it."""
-    from narrowcast.training._optimizer_group import Statistics
+    from narrowcast.training._statistics import Statistics
 
     for flag in (0.0, 1.0):
         model = Normalized()

@@ -1,7 +1,8 @@
 """The gradient check: unscale, check and clip the gradients of an optimizer, on one rank or on many.
 
-If the optimizer's step can divide by itself (``fused=True``), nothing is written here: one read gives the
-norm and the finite check, and the division is deferred to the step.
+Where the host knows at once whether a gradient is not finite (on a CPU), which gradients those are is looked
+for after an overflow. If the optimizer's step can divide by itself (``fused=True``), the division is deferred
+to the step.
 
 Ranks agree in one collective for each process group. If only one rank skipped its step, the others would
 diverge or wait for ever in the next collective.
@@ -10,8 +11,8 @@ diverge or wait for ever in the next collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -21,19 +22,23 @@ import torch.distributed as dist
 from narrowcast.errors import OrderError
 from narrowcast.gradients import _torch_internals
 from narrowcast.gradients._optimizer_gradients import (
+    FlatCopies,
     MeshPlacement,
     NonfiniteFlags,
     OptimizerGradients,
     gradients_of,
 )
 
-_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
+_GRAD, _VERSION, _NBYTES = attrgetter("grad"), attrgetter("_version"), attrgetter("nbytes")
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _SAME = 1e-3  # norms of copies agree to rounding; norms of different gradients do not
-_CHUNK, _SMALL = 1024, 512  # elements: of a piece of the flattened copy, of a gradient that is worth copying
+_LARGEST_DIVISOR = 2.0**127  # of a deferred division; the inverse of infinity would be 0
+
+_HELD_BYTES = 64 * 2**20
+"""Gradients of at most this size on an accelerator are held after the step, until their flag is read."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one is made at each step, and a frozen one takes several times as long
 class Scaling:
     """The loss scale of some gradients, and the ranks that decide on them together.
 
@@ -41,19 +46,32 @@ class Scaling:
         factor: the loss scale, 0-dim float32.
         below_one: whether it may be below 1, so that unscaling finite gradients may overflow.
         process_group: ranks that decide together; ``sharded``: each of them holds different gradients.
+        scales: False if the factor is always 1.
+        on_host: the factor, if the host knows it; read if it is None.
     """
 
     factor: torch.Tensor
     below_one: bool
     process_group: Any | None = None
     sharded: bool = False
+    scales: bool = True
+    on_host: float | None = None
+
+    def number(self) -> float:
+        """Return the factor as a number; waits for the device."""
+        return float(self.factor) if self.on_host is None else self.on_host
 
     def inverse(self) -> torch.Tensor:
-        # The reciprocal in fp64, as in torch/amp/grad_scaler.py; MPS has no fp64. A CPU's costs no kernels.
         factor, kind = self.factor, self.factor.device.type
-        if kind == "cpu" and (scale := float(factor)) >= 2.0**-126:  # of less, torch.full would raise
-            return torch.full((), 1.0 / scale, dtype=torch.float32, device=factor.device)
-        return factor.reciprocal() if kind == "mps" else factor.double().reciprocal().float()
+        if not self.scales:
+            return factor
+        if kind == "mps":
+            return factor.reciprocal()  # MPS has no fp64
+        # On a CPU Python divides in fp64, without a kernel. Of a smaller scale torch.full would raise.
+        if kind == "cpu" and self.number() >= 2.0**-126:
+            return torch.full((), 1.0 / self.number(), dtype=torch.float32, device="cpu")
+        # The reciprocal in fp64, as in torch/amp/grad_scaler.py.
+        return factor.double().reciprocal().float()
 
 
 @dataclass(slots=True)
@@ -62,7 +80,9 @@ class GradientCheck:
 
     Attributes:
         found_inf: 0-dim float32 on the scale's device, above 0 if a gradient is not finite.
+        overflowed: the same as a bool; None if only the device knows, and reading it would be a host sync.
         any_checked: whether there was a gradient to check, on this rank or another.
+        one_rank: whether no other rank decides on these gradients too.
         flags: which gradients are not finite, if that is already known.
         norm: norm of the unscaled gradients before clipping, 0-dim; None without clipping.
         ranks_differ: 0-dim, whether ranks that should hold copies hold different gradients; None: no ranks.
@@ -71,8 +91,10 @@ class GradientCheck:
     """
 
     found_inf: torch.Tensor
+    overflowed: bool | None
     any_checked: bool
     gradients: OptimizerGradients
+    one_rank: bool = True
     flags: NonfiniteFlags | None = None
     norm: torch.Tensor | None = None
     ranks_differ: torch.Tensor | None = None
@@ -88,21 +110,54 @@ class GradientCheck:
                 "clip_grad_norm_(optimizer, ...), or clip with torch.nn.utils.clip_grad_norm_"
             )
 
+    def replace_flag(self, found_inf: torch.Tensor) -> None:
+        """Decide by another flag from now on."""
+        self.found_inf, self.overflowed = found_inf, known_on_host(found_inf)
+
     def nonfinite(self) -> NonfiniteFlags:
         """Return which gradients are not finite; reads them now if that is not known yet."""
         if self.flags is None:
             self.flags = self.gradients.flags()
         return self.flags
 
+    def can_look_later(self) -> bool:
+        """Return whether gradients may be held and read once the host knows that one is not finite.
+
+        Of ranks that decide together each must know at once whether its own are finite. A CUDA graph is
+        replayed without the host.
+        """
+        if self.flags is not None or not self.one_rank or _torch_internals.is_capturing():
+            return False
+        return _are_small(self.gradients)
+
+    def look_later(self) -> Callable[[], list[bool]]:
+        """Hold the gradients; return a function that reads which are not finite, after the step.
+
+        All are named if that is no longer known, because something wrote to them since: a zero_grad that
+        keeps their memory, or a backward pass that uses it again.
+        """
+        gradients, found_inf, versions = self.gradients, self.found_inf, _versions_of_values(self.gradients)
+
+        def look() -> list[bool]:
+            if not bool(found_inf):  # another optimizer's overflow skipped the step of both
+                return [False] * len(gradients.values)
+            flags = gradients.flags().read() if versions == _versions_of_values(gradients) else []
+            return flags if any(flags) else [True] * len(gradients.values)
+
+        return look
+
     @torch.no_grad()
     def divide_now(self) -> None:
         """Do the division that was deferred to the step."""
         if self.divisor is not None:
             self.refuse_changes()
-            if known_on_host(self.found_inf):
-                self.nonfinite()
             _multiply(self.gradients, self.divisor.reciprocal())
             self.divisor = self.versions = None
+
+
+def known_on_host(found_inf: torch.Tensor) -> bool | None:
+    """Return whether a gradient was not finite, or None if that needs a host sync."""
+    return bool(found_inf) if found_inf.device.type == "cpu" else None
 
 
 # ---- unscaling and checking
@@ -111,34 +166,38 @@ class GradientCheck:
 @torch.no_grad()
 def unscale(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
     """Divide gradients by the scale, in place, and check them."""
+    found = _multiply_and_check(gradients, scaling.inverse())
+    if scaling.below_one:
+        # The kernel checks before it multiplies, and dividing by 2**-20 may overflow.
+        found = torch.maximum(found, _multiply_and_check(gradients, torch.ones_like(scaling.factor)))
+    return _decided(found, gradients, scaling)
+
+
+@torch.no_grad()
+def check_finite(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
+    """Check gradients, and change none of them."""
     device = scaling.factor.device
-    inverse = scaling.inverse()
-    found = torch.zeros((), device=device)
-    for where, _, _, members in gradients.groups:
-        there = found if where == device else torch.zeros((), device=where)
-        _torch_internals.multiply_and_check(members, there, inverse.to(where, non_blocking=True))
-        if scaling.below_one:
-            # The kernel checks before it multiplies, and dividing by 2**-20 may overflow.
-            _torch_internals.multiply_and_check(members, there, torch.ones((), device=where))
-        if there is not found:
-            # Fused steps skip at exactly 1.
-            torch.maximum(found, there.to(device, non_blocking=True), out=found)
-    groups = _process_groups(gradients, scaling)
-    _max_over_ranks(found, groups)
-    check = GradientCheck(found, bool(gradients.values or groups), gradients)
-    if known_on_host(found):
-        # Before clipping by a NaN norm makes every gradient NaN.
-        check.flags = gradients.flags()
+    in_one_kernel = device.type == "cpu"
+    if not in_one_kernel and not _process_groups(gradients, scaling):
+        in_one_kernel = _are_small(gradients)
+    if in_one_kernel:
+        # It multiplies by 1. On a CPU it takes a fifth of the time of as many norms, and for large gradients,
+        # which it writes back, a tenth more.
+        one = torch.ones_like(scaling.factor) if scaling.scales else scaling.factor
+        found = _multiply_and_check(gradients, one)
+        return _decided(found, gradients, scaling)
+    flags = gradients.flags()
+    check = _decided(flags.any(device), gradients, scaling)
+    check.flags = flags
     return check
 
 
 @torch.no_grad()
 def check_scaled(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
     """Check gradients and defer their division to the optimizer's step."""
-    flags = gradients.flags()
-    groups = _process_groups(gradients, scaling)
-    found = _max_over_ranks(flags.any(scaling.factor.device), groups)
-    return GradientCheck(found, bool(gradients.values or groups), gradients, flags, divisor=scaling.factor)
+    check = check_finite(gradients, scaling)
+    check.divisor = scaling.factor
+    return check
 
 
 def unscale_by(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
@@ -146,21 +205,58 @@ def unscale_by(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
 
     For code that keeps a loss scale of its own. Gradients may be of any format, fp16 too, on any device,
     dense, sparse or DTensors. The division is a multiplication by the float32 nearest to ``1 / scale``, as in
-    torch; with a scale of 1 nothing is written.
+    torch; a scale of 1 changes no gradient.
 
     Returns:
         0-dim float32 on the device of the first gradient (the CPU if there is none), above 0 if a gradient
         was or became NaN or infinite, on any rank. No host sync on a GPU.
     """
     gradients = gradients_of(optimizer, allow_fp16=True)
-    check = check_scaled if scale == 1.0 else unscale
+    check = check_finite if scale == 1.0 else unscale
     return check(gradients, scaled_by(scale, gradients)).found_inf
 
 
 def scaled_by(scale: float, gradients: OptimizerGradients) -> Scaling:
     """Return a number as the scale of some gradients, on the device of the first."""
     device = gradients.values[0].device if gradients.values else torch.device("cpu")
-    return Scaling(torch.full((), scale, dtype=torch.float32, device=device), scale < 1.0)
+    factor = torch.full((), scale, dtype=torch.float32, device=device)
+    return Scaling(factor, below_one=scale < 1.0, scales=scale != 1.0, on_host=scale)
+
+
+def _multiply_and_check(gradients: OptimizerGradients, factor: torch.Tensor) -> torch.Tensor:
+    """Multiply gradients in place, one kernel for each device and dtype; return 1.0 if one was not finite."""
+    device = factor.device
+    found = torch.zeros((), device=device)
+    for where, _, _, members in gradients.groups:
+        if where == device:
+            _torch_internals.multiply_and_check(members, found, factor)
+            continue
+        there = torch.zeros((), device=where)
+        _torch_internals.multiply_and_check(members, there, factor.to(where, non_blocking=True))
+        # Fused steps skip at exactly 1.
+        torch.maximum(found, there.to(device, non_blocking=True), out=found)
+    return found
+
+
+def _decided(found: torch.Tensor, gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
+    """Return a check whose flag is this rank's, and that of every rank that decides with it."""
+    groups = _process_groups(gradients, scaling)
+    _max_over_ranks(found, groups)
+    any_checked = bool(gradients.values or groups)
+    check = GradientCheck(found, known_on_host(found), any_checked, gradients, one_rank=not groups)
+    if check.overflowed:
+        # Before clipping by a NaN norm makes every gradient NaN.
+        check.flags = gradients.flags()
+    return check
+
+
+def _are_small(gradients: OptimizerGradients) -> bool:
+    """Return whether one kernel may check gradients on accelerators in place, and they may be held after.
+
+    The kernel writes them back, which for large gradients costs more than a kernel for each.
+    """
+    in_place = all(_torch_internals.checks_in_place(where, dtype) for where, dtype, _, _ in gradients.groups)
+    return in_place and sum(map(_NBYTES, gradients.values)) <= _HELD_BYTES
 
 
 # ---- clipping
@@ -168,54 +264,146 @@ def scaled_by(scale: float, gradients: OptimizerGradients) -> Scaling:
 
 @torch.no_grad()
 def clip(
-    gradients: OptimizerGradients, scaling: Scaling, max_norm: float, order: float, *, defer: bool
+    gradients: OptimizerGradients,
+    scaling: Scaling,
+    max_norm: float,
+    order: float,
+    *,
+    defer: bool,
+    flat: FlatCopies,
 ) -> GradientCheck:
     """Unscale, check and clip in one read; with ``defer`` in the optimizer's step, where possible."""
-    device = scaling.factor.device
-    total = total_norm(gradients, order, scaling)
-    inverse = scaling.inverse()
-    norm = total.norm * inverse
-    finite = torch.isfinite(total.norm) & torch.isfinite(norm)
+    total = total_norm(gradients, order, scaling, flat=flat)
+    defer = defer and not scaling.below_one
+    if scaling.factor.device.type == "cpu":
+        return _clip_on_host(gradients, scaling, max_norm, order, total, defer=defer)
+    return _clip_on_device(gradients, scaling, max_norm, total, defer=defer)
+
+
+def _clip_on_host(
+    gradients: OptimizerGradients,
+    scaling: Scaling,
+    max_norm: float,
+    order: float,
+    total: TotalNorm,
+    *,
+    defer: bool,
+) -> GradientCheck:
+    """Clip where reading a number costs nothing: gradients are multiplied only if that changes them."""
     groups = _process_groups(gradients, scaling)
-    on_host = device.type == "cpu"
-    if not groups and on_host and not finite and not any(gradients.flags().read()):
+    inverse = scaling.inverse()
+    norm = total.norm * inverse if scaling.scales else total.norm
+    finite = math.isfinite(norm)
+    flags = None if finite else gradients.flags()
+    if flags is not None and not groups and not any(flags.read()):
         # Finite gradients whose squares overflow. On an accelerator a second read would need a host sync, so
         # the step is skipped there.
         check = unscale(gradients, scaling)
         check.norm = clip_unscaled(gradients, max_norm, order, scaling).norm
         return check
-    clipping = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    finite = finite & (clipping >= 0)  # a max_norm in a tensor may be NaN or negative
-    check = GradientCheck((~finite).float(), bool(gradients.values or groups), gradients, norm=norm)
-    check.ranks_differ = total.ranks_differ
-    divisor = scaling.factor / clipping
-    # A divisor beyond float32 has an inverse of 0.
-    fits = torch.isfinite(divisor) | ~(clipping > 0)
-    if defer and not scaling.below_one and (not on_host or bool(fits)):
-        check.divisor, check.versions = divisor, _versions(gradients)
-        check.found_inf = (~(finite & fits)).float()
-        check.flags = None if on_host else total.flags  # on the CPU they are read again if needed
+
+    clipping = _clipping(max_norm, norm)
+    kept = float(clipping)
+    finite = finite and kept >= 0.0  # a max_norm in a tensor may be NaN or negative
+    check = GradientCheck(
+        torch.full((), float(not finite), device="cpu"),
+        overflowed=not finite,
+        any_checked=bool(gradients.values or groups),
+        gradients=gradients,
+        one_rank=not groups,
+        flags=flags,
+        norm=norm,
+        ranks_differ=total.ranks_differ,
+    )
+    if not scaling.scales and kept == 1.0:
+        return check
+    # Gradients of a step that will be skipped stay as they are.
+    fits = not finite or (kept > 0.0 and scaling.number() / kept < _LARGEST_DIVISOR)
+    if defer and fits:
+        check.divisor = scaling.factor / clipping
+        check.versions = _versions(gradients)
     else:
-        check.flags = gradients.flags() if on_host and not finite else total.flags
         _multiply(gradients, inverse * clipping)
     return check
 
 
+def _clip_on_device(
+    gradients: OptimizerGradients, scaling: Scaling, max_norm: float, total: TotalNorm, *, defer: bool
+) -> GradientCheck:
+    """Clip without reading anything from the device."""
+    # The kernel that unscales gradients also unscales their norm, and checks it.
+    found = torch.zeros((), device=scaling.factor.device)
+    inverse = scaling.inverse()
+    norm = total.norm
+    _torch_internals.multiply_and_check([norm], found, inverse)
+    if scaling.below_one:
+        _check_number(norm, found)
+    clipping = _clipping(max_norm, norm)
+    groups = _process_groups(gradients, scaling)
+    check = GradientCheck(
+        found,
+        overflowed=None,
+        any_checked=bool(gradients.values or groups),
+        gradients=gradients,
+        one_rank=not groups,
+        flags=total.flags,
+        norm=norm,
+        ranks_differ=total.ranks_differ,
+    )
+    if isinstance(max_norm, torch.Tensor):
+        found.masked_fill_(~(clipping >= 0), 1.0)  # it may be NaN or negative
+    if not defer:
+        _multiply(gradients, inverse * clipping if scaling.scales else clipping)
+        return check
+    check.divisor = scaling.factor / clipping
+    check.versions = _versions(gradients)
+    # A division by infinity would train on zeros. To a norm of 0 that is what the caller wants.
+    if isinstance(max_norm, torch.Tensor):
+        found.masked_fill_(~torch.isfinite(check.divisor) & (clipping > 0), 1.0)
+    elif max_norm > 0.0 and scaling.scales:
+        _check_number(check.divisor, found)
+    return check
+
+
+def _clipping(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    """Return the factor that ``torch.nn.utils.clip_grad_norm_`` multiplies gradients by."""
+    return (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+
+
+def _check_number(number: torch.Tensor, found: torch.Tensor) -> None:
+    """Set ``found`` to 1 if ``number`` is not finite, in one kernel."""
+    _torch_internals.multiply_and_check([number], found, torch.ones_like(found))
+
+
 @torch.no_grad()
 def clip_unscaled(
-    gradients: OptimizerGradients, max_norm: float, order: float, scaling: Scaling
+    gradients: OptimizerGradients,
+    max_norm: float,
+    order: float,
+    scaling: Scaling,
+    *,
+    flat: FlatCopies | None = None,
 ) -> TotalNorm:
     """Clip gradients that are unscaled; return their norm before clipping."""
-    total = total_norm(gradients, order, scaling)
-    norm = total.norm
-    # All ranks compute the wide norm or none, because they have the same norm here.
-    if (scaling.factor.device.type == "cpu" and not torch.isfinite(norm)) and (
-        _process_groups(gradients, scaling) or not any(gradients.flags().read())
-    ):
-        norm = total_norm(gradients, order, scaling, wide=True).norm
-    clipping = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
-    _multiply(gradients, clipping)
-    return replace(total, norm=norm, clipped=torch.isfinite(norm) & (clipping >= 0))
+    total = total_norm(gradients, order, scaling, flat=flat)
+    on_host = scaling.factor.device.type == "cpu"
+    if on_host and not math.isfinite(total.norm):
+        # All ranks compute the wide norm or none, because they have the same norm here.
+        ranks = bool(_process_groups(gradients, scaling))
+        if ranks or not any(gradients.flags().read()):
+            total.norm = total_norm(gradients, order, scaling, wide=True).norm
+    clipping = _clipping(max_norm, total.norm)
+    if on_host:
+        kept = float(clipping)
+        finite = math.isfinite(total.norm) and kept >= 0.0
+        total.found_inf = None if finite else torch.ones((), device="cpu")
+        if kept != 1.0:
+            _multiply(gradients, clipping)
+    else:
+        finite_on_device = torch.isfinite(total.norm) & (clipping >= 0)
+        total.found_inf = (~finite_on_device).float()
+        _multiply(gradients, clipping)
+    return total
 
 
 @torch.no_grad()
@@ -237,61 +425,68 @@ def _multiply(gradients: OptimizerGradients, factor: torch.Tensor) -> None:
 
 def _versions(gradients: OptimizerGradients) -> list[int]:
     """Return the identity of each ``p.grad`` and the version of the tensor that is read of it."""
-    return [*map(id, map(_GRAD, gradients.parameters)), *map(_VERSION, gradients.values)]
+    return [*map(id, map(_GRAD, gradients.parameters)), *_versions_of_values(gradients)]
 
 
-def known_on_host(found_inf: torch.Tensor) -> bool | None:
-    """Return whether a gradient was not finite, or None if that needs a host sync."""
-    return bool(found_inf) if found_inf.device.type == "cpu" else None
+def _versions_of_values(gradients: OptimizerGradients) -> list[int]:
+    return list(map(_VERSION, gradients.values))
 
 
 # ---- norms over all ranks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TotalNorm:
     """The norm of all gradients of all ranks together.
 
     Attributes:
         norm: 0-dim float32; not finite if a gradient of any rank is not.
         ranks_differ: as in ``GradientCheck``.
-        flags: which gradients of this rank are not finite, from their own norms; None if those were not
-            computed.
-        clipped: 0-dim bool, whether the gradients are finite after clipping; None without clipping.
+        flags: which gradients of this rank are not finite, from their own norms; None on a CPU, where they
+            are read again if needed.
+        found_inf: 0-dim float32, above 0 if the gradients are not finite after clipping; None if the host
+            knows that they are, and without clipping.
     """
 
     norm: torch.Tensor
-    ranks_differ: torch.Tensor | None
-    flags: NonfiniteFlags | None
-    clipped: torch.Tensor | None = None
+    ranks_differ: torch.Tensor | None = None
+    flags: NonfiniteFlags | None = None
+    found_inf: torch.Tensor | None = None
 
 
 def total_norm(
-    gradients: OptimizerGradients, order: float, scaling: Scaling, *, wide: bool = False
+    gradients: OptimizerGradients,
+    order: float,
+    scaling: Scaling,
+    *,
+    wide: bool = False,
+    flat: FlatCopies | None = None,
 ) -> TotalNorm:
     """Compute the norm in one read of the gradients and one collective for each process group.
 
     Of sparse gradients the values are read as they are. The result is on the device of the scale's factor;
-    ``wide``: computed in fp64, for finite gradients whose norm overflows.
+    ``wide``: computed in fp64, for finite gradients whose norm overflows. ``flat`` is memory for small
+    gradients.
     """
     device = scaling.factor.device
     groups = _process_groups(gradients, scaling)
-    if not groups and _are_small(gradients):
-        flat = torch.split(_torch_internals.flattened(gradients.values), _CHUNK)
-        stacks = [torch.stack(_torch_internals.norms(flat, order, wide=wide))]
-        norm = _norm_of_norms(stacks, order, device)
-        return TotalNorm(norm if wide else norm.float(), None, None)
+
+    # Small gradients on a CPU, as one tensor.
+    rows = None if groups or flat is None else flat.of(gradients)
+    if rows is not None:
+        norms = _torch_internals.norms_of_rows(rows, order, wide=wide)
+        norm = _norm_of_norms([norms], order, device)
+        return TotalNorm(norm if wide else norm.float())
+
+    # One kernel for each device and dtype.
     stacks = [
         torch.stack(_torch_internals.norms(members, order, wide=wide))
         for _, _, _, members in gradients.groups
     ]
-    flags = NonfiniteFlags(
-        len(gradients.values),
-        tuple(
-            (tuple(positions), ~torch.isfinite(stack))
-            for (_, _, positions, _), stack in zip(gradients.groups, stacks, strict=True)
-        ),
-    )
+    flags = None
+    if device.type != "cpu":
+        positions = [positions for _, _, positions, _ in gradients.groups]
+        flags = NonfiniteFlags(len(gradients.values), tuple(zip(positions, stacks, strict=True)))
     ranks_differ = None
     if groups:
         norm, ranks_differ = _norm_over_ranks(gradients, stacks, order, scaling, groups)
@@ -354,12 +549,6 @@ def _max_over_ranks(flag: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
     for group in groups:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return flag
-
-
-def _are_small(gradients: OptimizerGradients) -> bool:
-    """Return whether copying many small gradients side by side is faster than reading them one by one."""
-    on_host = [where.type for where, _, _, _ in gradients.groups] == ["cpu"]
-    return on_host and len(gradients.values) > 1 and all(one.numel() <= _SMALL for one in gradients.values)
 
 
 def _norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +15,17 @@ import torch
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import _check, _torch_internals
 from narrowcast.gradients._check import GradientCheck, Scaling
-from narrowcast.gradients._optimizer_gradients import OptimizerGradients, check_apart, gradients_of, labels_of
+from narrowcast.gradients._optimizer_gradients import (
+    FlatCopies,
+    OptimizerGradients,
+    check_apart,
+    gradients_of,
+    labels_of,
+)
 from narrowcast.gradients._scales import DeviceScale, check_optimizer
 from narrowcast.gradients._steps import (
     RANKS_DIFFER,
     Outcomes,
-    PendingStep,
     SkipStep,
     StepResult,
     step_or_restore,
@@ -64,6 +69,8 @@ class Iteration:
         self._allow_fp16 = allow_fp16
         self.states: dict[int, State] = defaultdict(fresh_state)
         self.names: dict[int, str] = {}
+        self._flat: weakref.WeakKeyDictionary[torch.optim.Optimizer, FlatCopies]
+        self._flat = weakref.WeakKeyDictionary()
 
     def state(self, method: str, optimizer: torch.optim.Optimizer) -> State:
         """Return the optimizer's state; OrderError if ``method`` may not be called now."""
@@ -93,31 +100,43 @@ class Iteration:
         state = self.state("unscale_", optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise OrderError(_UNSCALED_TWICE)
-        gradients = self._gradients(optimizer)
-        self._set_check(state, _check.unscale(gradients, self._scaling()))
+        self._set_check(state, self._unscaled(self._gradients(optimizer), self._scaling()))
+
+    def _unscaled(self, gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
+        """Check gradients, and divide them unless their scale is always 1."""
+        if scaling.scales:
+            return _check.unscale(gradients, scaling)
+        return _check.check_finite(gradients, scaling)
 
     def clip_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
         state = self.state("clip_grad_norm_", optimizer)
+        flat = self._flat.get(optimizer)
+        if flat is None:
+            flat = self._flat[optimizer] = FlatCopies()
+        scaling = self._scaling()
         if state["stage"] is OptState.READY and order in (2.0, math.inf):
             gradients = self._gradients(optimizer, summed=True)
             defer = _torch_internals.takes_grad_scale(optimizer) and gradients.dense
-            check = _check.clip(gradients, self._scaling(), max_norm, order, defer=defer)
+            check = _check.clip(gradients, scaling, max_norm, order, defer=defer, flat=flat)
             self._set_check(state, check)
             assert check.norm is not None
             return check.norm
+
+        # Other norms do not tell whether a gradient is finite, so unscale first.
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
         check = self._unscaled_check(state, optimizer)
         gradients = self._gradients(optimizer, summed=True)
-        total = _check.clip_unscaled(gradients, max_norm, order, self._scaling())
-        check.norm, differ = total.norm, total.ranks_differ
-        check.ranks_differ = (
-            differ if check.ranks_differ is None or differ is None else check.ranks_differ | differ
-        )
+        total = _check.clip_unscaled(gradients, max_norm, order, scaling, flat=flat)
+        check.norm = total.norm
         check.flags = check.flags or total.flags
-        if total.clipped is not None:
-            found = torch.maximum(check.found_inf, (~total.clipped).float())
-            self._set_check(state, replace(check, found_inf=found))
+        if check.ranks_differ is None:
+            check.ranks_differ = total.ranks_differ
+        elif total.ranks_differ is not None:
+            check.ranks_differ = check.ranks_differ | total.ranks_differ
+        if total.found_inf is not None:
+            check.replace_flag(torch.maximum(check.found_inf, total.found_inf))
+            self._set_check(state, check)
         return check.norm
 
     def clip_value(self, optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -131,8 +150,16 @@ class Iteration:
         return gradients_of(optimizer, allow_fp16=self._allow_fp16, summed=summed, names=self.names)
 
     def _scaling(self) -> Scaling:
-        factor = self._loss_scale.factor_for("step")
-        return Scaling(factor, self._loss_scale.may_be_below(1.0), self.process_group, self._sharded)
+        scale = self._loss_scale
+        factor = scale.factor_for("step")
+        return Scaling(
+            factor,
+            scale.may_be_below(1.0),
+            self.process_group,
+            self._sharded,
+            scales=scale.scales,
+            on_host=scale.number() if scale.on_host else None,
+        )
 
     def _set_check(self, state: State, check: GradientCheck, stage: OptState = OptState.UNSCALED) -> None:
         found = check.found_inf
@@ -146,7 +173,12 @@ class Iteration:
             found = torch.zeros_like(self._loss_scale.factor_for("step"))
             for flag in state["found_inf_per_device"].values():
                 torch.maximum(found, flag.to(found.device), out=found)
-            check = GradientCheck(found, bool(state["found_inf_per_device"]), self._gradients(optimizer))
+            check = GradientCheck(
+                found,
+                _check.known_on_host(found),
+                any_checked=bool(state["found_inf_per_device"]),
+                gradients=self._gradients(optimizer),
+            )
             state["check"] = check
         check.divide_now()
         return check
@@ -155,10 +187,8 @@ class Iteration:
 
     def step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> StepResult:
         state = self.state("step", optimizer)
-        if _torch_internals.wants_the_scaler(optimizer):
-            return self._step_by_itself(optimizer, state, args, kwargs)
         check = self._check_for_step(optimizer, state)
-        return self._step_if_finite(optimizer, state, check, check.found_inf, args, kwargs)
+        return self._step_if_finite(optimizer, state, check, check.found_inf, check.overflowed, args, kwargs)
 
     def step_together(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[StepResult, ...]:
         check_apart(optimizers)
@@ -169,33 +199,36 @@ class Iteration:
         checks = [self._check_for_step(o, state) for o, state in zip(optimizers, states, strict=True)]
         device = checks[0].found_inf.device
         found = torch.stack([check.found_inf.to(device, non_blocking=True) for check in checks]).amax()
+        skipped = _check.known_on_host(found)
         return tuple(
-            self._step_if_finite(optimizer, state, check, found, (), {})
+            self._step_if_finite(optimizer, state, check, found, skipped, (), {})
             for optimizer, state, check in zip(optimizers, states, checks, strict=True)
         )
 
     def _check_for_step(self, optimizer: torch.optim.Optimizer, state: State) -> GradientCheck:
+        # First: of an optimizer that weights.hold holds it may raise.
+        by_itself = _torch_internals.takes_grad_scale(optimizer)
         check: GradientCheck | None = state.get("check")
         if state["stage"] is OptState.READY:
             gradients = self._gradients(optimizer)
             scaling = self._scaling()
-            if gradients.dense and self._defers_unscaling(optimizer, scaling):
+            if by_itself and gradients.dense and self._defers_unscaling(optimizer, scaling):
                 check = _check.check_scaled(gradients, scaling)
                 self._set_check(state, check, OptState.READY)
             else:
-                check = _check.unscale(gradients, scaling)
+                check = self._unscaled(gradients, scaling)
                 self._set_check(state, check)
         elif check is None:
             check = self._unscaled_check(state, optimizer)
         assert check is not None
+
+        # A script may have written flags into torch's own entries.
         flags = list(state["found_inf_per_device"].values())
         if flags and not (len(flags) == 1 and flags[0] is check.found_inf):
-            # A script wrote them into torch's own entries.
             device = check.found_inf.device
-            check.found_inf = torch.stack([flag.to(device) for flag in flags]).amax()
-            check.any_checked, check.flags = True, None
-        # Read in any case: of an optimizer that weights.hold holds it may raise.
-        by_itself = _torch_internals.takes_grad_scale(optimizer)
+            check.replace_flag(torch.stack([flag.to(device) for flag in flags]).amax())
+            check.any_checked, check.flags = True, check.gradients.flags()
+
         if not check.any_checked and not (by_itself and not self._gradients(optimizer).values):
             raise OrderError(_NO_GRADIENTS)
         if check.ranks_differ is not None and check.ranks_differ.device.type == "cpu" and check.ranks_differ:
@@ -204,17 +237,18 @@ class Iteration:
         return check
 
     def _defers_unscaling(self, optimizer: torch.optim.Optimizer, scaling: Scaling) -> bool:
-        """Return whether the optimizer's step divides the gradients.
+        """Return whether the step of an optimizer that can divide gradients is to do so.
 
         On a CPU it is faster for torch's own to divide before the step. But if the scale is not a power of
-        two, only a division inside the step gives torch's bits.
+        two, only a division inside the step gives torch's bits. A scale of 1 is not given to the step,
+        because torch's kernels write gradients back if they divide.
         """
-        if not _torch_internals.takes_grad_scale(optimizer) or scaling.below_one:
+        if scaling.below_one or not scaling.scales:
             return False
         by_itself = hasattr(optimizer, "grad_scale") or not _torch_internals.is_torchs_own(optimizer)
         if by_itself or scaling.factor.device.type != "cpu":
             return True
-        return math.frexp(float(scaling.factor))[0] != 0.5
+        return math.frexp(scaling.number())[0] != 0.5
 
     def _step_if_finite(
         self,
@@ -222,38 +256,47 @@ class Iteration:
         state: State,
         check: GradientCheck,
         found: torch.Tensor,
+        skipped: bool | None,
         args: Any,
         kwargs: Any,
     ) -> StepResult:
-        skipped = _check.known_on_host(found)
+        """Step, unless ``found`` is above 0, which ``skipped`` says if the host knows it."""
         by_itself = _torch_internals.takes_grad_scale(optimizer)
         if skipped is None and (not by_itself or _torch_internals.starts_momentum(optimizer)):
             skipped = bool(found.item())
-        finite = skipped is False or _check.known_on_host(check.found_inf) is False
-        nonfinite = None if finite else self._names_of_nonfinite(optimizer, check)
+
+        # Names are looked for at once if the step is skipped; if only the device knows, after the step. In
+        # between stand gradients that cannot be held until then.
+        looks_later = skipped is None and check.can_look_later()
+        nonfinite: Callable[[], tuple[str, ...]] | None = None
+        if skipped is not False and check.overflowed is not False and not looks_later:
+            nonfinite = self._names_of(optimizer, check, check.nonfinite().read)
+
         returned = None
         if skipped:
             _torch_internals.mark_as_stepped(optimizer)
             if hasattr(optimizer, "grad_scale"):  # set by the script for this step; torch deletes it too
                 del optimizer.grad_scale
         else:
-            returned = call_step(optimizer, check, found, skipped, args, kwargs)
+            returned = call_step(optimizer, check, found, skipped, args, kwargs, by_itself=by_itself)
+        if looks_later:
+            # After the step, which may write gradients.
+            nonfinite = self._names_of(optimizer, check, check.look_later())
         return self._result(optimizer, state, check, found, skipped, nonfinite or (), returned)
 
-    def _step_by_itself(
-        self, optimizer: torch.optim.Optimizer, state: State, args: Any, kwargs: Any
-    ) -> StepResult:
+    def step_by_itself(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> StepResult:
         """Step an optimizer of torch's old contract, which gets the scaler in ``kwargs`` and unscales."""
+        state = self.state("step", optimizer)
         warnings.warn(
             "an optimizer whose step takes grad_scaler unscales by itself; torch is going to hand it the "
             "tensors grad_scale and found_inf instead",
             FutureWarning,
-            stacklevel=6,  # out of here, the scaler's step, and the two frames of @untraced
+            stacklevel=5,  # out of here, the scaler's step, and the two frames of @untraced
         )
         returned = optimizer.step(*args, **kwargs)
         check = self._unscaled_check(state, optimizer)
         skipped = bool(check.found_inf.item())
-        nonfinite = self._names_of_nonfinite(optimizer, check) if skipped else ()
+        nonfinite = self._names_of(optimizer, check, check.nonfinite().read) if skipped else ()
         return self._result(optimizer, state, check, check.found_inf, skipped, nonfinite, returned)
 
     def step_with_closure(
@@ -281,7 +324,10 @@ class Iteration:
             if not check.any_checked:
                 raise OrderError(_NO_GRADIENTS)
             checks.append(check)
-            if bool(check.found_inf.item()):
+            overflowed = check.overflowed
+            if overflowed is None:
+                overflowed = bool(check.found_inf.item())
+            if overflowed:
                 raise SkipStep(loss)
             return loss
 
@@ -291,7 +337,7 @@ class Iteration:
         check, nonfinite = checks[-1], None
         if skip is not None:
             _torch_internals.mark_as_stepped(optimizer)
-            nonfinite = self._names_of_nonfinite(optimizer, check)()
+            nonfinite = self._names_of(optimizer, check, check.nonfinite().read)()
         state = self.states[id(optimizer)]
         return self._result(
             optimizer, state, check, check.found_inf, skip is not None, nonfinite or (), returned
@@ -299,13 +345,14 @@ class Iteration:
 
     # ---- results
 
-    def _names_of_nonfinite(
-        self, optimizer: torch.optim.Optimizer, check: GradientCheck
+    def _names_of(
+        self, optimizer: torch.optim.Optimizer, check: GradientCheck, flags: Callable[[], list[bool]]
     ) -> Callable[[], tuple[str, ...]]:
-        flags, parameters = check.nonfinite(), check.gradients.parameters
+        """Return a function that reads the flags and returns the names of those parameters."""
+        parameters = check.gradients.parameters
 
         def names() -> tuple[str, ...]:
-            bad = [p for p, flag in zip(parameters, flags.read(), strict=True) if flag]
+            bad = [parameter for parameter, flag in zip(parameters, flags(), strict=True) if flag]
             return tuple(labels_of(optimizer, bad, self.names))
 
         return names
@@ -335,10 +382,12 @@ class Iteration:
         if skipped is not None:
             self._outcomes.report(optimizer, result, number, ranks_differ=bool(differ))
             return result
-        differs = torch.zeros_like(found) if differ is None else differ.to(found)
-        values = torch.stack([found, differs, self._loss_scale.factor_for("step")])
+
+        # The flag, the scale, and whether ranks differ travel to the host in one copy.
+        scale = self._loss_scale.factor_for("step")
+        values = [found, scale] if differ is None else [found, scale, differ.to(found)]
         learn_scale = functools.partial(self._loss_scale.learn, moves=self._loss_scale.moves)
-        self._outcomes.pending.append(PendingStep(optimizer, result, number, values, learn_scale))
+        self._outcomes.wait_for(optimizer, result, number, torch.stack(values), learn_scale)
         return result
 
 
@@ -349,17 +398,19 @@ def call_step(
     skipped: bool | None,
     args: Any,
     kwargs: Any,
+    *,
+    by_itself: bool,
 ) -> Any:
     """Call the optimizer's step; set ``grad_scale`` and ``found_inf`` if it divides and skips by itself."""
     target: Any = optimizer
     preset = getattr(optimizer, "grad_scale", None)
     needs_attributes = check.divisor is not None or preset is not None or skipped is None
     needs_attributes |= not _torch_internals.is_torchs_own(optimizer)
-    if not (needs_attributes and _torch_internals.takes_grad_scale(optimizer)):
+    if not (needs_attributes and by_itself):
         return optimizer.step(*args, **kwargs)
     given = [scale for scale in (check.divisor, preset) if scale is not None]
     target.grad_scale = functools.reduce(torch.mul, given) if given else None
-    # torch's own take back what their counts of steps gained, at the cost of a pass over them.
+    # Given found_inf, torch's fused optimizers take back the step that they counted, in one more pass.
     target.found_inf = None if skipped is False and _torch_internals.is_torchs_own(optimizer) else found
     try:
         return optimizer.step(*args, **kwargs)

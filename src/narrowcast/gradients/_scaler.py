@@ -17,7 +17,7 @@ from narrowcast.gradients._optimizer_gradients import gradients_of
 from narrowcast.gradients._scales import DeviceScale
 from narrowcast.gradients._steps import Listener, Outcomes, StepResult, closure_of
 from narrowcast.gradients._torch_internals import untraced, wants_the_scaler
-from narrowcast.scaling import Dynamic, LossScale, Off, scale_in, state_of
+from narrowcast.scaling import Dynamic, LossScale, scale_in, state_of
 
 
 def _setting(name: str) -> Any:
@@ -291,7 +291,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if closure is not None:
             return self._iteration.step_with_closure(optimizer, closure, args, kwargs)
         if wants_the_scaler(optimizer):
-            kwargs["grad_scaler"] = self
+            return self._iteration.step_by_itself(optimizer, args, {**kwargs, "grad_scaler": self})
         return self._iteration.step(optimizer, args, kwargs)
 
     @untraced
@@ -378,7 +378,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     @property
     def scales_losses(self) -> bool:
         """Whether losses are multiplied by a scale: False only for ``loss_scale=Off()``."""
-        return not isinstance(self._loss_scale.settings, Off)
+        return self._loss_scale.scales
 
     def factor_on(self, device: torch.device) -> torch.Tensor:
         """Return the loss scale for gradients that are not accumulated, 0-dim fp32 on ``device``."""

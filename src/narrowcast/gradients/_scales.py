@@ -38,10 +38,13 @@ class DeviceScale:
         self._untouched = True
         self.moves = 0
         self._known: tuple[float, int] = (value.scale, 0)
+        # On the host: the version of the factor at which it was last read, and what was read.
+        self._read_version, self._number = -1, value.scale
 
     def place(self, device: torch.device) -> torch.Tensor:
         """Return the factor; the first call puts it on ``device``."""
         if self.factor is None:
+            self._read_version = -1
             self.factor = torch.full((), self.settings.scale, dtype=torch.float32, device=device)
             self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
             if isinstance(self.settings, Dynamic):
@@ -65,13 +68,34 @@ class DeviceScale:
             return torch.full((), self.settings.scale, dtype=torch.float32, device=device)
         return self.factor.to(device, non_blocking=True)
 
+    def number(self) -> float:
+        """Return the factor as a number; waits for the device.
+
+        On the host it is read once after each write.
+        """
+        assert self.factor is not None
+        version = self.factor._version
+        if not self.on_host or version != self._read_version:
+            self._number, self._read_version = float(self.factor), version
+        return self._number
+
     def copied(self) -> float | torch.Tensor:
-        """Return the factor: a number if the host has it, else a copy on its device."""
-        here = self.factor
-        return self.settings.scale if here is None else float(here) if self.on_host else here.clone()
+        """Return the factor: a number if the host knows it, else a copy on its device."""
+        if self.factor is None or not self.scales:
+            return self.settings.scale
+        return self.number() if self.on_host else self.factor.clone()
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are multiplied by a factor other than 1."""
+        return not isinstance(self.settings, Off)
 
     def times(self, outputs: Any) -> Any:
         """Multiply ``outputs`` by the factor, which the first tensor places on its device."""
+        is_wide = isinstance(outputs, torch.Tensor) and outputs.dtype in (torch.float32, torch.float64)
+        if is_wide and not self.scales:
+            self.place(outputs.device)
+            return outputs
         return multiplied(outputs, lambda device: self.place(device).to(device, non_blocking=True))
 
     def shared_factor(self) -> torch.Tensor | None:
@@ -112,8 +136,8 @@ class DeviceScale:
     def may_be_below(self, limit: float) -> bool:
         """Return whether the factor may be below ``limit``, without a host sync."""
         assert self.factor is not None
-        if self.factor.device.type == "cpu":
-            return float(self.factor) < limit
+        if self.on_host:
+            return self.number() < limit
         value, (known, moves) = self.settings, self._known
         if isinstance(value, Dynamic):
             return max(known * value.backoff_factor ** (self.moves - moves), value.min_scale) < limit
@@ -145,7 +169,9 @@ class DeviceScale:
         if isinstance(value, Dynamic) and value.rule == "torch":
             rule = value.growth_factor, value.backoff_factor, value.growth_interval
             _torch_internals.move_as_torch(self.factor, self.good_steps, found_inf, *rule)
-            self.factor.clamp_(value.min_scale, value.max_scale)
+            # On the host it costs nothing to know that the limits are far.
+            if not self.on_host or not value.min_scale <= self.number() <= value.max_scale:
+                self.factor.clamp_(value.min_scale, value.max_scale)
         elif isinstance(value, Dynamic):
             self._move_with_hysteresis(value, found_inf > 0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,6 +79,11 @@ class StepResult:
         """Return ``skipped`` without a host sync: a 0-dim bool tensor if only the device knows."""
         return self._found_inf > 0 if isinstance(self._found_inf, torch.Tensor) else self._found_inf
 
+    def settle(self, *, skipped: bool) -> None:
+        """Learn whether the step was skipped, and let go of gradients that were held to name parameters."""
+        self._found_inf = skipped
+        _ = self.nonfinite
+
     @property
     def skipped(self) -> bool:
         """Whether a gradient was NaN or infinite, so that no parameter and no state moved."""
@@ -108,7 +114,8 @@ class StepResult:
 
         A Stepper has the model's names. A GradScaler has those that the optimizer was given
         (``SGD(model.named_parameters())``), or says ``"group 0, parameter 3, shape (4, 5)"``. All parameters
-        if torch's ``clip_grad_norm_`` divided by a NaN norm before a step on a GPU.
+        if it is no longer known on a GPU: torch's ``clip_grad_norm_`` divided by a NaN norm before the step,
+        or the gradients' memory was written again before this was read.
         """
         if callable(self._nonfinite):
             self._nonfinite = self._nonfinite() if self.skipped else ()
@@ -128,38 +135,50 @@ class StepResult:
 Listener = Callable[[StepResult], None]
 
 
+class HostCopies:
+    """Copies of small tensors that are on their way to the host, without a sync where that is possible.
+
+    Pinned memory and events take long to make, so each is used again once its values were read.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.device, int], list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
+
+    def start(self, values: torch.Tensor) -> Callable[[], list[float]]:
+        """Copy 1-dim values; return a function that waits for them and returns them, to be called once."""
+        if values.device.type != "cuda":  # only CUDA copies without a sync
+            return values.cpu().tolist
+        free = self._free.setdefault((values.device, len(values)), [])
+        if free:
+            host, event = free.pop()
+        else:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        host.copy_(values, non_blocking=True)
+        event.record(torch.cuda.current_stream(values.device))
+
+        def read() -> list[float]:
+            event.synchronize()
+            numbers: list[float] = host.tolist()
+            free.append((host, event))
+            return numbers
+
+        return read
+
+
+@dataclass(slots=True)
 class PendingStep:
     """A step whose flags are on their way to the host.
 
-    Args:
-        values: 1-dim: the overflow flag, whether ranks differ, and the scale, for ``learn_scale``.
+    Attributes:
+        read: returns the overflow flag, the scale, and, if they may, whether ranks differ.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        result: StepResult,
-        number: int,
-        values: torch.Tensor,
-        learn_scale: Callable[[float], None],
-    ) -> None:
-        self.optimizer, self.result, self.number = weakref.ref(optimizer), result, number
-        self.learn_scale = learn_scale
-        self._event: torch.cuda.Event | None = None
-        if values.device.type == "cuda":  # only CUDA copies without a sync
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(values.device))
-        else:
-            self._host = values.cpu()
-
-    def read(self) -> list[float]:
-        """Return the values; waits until they have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        values: list[float] = self._host.tolist()
-        return values
+    optimizer: weakref.ref[torch.optim.Optimizer]
+    result: StepResult
+    number: int
+    read: Callable[[], list[float]]
+    learn_scale: Callable[[float], None]
 
 
 class SkipsInARow:
@@ -172,7 +191,8 @@ class SkipsInARow:
         self._skips = weakref.WeakKeyDictionary()
 
     def took(self, optimizer: torch.optim.Optimizer) -> None:
-        self._skips.pop(optimizer, None)
+        if self._skips:
+            self._skips.pop(optimizer, None)
 
     def skipped(self, optimizer: torch.optim.Optimizer, number: int) -> int | None:
         """Count a skip of step ``number``; return the first skip in a row once ``patience`` is used up.
@@ -219,6 +239,7 @@ class Outcomes:
         self.on_skip: OrderedDict[int, Listener] = OrderedDict()
         self.pending: deque[PendingStep] = deque()  # steps to report once the host can know their flag
         self._skips = SkipsInARow(patience)
+        self._host_copies = HostCopies()
 
     def listen(self, listeners: OrderedDict[int, Listener], listener: Listener) -> RemovableHandle:
         if not callable(listener):
@@ -231,14 +252,26 @@ class Outcomes:
         self.steps += 1
         return self.steps
 
+    def wait_for(
+        self,
+        optimizer: torch.optim.Optimizer,
+        result: StepResult,
+        number: int,
+        values: torch.Tensor,
+        learn_scale: Callable[[float], None],
+    ) -> None:
+        """Report a step once the host can know its flag, which is the first of ``values``."""
+        read = self._host_copies.start(values)
+        self.pending.append(PendingStep(weakref.ref(optimizer), result, number, read, learn_scale))
+
     def report_pending(self) -> None:
         """Report earlier steps. A whole forward pass lies between, so their flags have arrived."""
         while self.pending and not is_capturing():
             step = self.pending.popleft()
-            found, ranks_differ, scale = step.read()
-            step.result._found_inf = found > 0
+            found, scale, *differs = step.read()
+            step.result.settle(skipped=found > 0)
             step.learn_scale(scale)
-            self.report(step.optimizer(), step.result, step.number, ranks_differ=ranks_differ > 0)
+            self.report(step.optimizer(), step.result, step.number, ranks_differ=any(differs))
 
     def report(
         self,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from narrowcast.casting import drop_casts
-from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError, near_names
+from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError
 from narrowcast.gradients import GradScaler, StepResult, needs_closure, nodes_below, parameters_of
 from narrowcast.training._torch_internals import run_casts_of_leaves_soon
-from narrowcast.weights import HeldWeights, held_by, is_batch_or_instance_norm
+from narrowcast.weights import HeldWeights, held_by
 
-RESTORE = ("norms", "all", "none")
+_GRAD, _VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,12 @@ class OptimizerGroup:
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return those that the optimizers use: of masters, or of the model's own parameters."""
-        return [p.grad for p in parameters_of(*self.optimizers) if p.grad is not None]
+        gradients = map(_GRAD, parameters_of(*self.optimizers))
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def _has_gradients(self) -> bool:
+        """Return the same as ``bool(self._gradients())``; after a backward pass it reads one gradient."""
+        return any(gradient is not None for gradient in map(_GRAD, parameters_of(*self.optimizers)))
 
     # ---- backward
 
@@ -140,16 +147,19 @@ class OptimizerGroup:
         torch.autograd.backward(scaled, inputs=inputs)
         for held in self.held:
             held.take_gradients()
-        if one_rank and self.scaler.process_group is None and not self._gradients():
+        if one_rank and self.scaler.process_group is None and not self._has_gradients():
             raise OrderError(
                 f"no parameter of this {type(self.optimizers[0]).__name__} got a gradient from this loss: "
                 "compute it from the model that the Stepper was given, with parameters that require gradients"
             )
         self.filled += 1
-        self._written = _versions(self._gradients())
+        if self.filled < self.accumulate:
+            self._written = _versions(self._gradients())
 
     def _check_gradients(self) -> None:
         """Refuse to add to gradients of another origin: these are scaled, others are not."""
+        if not self.filled and not self.held and set(map(_GRAD, parameters_of(*self.optimizers))) == {None}:
+            return  # as at every step, so in the fastest way
         present = self._gradients()
         by_hand = [low.grad for held in self.held for low, _ in held.parameters if low.grad is not None]
         if by_hand or not self.filled:
@@ -249,7 +259,7 @@ class OptimizerGroup:
 
 def _versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Identify tensors and count the writes to them."""
-    return [(id(gradient), gradient._version) for gradient in gradients]
+    return list(zip(map(id, gradients), map(_VERSION, gradients), strict=True))
 
 
 def _check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -312,8 +322,12 @@ def claim(group: OptimizerGroup) -> list[RemovableHandle]:
             "delete the other Stepper first (del stepper)"
         )
     _GROUPS.add(group)
-    hooks = [optimizer.register_step_pre_hook(_refuse_by_hand) for optimizer in group.optimizers]
-    return [*hooks, group.scaler.on_step(group.move_schedulers)]
+    handles: list[RemovableHandle] = []
+    for optimizer in group.optimizers:
+        handles.append(optimizer.register_step_pre_hook(functools.partial(_refuse_by_hand, group)))
+    if group.schedulers:
+        handles.append(group.scaler.on_step(group.move_schedulers))
+    return handles
 
 
 def release(groups: list[OptimizerGroup], handles: list[RemovableHandle]) -> None:
@@ -326,7 +340,9 @@ def release(groups: list[OptimizerGroup], handles: list[RemovableHandle]) -> Non
             group.zero()
 
 
-def _refuse_by_hand(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_by_hand(group: OptimizerGroup, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if group.stepping:
+        return
     owners = [group for group in _GROUPS if optimizer in group.optimizers]
     if any(group.stepping for group in owners):
         return
@@ -370,7 +386,7 @@ class WeightCasts:
         """
         if self._sharded:
             return
-        versions = sum(parameter._version for parameter in self._parameters)
+        versions = sum(map(_VERSION, self._parameters))
         if self._thread is None:
             self._thread = threading.get_ident()
             torch.autocast_increment_nesting()
@@ -414,45 +430,6 @@ def _leave(thread: int) -> None:
         drop_casts()
 
 
-class Statistics:
-    """Buffers as they were at the start of an accumulation, in case its step is skipped.
-
-    A batch norm that saw an overflow keeps running_mean = inf although the step is skipped. ``torch.where``
-    on the overflow flag restores the old values without waiting for the device.
-    """
-
-    def __init__(self, model: torch.nn.Module, restore: str) -> None:
-        if restore not in RESTORE:
-            raise SettingError(f"unknown restore={restore!r}. {near_names(str(restore), RESTORE)}")
-        self._model = model
-        self._restore = restore
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-
-    def remember(self) -> None:
-        """Copy the current values, unless those of the accumulation's start are kept already."""
-        if self._kept is None and self._restore != "none" and torch.is_grad_enabled():
-            with torch.no_grad():
-                self._kept = [(buffer, buffer.detach().clone()) for buffer in self._buffers()]
-
-    def _buffers(self) -> Iterator[torch.Tensor]:
-        for module in self._model.modules():
-            if self._restore == "all" or is_batch_or_instance_norm(module):
-                yield from module.buffers(recurse=False)
-
-    @torch.no_grad()
-    def restore(self, skipped: torch.Tensor | bool = True) -> None:
-        """Restore the values if the step was skipped, and keep them."""
-        for buffer, before in self._kept or () if skipped is not False else ():
-            if skipped is True:  # sparse and quantized buffers too, which torch.where does not take
-                buffer.copy_(before)
-            else:
-                flag = torch.as_tensor(skipped).to(buffer.device, non_blocking=True)
-                buffer.copy_(torch.where(flag, before, buffer))
-
-    def forget(self) -> None:
-        self._kept = None
-
-
 class Synchronization:
     """Has DDP reduce gradients once a step, with the last micro-batch."""
 
@@ -466,6 +443,8 @@ class Synchronization:
 
     def begin(self, *, reduces: bool) -> None:
         """Start a micro-batch; DDP decides in the forward pass what its backward pass will do."""
+        if not self.ddp:
+            return
         if reduces or self._learns:
             self.end()
         elif not self._open:
@@ -479,8 +458,9 @@ class Synchronization:
 
     def end(self) -> None:
         """Let DDP reduce from now on."""
-        self._open = False
-        self._no_sync.close()
+        if self._open:
+            self._open = False
+            self._no_sync.close()
 
     @torch.no_grad()
     def reduce_now(self, count: float) -> float:

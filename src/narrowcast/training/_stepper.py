@@ -25,7 +25,6 @@ from narrowcast.training._make import (
 from narrowcast.training._optimizer_group import (
     OptimizerGroup,
     Settings,
-    Statistics,
     Synchronization,
     WeightCasts,
     check_loss,
@@ -34,6 +33,7 @@ from narrowcast.training._optimizer_group import (
     release,
 )
 from narrowcast.training._state import Fit, Objects, random_states, set_random_states
+from narrowcast.training._statistics import Statistics
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 

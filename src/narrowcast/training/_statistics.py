@@ -1,0 +1,145 @@
+"""The statistics of normalization layers, which a skipped step restores."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+
+from narrowcast.errors import SettingError, near_names
+from narrowcast.training._torch_internals import buffers_of, children_of, has_children
+from narrowcast.weights import is_batch_or_instance_norm
+
+RESTORE = ("norms", "all", "none")
+
+
+class Statistics:
+    """Buffers as they were at the start of an accumulation, in case its step is skipped.
+
+    A batch norm that saw an overflow keeps running_mean = inf although the step is skipped. ``torch.where``
+    on the overflow flag restores the old values without waiting for the device.
+
+    Modules are listed once, and again when a module was added, removed or replaced. Buffers of one device
+    and dtype are copied by one operator, into memory that is kept from step to step.
+    """
+
+    def __init__(self, model: torch.nn.Module, restore: str) -> None:
+        if restore not in RESTORE:
+            raise SettingError(f"unknown restore={restore!r}. {near_names(str(restore), RESTORE)}")
+        self._model = model
+        self._restore = restore
+        self._containers: list[torch.nn.Module] = []
+        self._children: list[torch.nn.Module | None] = []
+        self._restored: list[torch.nn.Module] = []
+        self._buffers: list[torch.Tensor] = []
+        self._groups: list[BufferGroup] = []
+        self._others: list[torch.Tensor] = []
+        self._other_values: list[torch.Tensor] = []
+        self._remembers = False
+
+    def remember(self) -> None:
+        """Copy the current values, unless those of the accumulation's start are kept already."""
+        if self._remembers or self._restore == "none":
+            return
+        self._list_modules()
+        self._list_buffers()
+        if self._buffers:
+            self._copy_values()
+
+    @torch.no_grad()
+    def _copy_values(self) -> None:
+        for group in self._groups:
+            group.save()
+        self._other_values = [buffer.detach().clone() for buffer in self._others]
+        self._remembers = True
+
+    def restore(self, skipped: torch.Tensor | bool = True) -> None:
+        """Restore the values if the step was skipped, and keep them."""
+        if skipped is not False and self._remembers:
+            self._restore_values(skipped)
+
+    @torch.no_grad()
+    def _restore_values(self, skipped: torch.Tensor | bool) -> None:
+        for group in self._groups:
+            if isinstance(skipped, torch.Tensor):
+                group.restore_where(skipped)
+            else:
+                group.restore()
+        for buffer, before in zip(self._others, self._other_values, strict=True):
+            if isinstance(skipped, torch.Tensor):
+                buffer.copy_(torch.where(_on(skipped, buffer.device), before, buffer))
+            else:  # sparse and quantized buffers too, which torch.where does not take
+                buffer.copy_(before)
+
+    def forget(self) -> None:
+        self._remembers = False
+        self._other_values = []
+
+    def _list_modules(self) -> None:
+        """List the modules whose buffers are restored, if the tree of modules has changed."""
+        if self._containers and _are_the_same(children_of(self._containers), self._children):
+            return
+        modules = list(self._model.modules())
+        self._containers = [module for module in modules if has_children(module)] or [self._model]
+        self._children = children_of(self._containers)
+        everything = self._restore == "all"
+        self._restored = [module for module in modules if everything or is_batch_or_instance_norm(module)]
+
+    def _list_buffers(self) -> None:
+        """Group the buffers, if there are others than at the last step, as after ``model.to``."""
+        buffers = buffers_of(self._restored)
+        if _are_the_same(buffers, self._buffers):
+            return
+        self._buffers = buffers
+        plain: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        self._others = []
+        for buffer in buffers:
+            if type(buffer) is torch.Tensor and buffer.layout == torch.strided and not buffer.is_quantized:
+                plain.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+            else:
+                self._others.append(buffer)
+        self._groups = [BufferGroup(members) for members in plain.values()]
+
+
+class BufferGroup:
+    """Buffers of one device and dtype, and one tensor that holds a copy of all."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers = buffers
+        self._before, self._before_by_buffer = self._memory()
+        self._after: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def save(self) -> None:
+        torch._foreach_copy_(self._before_by_buffer, self._buffers)
+
+    def restore(self) -> None:
+        torch._foreach_copy_(self._buffers, self._before_by_buffer)
+
+    def restore_where(self, skipped: torch.Tensor) -> None:
+        """Restore if ``skipped``, which only the device knows: by three operators, whatever the number."""
+        if self._after is None:
+            self._after = self._memory()
+        after, after_by_buffer = self._after
+        torch._foreach_copy_(after_by_buffer, self._buffers)
+        torch.where(_on(skipped, after.device), self._before, after, out=after)
+        torch._foreach_copy_(self._buffers, after_by_buffer)
+
+    def _memory(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return a tensor for all buffers, and its parts in their shapes."""
+        sizes = [buffer.numel() for buffer in self._buffers]
+        first = self._buffers[0]
+        flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = [
+            part.view(buffer.shape)
+            for part, buffer in zip(torch.split(flat, sizes), self._buffers, strict=True)
+        ]
+        return flat, parts
+
+
+def _are_the_same(now: Sequence[object], before: Sequence[object]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _on(flag: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return flag.to(device, non_blocking=True)

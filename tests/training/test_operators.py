@@ -1,0 +1,147 @@
+"""How many operators a step of Stepper dispatches, against the same loop by torch; not how long they take."""
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from counted_operators import operators_of
+from narrowcast.scaling import Dynamic
+from narrowcast.training._statistics import Statistics
+
+MORE = 5
+MORE_FOR_STATISTICS = 3
+
+
+def linear_layers(count):
+    return nn.Sequential(*[m for _ in range(count) for m in (nn.Linear(8, 8), nn.Tanh())])
+
+
+def batch_norms(count):
+    return nn.Sequential(*[m for _ in range(count) for m in (nn.Linear(8, 8), nn.BatchNorm1d(8))])
+
+
+def large_layers(count):
+    return nn.Sequential(*[nn.Linear(32, 32) for _ in range(count)])
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+
+
+def by_torch(model, scaled, max_norm):
+    optimizer = optimizer_of(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    x = torch.randn(4, model[0].in_features)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_stepper(model, scaled, max_norm):
+    scaler = Dynamic(scale=2.0**10) if scaled else None
+    stepper = nc.Stepper(model, optimizer_of(model), "bf16", max_norm=max_norm, scaler=scaler)
+    x = torch.randn(4, model[0].in_features)
+
+    def step():
+        with stepper.autocast():
+            loss = model(x).float().square().mean()
+        assert not stepper.step(loss).skipped
+
+    return step
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-3, 1e3])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("network", [linear_layers, large_layers, batch_norms])
+def test_a_step_dispatches_little_more_than_torchs(network, scaled, max_norm):
+    more = []
+    for count in (2, 12):
+        theirs = operators_of(by_torch(network(count), scaled, max_norm))
+        ours = operators_of(by_stepper(network(count), scaled, max_norm))
+        more.append(ours.total() - theirs.total())
+        dtypes = 2 if network is batch_norms else 0
+        assert more[-1] <= MORE + MORE_FOR_STATISTICS * dtypes, ours - theirs
+    assert more[0] == more[1]
+
+
+@pytest.mark.parametrize("restore", ["norms", "all"])
+def test_statistics_are_saved_and_restored_in_four_operators_a_dtype(restore):
+    """As of a fused step on a GPU, where only the device knows the flag: one to save, three to restore."""
+    for count in (1, 9):
+        model = batch_norms(count)
+        statistics = Statistics(model, restore)
+
+        def save(statistics=statistics):
+            statistics.remember()
+            statistics.forget()
+
+        assert operators_of(save) == {"aten._foreach_copy_.default": 2}
+
+        def restore_where(statistics=statistics):
+            statistics.remember()
+            statistics.restore(torch.tensor(True))
+            statistics.forget()
+
+        operators = operators_of(restore_where)
+        assert operators["aten._foreach_copy_.default"] == 6
+        assert operators["aten.where.self_out"] == 2
+        assert operators.total() <= 9
+
+
+def skip_after(change, restore="norms"):
+    """A model whose statistics were changed by an overflow and restored, after ``change`` of the model."""
+    model = batch_norms(2)
+    statistics = Statistics(model, restore)
+    statistics.remember()
+    statistics.forget()
+    change(model)
+    before = [buffer.clone() for buffer in model.buffers()]
+    for flag in (True, torch.tensor(True)):
+        statistics.remember()
+        with torch.no_grad():
+            for buffer in model.buffers():
+                buffer.fill_(7)
+        statistics.restore(flag)
+        statistics.forget()
+        assert all(map(torch.equal, before, model.buffers()))
+        assert [b.dtype for b in before] == [b.dtype for b in model.buffers()]
+
+
+def test_statistics_follow_a_model_that_changes():
+    skip_after(lambda model: model.double())
+    skip_after(lambda model: model.load_state_dict(batch_norms(2).state_dict(), assign=True))
+    skip_after(lambda model: model.append(nn.BatchNorm1d(8)))
+    skip_after(lambda model: model.__setitem__(1, nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8))))
+    skip_after(lambda model: model.register_buffer("table", torch.ones(2, 3).t()), restore="all")
+
+
+def test_statistics_of_a_model_that_is_a_norm():
+    norm = nn.BatchNorm1d(3)
+    statistics = Statistics(norm, "norms")
+    statistics.remember()
+    norm(torch.full((4, 3), float("nan")))
+    statistics.restore()
+    assert norm.running_mean.isfinite().all()
+    assert norm.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_no_infinity_leaks_out_of_statistics_that_were_not_chosen(skipped):
+    norm = nn.BatchNorm1d(3)
+    statistics = Statistics(norm, "norms")
+    norm.running_mean.fill_(float("inf") if not skipped else 1.0)
+    statistics.remember()
+    norm.running_mean.fill_(1.0 if not skipped else float("nan"))
+    statistics.restore(torch.tensor(skipped))
+    assert norm.running_mean.tolist() == [1.0] * 3
