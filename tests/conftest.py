@@ -142,7 +142,7 @@ def _open_regions() -> tuple[int, ...]:
     if regions is None:
         return (0,) * 5
     replaced = (regions._weight_casts.LOADING, *regions._CHECKPOINTING)
-    return len(regions._process.caching), *(one.users for one in replaced)
+    return len(regions._process.caching), *(len(one.users) for one in replaced)
 
 
 def _autocast_nesting() -> int:

@@ -163,8 +163,9 @@ class Applied:
 
 def _watch_moves(applied: Applied) -> Callable[[], object]:
     """Count moves of weights until the returned function is called, or ``applied`` is freed."""
-    MOVES.use(1)
-    end = weakref.finalize(applied, MOVES.use, -1)
+    user = object()
+    MOVES.begin(user)
+    end = weakref.finalize(applied, MOVES.end, user)
     end.atexit = False
     return end
 

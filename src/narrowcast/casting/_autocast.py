@@ -471,8 +471,8 @@ class LastingRegion:
                 scope = root_scope(policy, device, dtype)
                 opened.enter_context(ScopedRegion(device, dtype, True, True, scope=scope))
             watching.enter_context(_backward_outside(policy))
-            _weight_casts.LOADING.use(1)
-            watching.callback(_weight_casts.LOADING.use, -1)
+            _weight_casts.LOADING.begin(self)
+            watching.callback(_weight_casts.LOADING.end, self)
             _weight_casts.watch_optimizers()
             self._open_regions = list(thread.regions)
             self._regions, self._watching = opened.pop_all(), watching.pop_all()
@@ -511,15 +511,16 @@ _outside_rules: list[tuple[Rule, ...]] = []  # of the policies whose regions las
 @contextmanager
 def _backward_outside(policy: Policy) -> Iterator[None]:
     """Meanwhile, backward passes that begin in a region of ``policy`` cast nothing, in any thread."""
+    user = object()
     with _lock:
-        _engine.use(1)
+        _engine.begin(user)
         _outside_rules.append(policy.rules)
     try:
         yield
     finally:
         with _lock:
             _outside_rules.remove(policy.rules)
-            _engine.use(-1)
+            _engine.end(user)
 
 
 def _outside(below: Callable[..., Any]) -> Callable[..., Any]:

@@ -143,20 +143,17 @@ class Promotion:
         ops = promoted_on(device_type, frozenset(words & {"bf16", "fp16"})) if device_type in TABLES else ()
         self._say, self._said = say, set[str]()
         acquire(device_type, ops, of_rules=False)
-        _use_norms(1)
+        user = object()
+        for norm in NORMS:
+            norm.begin(user)
+            weakref.finalize(self, norm.end, user).atexit = False
         _promotion.living.add(self)
         weakref.finalize(self, release, device_type, ops, of_rules=False).atexit = False
-        weakref.finalize(self, _use_norms, -1).atexit = False
 
     def __call__(self, op: str, what: str) -> None:
         if op not in self._said:
             self._said.add(op)
             self._say(f"{op} {what}")
-
-
-def _use_norms(users: int) -> None:
-    for norm in NORMS:
-        norm.use(users)
 
 
 def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:

@@ -52,7 +52,6 @@ class _Process:
 
     def open(self, region: OpenRegion, *, cache: bool) -> None:
         with self.lock:
-            region.registered = True
             if region.enabled_before and region.cache_before:  # perhaps by torch.autocast
                 self.hold_casts_of(region.dtype_before)
             if cache and self.may_cache(region):
@@ -60,21 +59,19 @@ class _Process:
                 self.caching.add(region)
                 self.hold_casts_of(region.dtype)
             if region.warns:
-                _weight_casts.watch_writes(1)
+                _weight_casts.watch_writes(region)
             if region.propagates:
                 for part in _CHECKPOINTING:
-                    part.use(1)
+                    part.begin(region)
 
     def close(self, region: OpenRegion, *, drop: bool) -> None:
         with self.lock:
-            if region.registered:
-                region.registered = False
-                self.caching.discard(region)
-                if region.warns:
-                    _weight_casts.watch_writes(-1)
-                if region.propagates:
-                    for part in _CHECKPOINTING:
-                        part.use(-1)
+            self.caching.discard(region)
+            if region.warns:
+                _weight_casts.end_watching(region)
+            if region.propagates:
+                for part in _CHECKPOINTING:
+                    part.end(region)
             if drop:
                 torch.clear_autocast_cache()
                 self.format_of_casts = None

@@ -56,14 +56,12 @@ class OpenRegion:
         scope: the rules inside; referenced here, since the autocast state holds no reference.
         promotion: operators promote inside; called with each that runs otherwise, and how.
         caching: whether weight casts are kept.
-        registered: whether the state shared by all threads counts it.
         nested: whether torch's depth of regions counts it.
     """
 
     __slots__ = (
         "cache_before", "caching", "device", "dtype", "dtype_before", "enabled_before", "nested", "owner",
-        "promoting_before", "promotion", "propagates", "registered", "scope", "scope_before",
-        "thread", "warns",
+        "promoting_before", "promotion", "propagates", "scope", "scope_before", "thread", "warns",
     )  # fmt: skip
 
     def __init__(
@@ -85,7 +83,6 @@ class OpenRegion:
         self.propagates = scope is not None or promotion is not None or (enabled and dtype == torch.float32)
         self.scope = scope
         self.caching = False
-        self.registered = False
         self.nested = False
         self.enabled_before = torch.is_autocast_enabled(device)
         self.dtype_before = torch.get_autocast_dtype(device)

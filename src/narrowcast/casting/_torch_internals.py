@@ -201,24 +201,29 @@ REPLICATE = "_replicate_for_data_parallel"
 class Replacement:
     """``owner.name`` as ``make`` wraps it, in place while there are users.
 
-    What another library puts in front of ours stays, and ours then only calls what is below.
+    What another library puts in front of ours stays, and ours then only calls what is below. Users are told
+    apart, so that ``begin`` and ``end`` may be repeated after an interrupt.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         self._owner, self._name, self._make = owner, name, make
-        self.users = 0
+        self.users = set[object]()
         self._below: Any = None
         self._ours: Any = None  # made once for what is below, since regions open often
 
-    def use(self, users: int) -> None:
-        """Count one user more (1), or one less (-1)."""
-        self.users += users
-        if users > 0 and self.users == 1:
+    def begin(self, user: object) -> None:
+        """Put it in place for ``user``, a hashable object of its own."""
+        if not self.users:
             now = getattr(self._owner, self._name)
             if now is not self._below and now is not self._ours:
                 self._below, self._ours = now, self._make(now)
             setattr(self._owner, self._name, self._ours)
-        elif self.users == 0 and getattr(self._owner, self._name) is self._ours:
+        self.users.add(user)
+
+    def end(self, user: object) -> None:
+        """Take it away if ``user`` was the last."""
+        self.users.discard(user)
+        if not self.users and getattr(self._owner, self._name) is self._ours:
             setattr(self._owner, self._name, self._below)
 
 

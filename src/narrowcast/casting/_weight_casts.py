@@ -110,11 +110,16 @@ def drop_casts() -> None:
 # ---- what drops them
 
 
-def watch_writes(users: int) -> None:
-    """Watch what a region in which a backward pass is worth a warning is watched for; users as there."""
+def watch_writes(region: object) -> None:
+    """Watch what may write weights in ``region``, in which a backward pass is worth a warning."""
     watch_optimizers()
-    for one in (LOADING, _BACKWARD, _CROSS_ENTROPY):
-        one.use(users)
+    for watcher in (LOADING, _BACKWARD, _CROSS_ENTROPY):
+        watcher.begin(region)
+
+
+def end_watching(region: object) -> None:
+    for watcher in (LOADING, _BACKWARD, _CROSS_ENTROPY):
+        watcher.end(region)
 
 
 @functools.cache
