@@ -47,11 +47,10 @@ def judged(row: dict[str, object]) -> tuple[str, bool]:
     faults, tolerance = row.get("faults"), row.get("tolerance", 0.0)
     if faults:
         return f"  (TOO MUCH: {'; '.join(faults)})", True
-    if tolerance:
-        too_much = ratio > limit + tolerance
-        return f"  (at most {limit} + {tolerance:.3f}: {'TOO MUCH' if too_much else 'ok'})", too_much
     if limit is not None:
-        return f"  (at most {limit}: {'TOO MUCH' if ratio > limit else 'ok'})", ratio > limit
+        too_much = ratio > limit + tolerance
+        most = f"{limit} + {tolerance:.3f}" if tolerance else f"{limit}"
+        return f"  (at most {most}: {'TOO MUCH' if too_much else 'ok'})", too_much
     if at_least is not None:
         return f"  (at least {at_least}: {'TOO LITTLE' if ratio < at_least else 'ok'})", ratio < at_least
     return "", False
