@@ -67,7 +67,7 @@ class Steps:
         self._leaves = leaves
         self._regions = regions
         self._nesting = Nesting()
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.optimizers = leaves.optimizers
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         # Number of an optimizer -> its class, steps taken, and steps skipped since the last one taken.
         self._outcomes: dict[int, tuple[str, int, int]] = {}
@@ -107,35 +107,29 @@ class Steps:
     @untraced
     def _zero_grad(self, original: Call, owner: Any, *args: Any, **kwargs: Any) -> None:
         """Notice gradients zeroed in place: their overflow is gone, though the tensor is the same."""
+        if not self._scale.active:
+            original(owner, *args, **kwargs)
+            return
+        self._leaves.read()  # which parameters' gradients are about to be lost
         original(owner, *args, **kwargs)
-        if self._scale.active:
-            optimizer = isinstance(owner, Optimizer)
-            parameters = parameters_of(owner) if optimizer else owner.parameters()
-            self._leaves.zeroed(parameters, self._scale.backward)
+        if isinstance(owner, Optimizer):
+            parameters = parameters_of(owner)
+            self._leaves.own(parameters)
+            self._leaves.zeroed(parameters)
+        else:
+            self._leaves.zeroed(owner.parameters())
 
-    def _before_unwrapped_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Step hook of torch, for a ``step`` that a scheduler wrapped before the attachment.
+    def _before_unwrapped_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Step hook of torch: refuse a ``step`` that a scheduler wrapped before the attachment.
 
-        A hook cannot omit the step, so it passes an optimizer without parameters instead.
+        Such a step cannot be skipped: a hook cannot omit it.
         """
-        if self._nesting.depth or not self._scale.active:
-            return None
-        if closure_of(args[1:], kwargs) is not None:
+        if self._scale.active and not self._nesting.depth:
             raise UnsupportedError(
                 f"the step of {type(optimizer).__name__} was wrapped before narrowcast was attached (a "
-                "scheduler does that), so its closure cannot be evaluated again where its gradients "
-                "overflow: make the optimizer and its scheduler inside the attachment"
+                "scheduler does that), so it cannot be skipped where gradients overflow in fp16: make the "
+                "optimizer and its scheduler inside the attachment"
             )
-        with self._nesting:
-            self._leaves.own(parameters_of(optimizer))
-            bad = self._leaves.nonfinite_among(parameters_of(optimizer))
-            self._ended(optimizer, bad)
-        if not bad:
-            return None
-        emptied = object.__new__(type(optimizer))
-        groups = [{**group, "params": []} for group in optimizer.param_groups]
-        emptied.__dict__.update({**vars(optimizer), "param_groups": groups})
-        return (emptied, *args[1:]), kwargs
 
     def _wrap(self, hooked: Call) -> Call:
         @functools.wraps(hooked)
@@ -174,9 +168,10 @@ class Steps:
             result = self._call(hooked, optimizer, args, kwargs)
             self._saw_step(optimizer, skipped=False)
             return result
-        self._leaves.own(parameters_of(optimizer))
+        parameters = parameters_of(optimizer)
+        self._leaves.step_begins(parameters)
         if closure is None:
-            bad = self._leaves.nonfinite_among(parameters_of(optimizer))
+            bad = self._leaves.nonfinite_among(parameters)
             result = None if bad else self._call(hooked, optimizer, args, kwargs)
         else:
             step, evaluate = functools.partial(hooked, optimizer), self._checked(closure, optimizer)
@@ -213,7 +208,7 @@ class Steps:
     def _hold_back(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Omit a step for the observer, which can read the gradients that it would have used."""
         if self._scale.active:
-            self._leaves.own(parameters_of(optimizer))
+            self._leaves.step_begins(parameters_of(optimizer))
         with torch.enable_grad():
             loss = None if closure is None else closure()
         bad = self._leaves.nonfinite_among(parameters_of(optimizer)) if self._scale.active else []
