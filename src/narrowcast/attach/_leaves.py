@@ -20,15 +20,13 @@ import torch
 import torch.distributed as dist
 
 from narrowcast.attach._recorder import Recorder
-from narrowcast.attach._run import Call, RunningScale
-from narrowcast.attach._torch_internals import graph_task_id, register_hook_first
+from narrowcast.attach._run import RunningScale
+from narrowcast.attach._torch_internals import graph_task_id, leaves_and_functions, register_hook_first
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import (
     NonfiniteFlags,
     by_device_and_dtype,
-    leaf_of,
     multiply_and_check,
-    nodes_below,
     nonfinite_flags,
     parameters_of,
 )
@@ -61,7 +59,8 @@ class _Check:
         site: the line of the script that called it.
         loss: its loss, and the version of that; None unless it is one number.
         leaves: those that hold a gradient.
-        gradients: theirs, and the versions of these.
+        gradients: theirs, in the same order.
+        versions: those of the gradients.
         result: whether each gradient is not finite; or, for each device, whether one of its gradients is not,
             as a 0-dim tensor above 0.
     """
@@ -73,6 +72,14 @@ class _Check:
     gradients: list[weakref.ref[torch.Tensor]]
     versions: list[int]
     result: NonfiniteFlags | list[torch.Tensor]
+
+    def is_on_host(self) -> bool:
+        """Return whether reading the result waits for no device."""
+        if isinstance(self.result, NonfiniteFlags):
+            tensors = [flags for _, flags in self.result.flags_by_group]
+        else:
+            tensors = self.result
+        return all(tensor.device.type == "cpu" for tensor in tensors)
 
     def leaves_that_overflowed(self) -> list[torch.Tensor]:
         """Return the leaves whose gradient was not finite; waits for the device."""
@@ -86,7 +93,7 @@ class _Check:
         return [leaf for leaf in bad if leaf is not None]
 
     def _flags_now(self) -> list[bool]:
-        """Look for the gradients that are not finite. One that is gone or has changed counts as not finite."""
+        """Look for gradients that are not finite. One that is gone or has changed counts as one of them."""
         flags = [True] * len(self.gradients)
         unchanged: dict[int, torch.Tensor] = {}
         for position, reference in enumerate(self.gradients):
@@ -122,11 +129,18 @@ class _Overflow:
 
 @dataclass(slots=True)
 class _Watched:
-    """A parameter in no optimizer, as it was when a backward pass ended: its version and some values."""
+    """A parameter in no optimizer, as it was when a backward pass ended.
+
+    Attributes:
+        version: its version.
+        values: some of its values; None where only versions are compared.
+        gradient: its gradient and the version of that; None if it had none.
+    """
 
     leaf: weakref.ref[torch.Tensor]
     version: int
     values: torch.Tensor | None
+    gradient: tuple[weakref.ref[torch.Tensor], int] | None
 
 
 class Leaves:
@@ -152,8 +166,8 @@ class Leaves:
         self._an_optimizer_steps = False
 
         self._unread: list[_Check] = []
-        # By the id of a gradient: the gradient that was checked, and its version then.
-        self._checked: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # The gradients that the latest pass left, and their versions, until a step has used them.
+        self._checked: tuple[list[torch.Tensor], list[int]] = ([], [])
         self._bad_loss = (0, "")  # the latest backward whose loss was not finite itself, and its line
 
         # Leaves of the running pass whose gradients are unscaled together when it ends.
@@ -169,17 +183,10 @@ class Leaves:
 
         The graph has to be walked: a leaf that is in no module and in no optimizer is known to nobody else.
         """
-        nodes = nodes_below(roots)
-        leaves = [tensor for tensor in map(leaf_of, nodes) if tensor is not None]
-        functions = [
-            kind
-            for kind in set(map(type, nodes))
-            if issubclass(kind, torch.autograd.function.BackwardCFunction)
-        ]
+        leaves, functions = leaves_and_functions(roots)
         for function in functions:
-            kind = getattr(function, "_forward_cls", function)
-            if not kind.__module__.startswith("torch."):
-                self._recorder.note(_OF_FUNCTION.format(kind.__name__))
+            if not function.__module__.startswith("torch."):
+                self._recorder.note(_OF_FUNCTION.format(function.__name__))
         return leaves, bool(functions)
 
     # ---- unscaling as each gradient arrives
@@ -338,22 +345,22 @@ class Leaves:
         if any(gradient is None for gradient in gradients):
             leaves = [leaf for leaf in leaves if leaf.grad is not None]
             gradients = list(map(_GRADIENT, leaves))
+        versions = list(map(_VERSION, gradients))
+        self._checked = (gradients, versions)
+
         check = _Check(
             backward=backward,
             site=site,
             loss=None if loss is None else (loss.detach(), loss._version),
             leaves=list(map(weakref.ref, leaves)),
             gradients=list(map(weakref.ref, gradients)),
-            versions=list(map(_VERSION, gradients)),
+            versions=versions,
             result=found_inf or nonfinite_flags(gradients),
         )
-        checked = zip(check.gradients, check.versions, strict=True)
         with self._lock:
-            self._checked.update(zip(map(id, gradients), checked, strict=True))
             self._unread.append(check)
             # Reading a result on a CPU waits for nothing, and finds the gradients as they are.
-            on_host = all(gradient.device.type == "cpu" for gradient in gradients)
-            if on_host or len(self._unread) >= _READ_EVERY:
+            if check.is_on_host() or len(self._unread) >= _READ_EVERY:
                 self.read()
 
     # ---- overflows
@@ -361,16 +368,27 @@ class Leaves:
     def nonfinite_among(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those whose gradient overflowed or is not finite now; waits for the device."""
         self.read()
-        changed = []
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and not self._is_checked(gradient):
-                changed.append(parameter)
-        if not changed and not self._overflows:
-            return []
-        now = nonfinite_flags([p.grad for p in changed if p.grad is not None]).read()
-        bad = {id(parameter) for parameter, flag in zip(changed, now, strict=True) if flag}
+        holders = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = list(map(_GRADIENT, holders))
+        if self._are_as_checked(gradients):
+            if not self._overflows:
+                return []
+            bad = set()
+        else:
+            flags = nonfinite_flags(gradients).read()
+            bad = {id(parameter) for parameter, flag in zip(holders, flags, strict=True) if flag}
         return [p for p in parameters if id(p) in bad or self._overflow_of(p) is not None]
+
+    def _are_as_checked(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Return whether the latest backward pass left exactly these gradients, and checked them."""
+        checked, versions = self._checked
+        if not set(map(id, gradients)) <= set(map(id, checked)):
+            return False
+        return list(map(_VERSION, checked)) == versions
+
+    def forget_gradients(self) -> None:
+        """Let the gradients of the latest pass go: a step has used them, or the script has dropped them."""
+        self._checked = ([], [])
 
     def bad_loss(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """Return the line of a backward whose loss was not finite, if these gradients came from it."""
@@ -390,6 +408,7 @@ class Leaves:
 
     def zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record that gradients of these parameters became zero or None."""
+        self.forget_gradients()
         if self._overflows:
             for parameter in parameters:
                 self._forget_overflow(parameter)
@@ -410,20 +429,11 @@ class Leaves:
             self._forget_what_is_gone()
 
     def _forget_what_is_gone(self) -> None:
-        """Keep the tables from growing where each pass has leaves and gradients of its own."""
-        limit = 2 * len(self._in_optimizers) + _READ_EVERY
-        if len(self._checked) > limit:
-            living = {key: entry for key, entry in self._checked.items() if entry[0]() is not None}
-            self._checked = living
+        """Keep the tables from growing where each pass has leaves of its own."""
         for table in (self._hooks, self._overflows, self._watched):
-            if len(table) > limit:
+            if len(table) > 2 * len(self._in_optimizers) + _READ_EVERY:
                 for key in [key for key, entry in table.items() if entry.leaf() is None]:
                     del table[key]
-
-    def _is_checked(self, gradient: torch.Tensor) -> bool:
-        """Return whether a backward pass left exactly this gradient, and it was checked then."""
-        checked = self._checked.get(id(gradient))
-        return checked is not None and checked[0]() is gradient and checked[1] == gradient._version
 
     def _overflow_of(self, leaf: torch.Tensor) -> _Overflow | None:
         overflow = self._overflows.get(id(leaf))
@@ -486,7 +496,8 @@ class Leaves:
                 # Writes through ``.data`` keep the version. To compare values waits for the device, so it is
                 # done only while no optimizer is known to update parameters.
                 values = None if self._an_optimizer_steps else leaf_sample(leaf)
-                self._watched[id(leaf)] = _Watched(weakref.ref(leaf), leaf._version, values)
+                gradient = None if leaf.grad is None else (weakref.ref(leaf.grad), leaf.grad._version)
+                self._watched[id(leaf)] = _Watched(weakref.ref(leaf), leaf._version, values, gradient)
 
     def _refuse_updates_by_hand(self, leaves: Sequence[torch.Tensor]) -> None:
         """Refuse parameters in no optimizer that changed after they had got a gradient from a scaled pass."""
@@ -506,8 +517,10 @@ class Leaves:
             return False
         # After an update a script drops or changes the gradient; an embedding that was renormalised in place
         # in a forward (``max_norm``) keeps it.
-        if leaf.grad is not None and self._is_checked(leaf.grad):
-            return False
+        if leaf.grad is not None and before.gradient is not None:
+            gradient, version = before.gradient
+            if gradient() is leaf.grad and leaf.grad._version == version:
+                return False
         if leaf._version != before.version:
             return True
         if self._an_optimizer_steps or before.values is None:
@@ -531,9 +544,10 @@ class Leaves:
     def remove_hooks(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
-        for table in (self._hooks, self._overflows, self._watched, self._in_optimizers, self._checked):
+        for table in (self._hooks, self._overflows, self._watched, self._in_optimizers):
             table.clear()
         self._unread.clear()
+        self.forget_gradients()
 
 
 def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:

@@ -246,6 +246,7 @@ class Steps:
     def _ended(self, optimizer: Optimizer, bad: list[torch.Tensor]) -> None:
         """Record a step that was taken, or skipped because the gradients of ``bad`` are not finite."""
         self._saw_step(optimizer, skipped=bool(bad))
+        self._leaves.forget_gradients()
         if not bad:
             self._skips.took(optimizer)
             self._scale.after_step(overflow=False)
