@@ -134,7 +134,7 @@ class Backward:
         with (
             self._numbered(nodes, self.leaves.factors, factor),
             self._retained_unscaled(inputs, factor),
-            self.leaves.unscaled(leaves, factor, seen_early) as found_inf,
+            self.leaves.unscaled(leaves, factor, seen_early) as together,
         ):
             run()
 
@@ -142,7 +142,8 @@ class Backward:
         if self._nested_leaves:
             nested, self._nested_leaves = self._nested_leaves, []
             leaves = list({id(leaf): leaf for leaf in [*leaves, *nested]}.values())
-        self.leaves.backward_ended(leaves, number, loss, site, found_inf)
+        left = together[0] if together else None
+        self.leaves.backward_ended(leaves, number, loss, site, left)
 
     def _nested_pass(self, run: Callable[[], None], nodes: Sequence[Any], factor: float) -> None:
         """Run a pass that a node of an outer pass begins; the end of that checks its gradients too."""

@@ -6,6 +6,7 @@ together. Where something may see a gradient earlier, a hook on each leaf unscal
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -37,9 +38,11 @@ _SAMPLES = 16_384  # values compared of a tensor, evenly spaced
 # A pass may reach hundreds of leaves. ``map`` with these reads an attribute of all of them at the speed of C.
 _GRADIENT = attrgetter("grad")
 _VERSION = attrgetter("_version")
-_DTYPE_AND_LAYOUT = attrgetter("dtype", "layout")
+_DTYPE = attrgetter("dtype")
+_LAYOUT = attrgetter("layout")
 _HOOKS = attrgetter("_backward_hooks")
 _POST_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+_NONE = {type(None)}
 
 
 @dataclass(slots=True)
@@ -51,8 +54,34 @@ class _Hook:
 
 
 @dataclass(slots=True)
-class _Check:
-    """The check of what a backward pass left in its leaves; it stays on the device until it is read.
+class PassGradients:
+    """What a backward pass left in its leaves.
+
+    Attributes:
+        leaves: those that hold a gradient.
+        gradients: theirs, in the same order.
+        check: whether each gradient is not finite; or, for each device, whether one of its gradients is not,
+            as a 0-dim tensor above 0. It stays on the device until it is read.
+    """
+
+    leaves: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    check: NonfiniteFlags | list[torch.Tensor]
+
+    def are_finite(self) -> bool | None:
+        """Return whether all are finite; None where reading that would wait for a device."""
+        if isinstance(self.check, NonfiniteFlags):
+            flags = [flags for _, flags in self.check.flags_by_group]
+        else:
+            flags = self.check
+        if any(flag.device.type != "cpu" for flag in flags):
+            return None
+        return not any(bool(flag.any()) for flag in flags)
+
+
+@dataclass(slots=True)
+class _Unread:
+    """The check of a pass, which has not been read yet. It keeps no gradient alive.
 
     Attributes:
         backward: number of the pass.
@@ -61,8 +90,7 @@ class _Check:
         leaves: those that hold a gradient.
         gradients: theirs, in the same order.
         versions: those of the gradients.
-        result: whether each gradient is not finite; or, for each device, whether one of its gradients is not,
-            as a 0-dim tensor above 0.
+        check: as in ``PassGradients``.
     """
 
     backward: int
@@ -71,21 +99,13 @@ class _Check:
     leaves: list[weakref.ref[torch.Tensor]]
     gradients: list[weakref.ref[torch.Tensor]]
     versions: list[int]
-    result: NonfiniteFlags | list[torch.Tensor]
-
-    def is_on_host(self) -> bool:
-        """Return whether reading the result waits for no device."""
-        if isinstance(self.result, NonfiniteFlags):
-            tensors = [flags for _, flags in self.result.flags_by_group]
-        else:
-            tensors = self.result
-        return all(tensor.device.type == "cpu" for tensor in tensors)
+    check: NonfiniteFlags | list[torch.Tensor]
 
     def leaves_that_overflowed(self) -> list[torch.Tensor]:
         """Return the leaves whose gradient was not finite; waits for the device."""
-        if isinstance(self.result, NonfiniteFlags):
-            flags = self.result.read()
-        elif any(map(bool, self.result)):
+        if isinstance(self.check, NonfiniteFlags):
+            flags = self.check.read()
+        elif any(map(bool, self.check)):
             flags = self._flags_now()
         else:
             return []
@@ -163,9 +183,10 @@ class Leaves:
         self._overflows: dict[int, _Overflow] = {}
         self._watched: dict[int, _Watched] = {}
         self._in_optimizers: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._owned_leaves: list[int] = []  # ids of the leaves of a pass that optimizers have, all of them
         self._an_optimizer_steps = False
 
-        self._unread: list[_Check] = []
+        self._unread: list[_Unread] = []
         # The gradients that the latest pass left, and their versions, until a step has used them.
         self._checked: tuple[list[torch.Tensor], list[int]] = ([], [])
         self._bad_loss = (0, "")  # the latest backward whose loss was not finite itself, and its line
@@ -216,8 +237,8 @@ class Leaves:
     @contextmanager
     def unscaled(
         self, leaves: list[torch.Tensor], factor: float, seen_early: bool
-    ) -> Iterator[list[torch.Tensor]]:
-        """Unscale what ``leaves`` get from the pass in this block, together in the end if nothing sees it early.
+    ) -> Iterator[list[PassGradients]]:
+        """Unscale what ``leaves`` get from the pass in this block; in its end if nothing sees it before.
 
         Args:
             leaves: all that the pass reaches.
@@ -225,21 +246,21 @@ class Leaves:
             seen_early: whether something may see a gradient before the end of the pass.
 
         Yields:
-            filled in the end if all were unscaled together: for each device, whether a gradient overflowed.
+            a list, filled in the end if all gradients were unscaled together.
         """
-        found_inf: list[torch.Tensor] = []
-        with self._alone_if(not seen_early and self._are_unseen(leaves)) as together:
-            if together:
+        together: list[PassGradients] = []
+        with self._alone_if(not seen_early and self._are_unseen(leaves)) as alone:
+            if alone:
                 self._together = leaves
                 self._together_factor = factor
             else:
                 self.hook(leaves)
             try:
-                yield found_inf
+                yield together
             finally:
                 # Also after an error: gradients that arrived before it stay.
                 if self._together is leaves:
-                    found_inf += self._unscale_together()
+                    together.append(self._unscale_together())
 
     @contextmanager
     def _alone_if(self, together: bool) -> Iterator[bool]:
@@ -260,24 +281,23 @@ class Leaves:
             yield not self._passes_elsewhere
 
     def unscale_arrived(self) -> None:
-        """Unscale what has arrived, in the middle of a pass that something interrupts: a step, or a nested pass.
-
-        Hooks unscale what comes later.
-        """
+        """Unscale what has arrived, where something interrupts a pass; hooks unscale the rest."""
         if self._together:
             leaves = self._together
             self._unscale_together()
             self.hook(leaves)
 
-    def _unscale_together(self) -> list[torch.Tensor]:
-        """Unscale the gradients that have arrived; return for each device whether one is not finite."""
+    def _unscale_together(self) -> PassGradients:
+        """Unscale and check the gradients that have arrived."""
         leaves, self._together = self._together, []
-        leaves = [leaf for leaf in leaves if leaf.grad is not None]
         gradients = list(map(_GRADIENT, leaves))
-        inverse = 1.0 / self._together_factor
+        if not _NONE.isdisjoint(map(type, gradients)):
+            leaves = [leaf for leaf in leaves if leaf.grad is not None]
+            gradients = list(map(_GRADIENT, leaves))
 
         # One operator cannot write to all where kinds differ, or where two lie in one memory.
         found_inf = []
+        in_place = gradients
         if not _are_dense_and_apart(gradients):
             in_place = _dense_and_apart(gradients)
             kept = set(map(id, in_place))
@@ -286,26 +306,29 @@ class Leaves:
                     unscaled = true_gradient(gradient, self._together_factor)
                     leaf.grad = unscaled
                     found_inf.append(nonfinite_flags([unscaled]).any(unscaled.device))
-            gradients = in_place
+            gradients = list(map(_GRADIENT, leaves))
 
-        for device, _, _, members in by_device_and_dtype(gradients) if gradients else ():
+        inverse = 1.0 / self._together_factor
+        for device, _, _, members in by_device_and_dtype(in_place) if in_place else ():
             bad = torch.zeros((), device=device)
             multiply_and_check(members, bad, torch.full((), inverse, device=device))
             found_inf.append(bad)
-        return found_inf
+        return PassGradients(leaves, gradients, found_inf)
 
     def _are_unseen(self, leaves: Sequence[torch.Tensor]) -> bool:
-        """Return whether nothing sees gradients of ``leaves`` before the pass ends, and they have none yet."""
+        """Return whether nothing sees gradients of ``leaves`` before the pass ends, and none has one yet."""
         # Libraries that average gradients over processes may read each as it arrives.
         if "horovod" in sys.modules or (dist.is_available() and dist.is_initialized()):
             return False
         # torch calls the methods of a subclass.
-        if not set(map(type, leaves)) <= {torch.Tensor, torch.nn.Parameter}:
+        if not {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, leaves)):
             return False
-        if any(gradient is not None for gradient in map(_GRADIENT, leaves)):
+        if not _NONE.issuperset(map(type, map(_GRADIENT, leaves))):
             return False
         if any(map(_POST_HOOKS, leaves)):
             return False
+        if _NONE.issuperset(map(type, map(_HOOKS, leaves))):
+            return True
         # A pass that something saw early has left the hook of this class.
         for leaf, hooks in zip(leaves, map(_HOOKS, leaves), strict=True):
             if hooks and not (len(hooks) == 1 and self.is_hooked(leaf)):
@@ -315,7 +338,7 @@ class Leaves:
     # ---- before and after a pass
 
     def backward_begins(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Forget overflows of gradients that the script dropped; refuse parameters that it updated by hand."""
+        """Forget overflows of gradients that the script dropped; refuse updates that it made by hand."""
         if self._unread and any(leaf.grad is None for leaf in leaves):
             self.read()
         if self._watched:
@@ -329,7 +352,7 @@ class Leaves:
         backward: int,
         loss: torch.Tensor | None,
         site: str,
-        found_inf: list[torch.Tensor],
+        left: PassGradients | None,
     ) -> None:
         """Remember what the leaves hold, before the script can change it.
 
@@ -338,29 +361,32 @@ class Leaves:
             backward: number of the pass.
             loss: its loss, if that is one number.
             site: the line of the script that called it.
-            found_inf: what ``unscaled`` found; if it is empty, the gradients are checked here.
+            left: what was unscaled together; None: gradients were unscaled as they arrived.
         """
         self._watch_parameters_without_optimizer(leaves)
-        gradients = list(map(_GRADIENT, leaves))
-        if any(gradient is None for gradient in gradients):
-            leaves = [leaf for leaf in leaves if leaf.grad is not None]
-            gradients = list(map(_GRADIENT, leaves))
-        versions = list(map(_VERSION, gradients))
-        self._checked = (gradients, versions)
+        if left is None:
+            holders = [leaf for leaf in leaves if leaf.grad is not None]
+            gradients = list(map(_GRADIENT, holders))
+            left = PassGradients(holders, gradients, nonfinite_flags(gradients))
+        versions = list(map(_VERSION, left.gradients))
+        self._checked = (left.gradients, versions)
 
-        check = _Check(
+        finite = left.are_finite()
+        if finite:
+            return
+        unread = _Unread(
             backward=backward,
             site=site,
             loss=None if loss is None else (loss.detach(), loss._version),
-            leaves=list(map(weakref.ref, leaves)),
-            gradients=list(map(weakref.ref, gradients)),
+            leaves=list(map(weakref.ref, left.leaves)),
+            gradients=list(map(weakref.ref, left.gradients)),
             versions=versions,
-            result=found_inf or nonfinite_flags(gradients),
+            check=left.check,
         )
         with self._lock:
-            self._unread.append(check)
-            # Reading a result on a CPU waits for nothing, and finds the gradients as they are.
-            if check.is_on_host() or len(self._unread) >= _READ_EVERY:
+            self._unread.append(unread)
+            # Without waiting, the gradients are found as they are.
+            if finite is not None or len(self._unread) >= _READ_EVERY:
                 self.read()
 
     # ---- overflows
@@ -368,23 +394,22 @@ class Leaves:
     def nonfinite_among(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those whose gradient overflowed or is not finite now; waits for the device."""
         self.read()
+        if not self._overflows and self._are_as_checked(map(_GRADIENT, parameters)):
+            return []
         holders = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = list(map(_GRADIENT, holders))
-        if self._are_as_checked(gradients):
-            if not self._overflows:
-                return []
-            bad = set()
-        else:
+        bad = set()
+        if not self._are_as_checked(gradients):
             flags = nonfinite_flags(gradients).read()
             bad = {id(parameter) for parameter, flag in zip(holders, flags, strict=True) if flag}
         return [p for p in parameters if id(p) in bad or self._overflow_of(p) is not None]
 
-    def _are_as_checked(self, gradients: Sequence[torch.Tensor]) -> bool:
+    def _are_as_checked(self, gradients: Iterable[torch.Tensor | None]) -> bool:
         """Return whether the latest backward pass left exactly these gradients, and checked them."""
         checked, versions = self._checked
-        if not set(map(id, gradients)) <= set(map(id, checked)):
-            return False
-        return list(map(_VERSION, checked)) == versions
+        known = set(map(id, checked))
+        known.add(id(None))
+        return known.issuperset(map(id, gradients)) and list(map(_VERSION, checked)) == versions
 
     def forget_gradients(self) -> None:
         """Let the gradients of the latest pass go: a step has used them, or the script has dropped them."""
@@ -414,18 +439,18 @@ class Leaves:
                 self._forget_overflow(parameter)
 
     def read(self) -> None:
-        """Read which gradients overflowed; waits for the device if a pass has ended since the last reading."""
+        """Read which gradients overflowed; waits for the device if a pass has ended since the last time."""
         if not self._unread:
             return
         with self._lock:
             unread, self._unread = self._unread, []
-            for check in unread:
-                overflowed = check.leaves_that_overflowed()
-                if overflowed and not check.loss_was_finite():
-                    self._bad_loss = (check.backward, check.site)
+            for one in unread:
+                overflowed = one.leaves_that_overflowed()
+                if overflowed and not one.loss_was_finite():
+                    self._bad_loss = (one.backward, one.site)
                 for leaf in overflowed:
                     if self._overflow_of(leaf) is None:
-                        self._overflows[id(leaf)] = _Overflow(weakref.ref(leaf), check.backward)
+                        self._overflows[id(leaf)] = _Overflow(weakref.ref(leaf), one.backward)
             self._forget_what_is_gone()
 
     def _forget_what_is_gone(self) -> None:
@@ -477,9 +502,13 @@ class Leaves:
         for parameter in parameters:
             key = id(parameter)
             if key not in self._in_optimizers:
-                forget = _forgetter(self._in_optimizers, key)
-                self._in_optimizers[key] = weakref.ref(parameter, forget)
+                self._in_optimizers[key] = weakref.ref(parameter, functools.partial(self._disown, key))
                 self._watched.pop(key, None)
+
+    def _disown(self, key: int, _: Any) -> None:
+        """Forget a parameter that is gone: another tensor may get its id."""
+        self._in_optimizers.pop(key, None)
+        self._owned_leaves = []
 
     def step_begins(self, parameters: Sequence[torch.Tensor]) -> None:
         """Record that an optimizer begins a step on these parameters."""
@@ -489,7 +518,11 @@ class Leaves:
 
     def _watch_parameters_without_optimizer(self, leaves: Sequence[torch.Tensor]) -> None:
         """Remember parameters that no optimizer has, to refuse an update of them by hand."""
-        if self._in_optimizers.keys() >= set(map(id, leaves)):
+        ids = list(map(id, leaves))
+        if ids == self._owned_leaves:
+            return
+        if self._in_optimizers.keys() >= set(ids):
+            self._owned_leaves = ids
             return
         for leaf in leaves:
             if id(leaf) not in self._in_optimizers and isinstance(leaf, torch.nn.Parameter):
@@ -539,8 +572,6 @@ class Leaves:
                     return True
         return False
 
-    # ----
-
     def remove_hooks(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
@@ -555,21 +586,14 @@ def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
     return gradient * (1.0 / factor)
 
 
-def _forgetter(table: dict[int, Any], key: int) -> Callable[[Any], None]:
-    """Return a callback for a weak reference that deletes ``key``."""
-
-    def forget(_: Any) -> None:
-        table.pop(key, None)
-
-    return forget
-
-
 def _are_dense_and_apart(gradients: Sequence[torch.Tensor]) -> bool:
     """Return whether all are dense, in fp32, and have a memory of their own."""
-    if not set(map(_DTYPE_AND_LAYOUT, gradients)) <= {(torch.float32, torch.strided)}:
+    if not {torch.strided}.issuperset(map(_LAYOUT, gradients)):
         return False
-    memory = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-    return len(memory) == len(gradients)
+    if not {torch.float32}.issuperset(map(_DTYPE, gradients)):
+        return False
+    storages = map(torch.Tensor.untyped_storage, gradients)
+    return len(set(map(torch.UntypedStorage.data_ptr, storages))) == len(gradients)
 
 
 def _dense_and_apart(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from narrowcast.gradients import leaf_of
+from narrowcast.gradients import ACCUMULATE_GRAD
 
 NO_GRAPH_TASK = -1
 
@@ -44,14 +44,13 @@ def leaves_and_functions(roots: Iterable[Any]) -> tuple[list[torch.Tensor], set[
     nodes = list(seen)
     leaves = []
     for node in nodes:  # which grows meanwhile
-        edges = node.next_functions
-        if not edges:
-            leaf = leaf_of(node)
-            if leaf is not None:
-                leaves.append(leaf)
-        for below, _ in edges:
-            if below is not None and below not in seen:
-                seen.add(below)
+        for below, _ in node.next_functions:
+            if below is None or below in seen:
+                continue
+            seen.add(below)
+            if type(below) is ACCUMULATE_GRAD:
+                leaves.append(below.variable)  # type: ignore[attr-defined]
+            else:
                 nodes.append(below)
     functions = set()
     for kind in set(map(type, nodes)):
