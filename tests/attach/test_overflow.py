@@ -71,11 +71,11 @@ def closure_for(model, optimizer, factor=lambda: 1.0):
 )
 def test_a_skipped_step_changes_nothing(name, scheduled):
     model = network()
-    optimizer = DENSE_OPTIMIZERS[name](model.parameters())
-    if scheduled:
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step before we do
-    groups = [list(group["params"]) for group in optimizer.param_groups]
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        optimizer = DENSE_OPTIMIZERS[name](model.parameters())
+        if scheduled:
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step that the attachment has wrapped
+        groups = [list(group["params"]) for group in optimizer.param_groups]
         backward(model)
         optimizer.step()
         before = copies_of(optimizer)
@@ -163,9 +163,9 @@ def test_an_overflowing_closure_is_evaluated_at_a_lower_scale(make):
 
 def test_a_scheduler_after_a_skip_raises_no_warning():
     model, optimizer, *_ = regression(0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with Attachment("fp16", Dynamic(scale=2.0**8)), warnings.catch_warnings():
         warnings.simplefilter("error")
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         backward(model, 1e6)
         optimizer.step()
         scheduler.step()

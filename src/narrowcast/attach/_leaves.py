@@ -22,7 +22,12 @@ import torch.distributed as dist
 
 from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._run import RunningScale
-from narrowcast.attach._torch_internals import graph_task_id, leaves_and_functions, register_hook_first
+from narrowcast.attach._torch_internals import (
+    NO_GRAPH_TASK,
+    graph_task_id,
+    leaves_and_functions,
+    register_hook_first,
+)
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import (
     NonfiniteFlags,
@@ -168,7 +173,7 @@ class Leaves:
 
     Attributes:
         factors: number of each backward pass of the autograd engine that runs now -> its loss scale.
-        optimizers: those that were made since the attachment was entered.
+        optimizers: those that are known: made, stepped or zeroed since the attachment was entered.
     """
 
     def __init__(self, scale: RunningScale, recorder: Recorder) -> None:
@@ -282,7 +287,8 @@ class Leaves:
 
     def unscale_arrived(self) -> None:
         """Unscale what has arrived, where something interrupts a pass; hooks unscale the rest."""
-        if self._together:
+        inside_of_a_pass = graph_task_id() != NO_GRAPH_TASK  # not in another thread meanwhile
+        if self._together and inside_of_a_pass:
             leaves = self._together
             self._unscale_together()
             self.hook(leaves)
@@ -321,19 +327,17 @@ class Leaves:
         if "horovod" in sys.modules or (dist.is_available() and dist.is_initialized()):
             return False
         # torch calls the methods of a subclass.
-        if not {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, leaves)):
-            return False
-        if not _NONE.issuperset(map(type, map(_GRADIENT, leaves))):
+        plain = {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, leaves))
+        if not plain or not _NONE.issuperset(map(type, map(_GRADIENT, leaves))):
             return False
         if any(map(_POST_HOOKS, leaves)):
             return False
-        if _NONE.issuperset(map(type, map(_HOOKS, leaves))):
-            return True
-        # A pass that something saw early has left the hook of this class.
-        for leaf, hooks in zip(leaves, map(_HOOKS, leaves), strict=True):
-            if hooks and not (len(hooks) == 1 and self.is_hooked(leaf)):
-                return False
-        return True
+        return _NONE.issuperset(map(type, map(_HOOKS, leaves))) or all(map(self._is_hooked_alone, leaves))
+
+    def _is_hooked_alone(self, leaf: torch.Tensor) -> bool:
+        """Return whether a leaf has no hook but that of this class, from a pass that something saw early."""
+        hooks = leaf._backward_hooks
+        return not hooks or (len(hooks) == 1 and self.is_hooked(leaf))
 
     # ---- before and after a pass
 
@@ -488,7 +492,7 @@ class Leaves:
             # Where the loss was finite, so was the tensor: what it holds now came from its gradient.
             loss_was_finite = overflow.backward != self._bad_loss[0]
             if loss_was_finite and not bool(torch.isfinite(leaf.detach()).all()):
-                raise UnsupportedError(_BY_HAND.format(shape=tuple(leaf.shape)))
+                raise UnsupportedError(_OVERFLOW_BY_HAND.format(shape=tuple(leaf.shape)))
             self._recorder.note(
                 "the script dropped gradients that had overflowed; the loss scale was lowered"
             )
@@ -497,30 +501,36 @@ class Leaves:
 
     # ---- updates by hand
 
-    def own(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Record that an optimizer has these parameters."""
+    def _own(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record that these are parameters of optimizers, or follow some."""
         for parameter in parameters:
             key = id(parameter)
             if key not in self._in_optimizers:
                 self._in_optimizers[key] = weakref.ref(parameter, functools.partial(self._disown, key))
                 self._watched.pop(key, None)
 
+    def _own_what_optimizers_have(self) -> None:
+        for optimizer in self.optimizers:
+            self._own(parameters_of(optimizer))
+
     def _disown(self, key: int, _: Any) -> None:
         """Forget a parameter that is gone: another tensor may get its id."""
         self._in_optimizers.pop(key, None)
         self._owned_leaves = []
 
-    def step_begins(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Record that an optimizer begins a step on these parameters."""
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that an optimizer begins a step."""
         self._an_optimizer_steps = True
+        self.optimizers.add(optimizer)  # perhaps made before the attachment
         self.unscale_arrived()
-        self.own(parameters)
 
     def _watch_parameters_without_optimizer(self, leaves: Sequence[torch.Tensor]) -> None:
         """Remember parameters that no optimizer has, to refuse an update of them by hand."""
+        # Mostly all leaves are parameters of optimizers, and the same as in the pass before.
         ids = list(map(id, leaves))
         if ids == self._owned_leaves:
             return
+        self._own_what_optimizers_have()
         if self._in_optimizers.keys() >= set(ids):
             self._owned_leaves = ids
             return
@@ -537,9 +547,7 @@ class Leaves:
         changed = [leaf for leaf in leaves if self._was_changed(leaf)]
         if not changed:
             return
-        # An optimizer may have been made since, after a trial run.
-        for optimizer in self.optimizers:
-            self.own(parameters_of(optimizer))
+        self._own_what_optimizers_have()  # one may have been made since, after a trial run
         changed = [leaf for leaf in changed if id(leaf) not in self._in_optimizers]
         if changed and not self._follow_an_optimizer(changed):
             raise UnsupportedError(_BY_HAND.format(shape=tuple(changed[0].shape)))
@@ -568,7 +576,7 @@ class Leaves:
             for tensor in updated:
                 alike = (copy.shape, copy.device) == (tensor.shape, tensor.device)
                 if alike and bool((copy == tensor).all()):
-                    self.own(changed)
+                    self._own(changed)
                     return True
         return False
 
@@ -617,10 +625,15 @@ def leaf_sample(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 _BY_HAND = (
-    "a tensor of shape {shape} was updated by hand: it changed by its gradient and no torch.optim.Optimizer "
-    "has stepped on it. In fp16 a step whose gradients overflow must be skipped, and only "
+    "a tensor of shape {shape} was updated by hand: it changed after a backward pass, and no "
+    "torch.optim.Optimizer has it. In fp16 a step whose gradients overflow must be skipped, and only "
     "Optimizer.step can be. Use --policy bf16, which needs no skipping, or put the update into a "
-    "torch.optim.Optimizer (SAM's first step is such an update too)."
+    "torch.optim.Optimizer."
+)
+_OVERFLOW_BY_HAND = (
+    "a tensor of shape {shape} was updated by hand with a gradient that had overflowed: it holds NaN or "
+    "infinity now. In fp16 a step whose gradients overflow must be skipped, and only Optimizer.step can be "
+    "(SAM's first step is an update by hand too). Use --policy bf16, which needs no skipping."
 )
 _OF_FUNCTION = (
     "the backward of {} sees gradients times the loss scale; that is right where it is linear in them (no "

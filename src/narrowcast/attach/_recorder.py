@@ -96,6 +96,8 @@ class Recorder:
             self.skipped_steps += skipped
             if self.shared is not None:
                 self.shared[skipped] += 1
+            if self._writer is None:
+                return
             now = time.perf_counter()
             before, of_any = self._last_step_of.get(optimizer), max(self._last_step_of.values(), default=now)
             self._last_step_of[optimizer] = now
