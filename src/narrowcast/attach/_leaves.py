@@ -76,12 +76,10 @@ class PassGradients:
     def are_finite(self) -> bool | None:
         """Return whether all are finite; None where reading that would wait for a device."""
         if isinstance(self.check, NonfiniteFlags):
-            flags = [flags for _, flags in self.check.flags_by_group]
-        else:
-            flags = self.check
-        if any(flag.device.type != "cpu" for flag in flags):
-            return None
-        return not any(bool(flag.any()) for flag in flags)
+            on_host = all(flags.device.type == "cpu" for _, flags in self.check.flags_by_group)
+            return not any(self.check.read()) if on_host else None
+        on_host = all(found_inf.device.type == "cpu" for found_inf in self.check)
+        return not any(map(bool, self.check)) if on_host else None
 
 
 @dataclass(slots=True)
