@@ -43,14 +43,21 @@ def test_a_script_that_guards_its_own_step_gets_a_lower_scale(zero):
     )
 
 
-def test_a_closure_of_a_step_wrapped_before_is_refused():
-    model = network()
-    optimizer = torch.optim.LBFGS(model.parameters())
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_a_step_that_a_scheduler_wrapped_before_is_refused_in_fp16(policy):
+    model, optimizer, *_ = regression(0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with Attachment("fp16"):
+    before = model[0].weight.detach().clone()
+    with Attachment(policy):
         backward(model)
-        with pytest.raises(UnsupportedError, match="make the optimizer and its scheduler inside"):
-            optimizer.step(lambda: None)
+        if policy == "bf16":
+            optimizer.step()
+            assert not torch.equal(model[0].weight, before)
+            return
+        for words in ([], [lambda: None]):
+            with pytest.raises(UnsupportedError, match="make the optimizer and its scheduler inside"):
+                optimizer.step(*words)
+        assert torch.equal(model[0].weight, before)
 
 
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
@@ -180,8 +187,9 @@ def test_hooks_of_copied_and_pickled_models_see_true_gradients():
         pickled = pickle.dumps(model)
         for one in (model, copy.deepcopy(model), pickle.loads(pickled)):
             one(x).square().mean().backward()
+    pickle.loads(pickled)(x).square().mean().backward()  # in fp32
     assert _seen[0] == _seen[1] == _seen[2] < 1
-    assert list(pickle.loads(pickled)[2]._backward_hooks.values()) == [_hook]
+    assert _seen[3] == pytest.approx(_seen[0], rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -298,29 +306,67 @@ def a_worker(model, optimizer, x):
         optimizer.step()
 
 
-@pytest.mark.parametrize("train", [reloaded, made_anew, a_buffer_of_inputs, divergence, a_worker])
+def adversarial_inputs(model, optimizer, x):
+    """As in adversarial training: the perturbation climbs its gradient, and lives through the batches."""
+    delta = torch.zeros_like(x).requires_grad_()
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x + delta).square().mean().backward()
+        delta.data = (delta.data + 1e-2 * delta.grad.sign()).clamp(-0.1, 0.1)
+        delta.grad.zero_()
+        optimizer.step()
+
+
+def sharpness_aware(model, optimizer, x):
+    """Its first step is an update by hand of parameters that an optimizer has."""
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            moves = [1e-2 * p.grad for p in model.parameters()]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+
+
+def a_frozen_part(model, optimizer, x):
+    """It is frozen by being in no optimizer; its gradients are dropped all the same."""
+    part = torch.optim.SGD(model[4].parameters(), 0.1)
+    for _ in range(4):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        part.step()
+
+
+TRAININGS = [
+    reloaded, made_anew, a_buffer_of_inputs, divergence, a_worker, adversarial_inputs, sharpness_aware,
+    a_frozen_part,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("train", TRAININGS)
 def test_changes_that_are_no_updates_are_not_refused(train):
     model, optimizer, _, x, _ = regression(0.1)
     with Attachment("fp16", Dynamic(scale=2.0**8)):
         train(model, optimizer, x)
 
 
-@pytest.mark.parametrize("way", [-1.0, 1.0], ids=["down", "up"])
-def test_updates_of_few_values_are_refused_once_proved(way):
-    model, x = nn.Linear(2, 1), torch.randn(8, 2)
-    refused = []
-    with Attachment("fp16", Dynamic(scale=2.0**8)):
-        for number in range(12):
-            try:
-                model(x).exp().mean().backward()
-            except UnsupportedError:
-                refused.append(number)
-                break
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.add_(p.grad.sign(), alpha=way * 1e-2)
-                    p.grad = None
-    assert refused == [9]  # 27 signs agree
+def test_weights_are_loaded_between_a_trial_run_and_the_first_optimizer():
+    model, (x, _) = network(), data()
+    start = copy.deepcopy(model.state_dict())
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        model(x).square().mean().backward()
+        model.zero_grad()
+        model.load_state_dict({name: value.flip(0) for name, value in start.items()})
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert attached.facts["steps"] == 1
 
 
 @pytest.mark.parametrize(("dtype", "policy"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])

@@ -10,6 +10,7 @@ from scenarios import SignDescent, data, network, regression
 from torch.utils.checkpoint import checkpoint
 
 from narrowcast.attach import Attachment
+from narrowcast.attach._leaves import PassGradients
 from narrowcast.errors import ScaleCollapseError
 from narrowcast.scaling import Dynamic
 
@@ -71,11 +72,11 @@ def closure_for(model, optimizer, factor=lambda: 1.0):
 )
 def test_a_skipped_step_changes_nothing(name, scheduled):
     model = network()
-    optimizer = DENSE_OPTIMIZERS[name](model.parameters())
-    if scheduled:
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step before we do
-    groups = [list(group["params"]) for group in optimizer.param_groups]
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        optimizer = DENSE_OPTIMIZERS[name](model.parameters())
+        if scheduled:
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step that the attachment has wrapped
+        groups = [list(group["params"]) for group in optimizer.param_groups]
         backward(model)
         optimizer.step()
         before = copies_of(optimizer)
@@ -142,6 +143,35 @@ def test_two_optimizers_move_the_scale_once_a_backward(factors, steps, scale):
     assert attached.facts["final_scale"] == scale
 
 
+@pytest.mark.parametrize("hooked", [False, True], ids=["together", "one by one"])
+@pytest.mark.parametrize("clamped", [False, True])
+def test_a_check_that_stays_on_the_device_is_read_at_the_step(clamped, hooked, monkeypatch):
+    """Of two branches one overflows. Gradients that were changed since count as overflowed, if one did."""
+    monkeypatch.setattr(PassGradients, "are_finite", lambda _: None)  # as on a GPU
+    models = [network(seed=3), network(seed=4)]
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
+    x, y = data()
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        if hooked:
+            models[0][4].register_full_backward_hook(lambda *_: None)
+        sum(F.mse_loss(m(x), y) * f for m, f in zip(models, (1e6, 1.0), strict=True)).backward()
+        if clamped:
+            torch.nn.utils.clip_grad_value_(models[0].parameters(), 0.1)
+            for p in models[0].parameters():
+                p.grad.nan_to_num_(0.0)
+        for number, optimizer in enumerate(optimizers):
+            before = copies_of(optimizer)
+            optimizer.step()
+            changed = [not torch.equal(b, a) for b, a in zip(before, copies_of(optimizer), strict=True)]
+            assert all(changed) if number else not any(changed)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(models[0])
+        optimizers[0].step()
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
+    assert attached.facts["final_scale"] == 2.0**7
+
+
 @pytest.mark.parametrize("make", [
     lambda p: torch.optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"),
     lambda p: torch.optim.LBFGS(p, max_iter=4),
@@ -163,9 +193,9 @@ def test_an_overflowing_closure_is_evaluated_at_a_lower_scale(make):
 
 def test_a_scheduler_after_a_skip_raises_no_warning():
     model, optimizer, *_ = regression(0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with Attachment("fp16", Dynamic(scale=2.0**8)), warnings.catch_warnings():
         warnings.simplefilter("error")
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         backward(model, 1e6)
         optimizer.step()
         scheduler.step()

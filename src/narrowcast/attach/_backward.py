@@ -10,13 +10,13 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from torch.nn.modules import module as module_hooks
 
-from narrowcast.attach._leaves import Leaf, Leaves, true_gradient
+from narrowcast.attach._leaves import Leaves, true_gradient
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import Call, Nesting, Patches, Run
@@ -45,7 +45,7 @@ class Backward:
         self._nesting = Nesting()
         self._returning: dict[int, float] = {}
         self._retained: list[weakref.ref[torch.Tensor]] = []
-        self._nested_leaves: list[Leaf] = []
+        self._nested_leaves: list[torch.Tensor] = []
         self.leaves = Leaves(run.scale, run.recorder)
         self.before_modules = False  # a pass differentiated what no module computed
 
@@ -61,13 +61,13 @@ class Backward:
 
         # The hooks that the script registers on tensors and modules see true gradients.
         def of_tensor(register: Call, tensor: torch.Tensor, hook: Call) -> Any:
-            return register(tensor, TrueView(hook, 0, at_leaf=tensor.grad_fn is None))
+            return register(tensor, TrueView(hook, 0, tensor.grad_fn is None))
 
         def of_module(register: Call, module: Any, hook: Call, *args: Any, **kwargs: Any) -> Any:
-            return register(module, TrueView(hook, 1), *args, **kwargs)
+            return register(module, TrueView(hook, 1, False), *args, **kwargs)
 
         def of_all(register: Call, hook: Call) -> Any:
-            return register(TrueView(hook, 1))
+            return register(TrueView(hook, 1, False))
 
         patches.replace(Backward, "in_force", self)
         patches.wrap(torch.Tensor, "register_hook", of_tensor)
@@ -95,44 +95,67 @@ class Backward:
         self, tensors: Any, grad_tensors: Any = None, *rest: Any, inputs: Any = None, **options: Any
     ) -> None:
         """``torch.autograd.backward`` from scaled losses, leaves getting true gradients."""
+        roots = _as_tuple(tensors)
         enclosing = graph_task_id()
         outermost = enclosing == NO_GRAPH_TASK
-        roots = _as_tuple(tensors)
+        scaled = self._scale.active
+        site, loss = "", None
         if outermost:
             self.before_modules = self.before_modules or not self._regions.called_a_module
-            site, loss = call_site(), _one_number(roots)
+            if scaled or self._recorder.keeps_losses:
+                site, loss = call_site(), _one_number(roots)
             self._recorder.saw_backward(loss, site)
+
+        # The pass that encloses a nested one has scaled the gradients that it starts from.
         factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
-        if factor is None or (outermost and not self._scale.active):
+        if factor is None or (outermost and not scaled):
             self._torch_backward(tensors, grad_tensors, *rest, inputs=inputs, **options)
             return
         if not all(isinstance(root, torch.Tensor) for root in roots):
             raise UnsupportedError(_OF_EDGE)
+
         # A leaf gets a graph node, on which a hook can be put.
         roots = tuple(root.view_as(root) if root.requires_grad and root.is_leaf else root for root in roots)
+        nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         seeds = _as_seeds(grad_tensors, len(roots))
         if outermost:
             seeds = _scaled(roots, seeds, factor)
-        nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-        leaves, runs_python = self.leaves.reached_from(nodes, None if outermost else self._stands_in())
-        number = self._scale.next_backward() if outermost else self._scale.backward
-        self.leaves.backward_begins(leaves, number)
-        retained: AbstractContextManager[object] = nullcontext()
-        unscaled: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
-        if outermost:
-            retained = self._retained_unscaled(inputs, factor)
-            looked_at = runs_python or _views or self._retained or inputs is not None
-            # ``rest`` and ``options`` may make a graph of the gradients.
-            late = not (looked_at or any(rest[1:]) or options.get("create_graph"))
-            unscaled = self.leaves.unscaled_late(leaves, factor, late)
-        with self._numbered(nodes, self.leaves.factors, factor), retained, unscaled as finite:
-            self._torch_backward(roots, seeds, *rest, inputs=inputs, **options)
-        if outermost:
-            # Only now has DDP reduced what it reduces, so that every rank sees the same.
+        run = functools.partial(self._torch_backward, roots, seeds, *rest, inputs=inputs, **options)
+        if not outermost:
+            self._nested_pass(run, nodes, factor)
+            return
+
+        leaves, runs_python = self.leaves.reached_from(nodes)
+        number = self._scale.next_backward()
+        self.leaves.backward_begins(leaves)
+        # ``rest`` and ``options`` may make a graph of the gradients.
+        makes_graph = any(rest[1:]) or options.get("create_graph")
+        seen_early = bool(runs_python or _views or self._retained or inputs is not None or makes_graph)
+        with (
+            self._numbered(nodes, self.leaves.factors, factor),
+            self._retained_unscaled(inputs, factor),
+            self.leaves.unscaled(leaves, factor, seen_early) as together,
+        ):
+            run()
+
+        # Only now has DDP reduced what it reduces, so that every rank sees the same.
+        if self._nested_leaves:
             nested, self._nested_leaves = self._nested_leaves, []
-            self.leaves.backward_ended(list(dict.fromkeys([*leaves, *nested])), number, loss, site, finite)
-        else:
-            self._nested_leaves += leaves
+            leaves = list({id(leaf): leaf for leaf in [*leaves, *nested]}.values())
+        left = together[0] if together else None
+        self.leaves.backward_ended(leaves, number, loss, site, left)
+
+    def _nested_pass(self, run: Callable[[], None], nodes: Sequence[Any], factor: float) -> None:
+        """Run a pass that a node of an outer pass begins; the end of that checks its gradients too."""
+        self.leaves.unscale_arrived()
+        leaves, _ = self.leaves.reached_from(nodes)
+        stands_in = self._stands_in()
+        leaves = [leaf for leaf in leaves if not stands_in(leaf)]
+        self.leaves.backward_begins(leaves)
+        self.leaves.hook(leaves)
+        with self._numbered(nodes, self.leaves.factors, factor):
+            run()
+        self._nested_leaves += leaves
 
     def _stands_in(self) -> Callable[[torch.Tensor], bool]:
         """Return which leaves of the nested pass that begins now stand in for tensors of the outer pass.
@@ -142,7 +165,7 @@ class Backward:
         """
         if self._regions.begins_recomputed_backward():
             return self._regions.is_stand_in
-        return lambda t: not isinstance(t, torch.nn.Parameter) and self.leaves.find(t) is None
+        return lambda t: not isinstance(t, torch.nn.Parameter) and not self.leaves.is_hooked(t)
 
     def factor_at_hook(self, at_leaf: bool) -> float | None:
         """Return the factor of the gradients that a hook would see now; None: they are true."""
@@ -275,16 +298,19 @@ def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) 
 class TrueView:
     """A hook that receives true gradients in fp32; its result is scaled like the argument that it replaces.
 
-    A copy is one too, as a copied module needs. A pickle of it is the script's own hook in other processes.
-
     Args:
         hook: the script's.
         replaces: index of the argument that the result replaces.
         at_leaf: whether it is a hook of a leaf.
     """
 
-    def __init__(self, hook: Call, replaces: int, at_leaf: bool = False) -> None:
-        _views.add(self)
+    def __new__(cls, *_: Any) -> Self:
+        # Here, since a copy of a module with hooks makes copies of them without ``__init__``.
+        view = super().__new__(cls)
+        _views.add(view)
+        return view
+
+    def __init__(self, hook: Call, replaces: int, at_leaf: bool) -> None:
         functools.update_wrapper(self, hook)
         self.hook = hook
         self.replaces = replaces
@@ -298,15 +324,8 @@ class TrueView:
         result = self.hook(*_true(args, factor))
         return None if result is None else _scaled_like(result, args[self.replaces], factor)
 
-    def __reduce__(self) -> Any:
-        return _viewed, (self.hook, self.replaces, self.at_leaf)
-
 
 _views: weakref.WeakSet[TrueView] = weakref.WeakSet()
-
-
-def _viewed(hook: Call, *how: Any) -> Call:
-    return hook if Backward.in_force is None else TrueView(hook, *how)
 
 
 def _true(value: Any, factor: float) -> Any:

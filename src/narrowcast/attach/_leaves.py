@@ -1,336 +1,590 @@
-"""The leaves that scaled backwards reach: their unscaling hooks, overflow flags and updates."""
+"""The leaves that scaled backward passes reach: their gradients are unscaled, checked and remembered.
+
+Nothing sees the gradients of most passes until the pass has ended. Then one operator unscales and checks them
+together. Where something may see a gradient earlier, a hook on each leaf unscales it as it arrives.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from narrowcast.attach._recorder import Recorder
-from narrowcast.attach._run import Call, RunningScale
-from narrowcast.attach._torch_internals import graph_task_id, register_hook_first
+from narrowcast.attach._run import RunningScale
+from narrowcast.attach._torch_internals import (
+    NO_GRAPH_TASK,
+    graph_task_id,
+    leaves_and_functions,
+    register_hook_first,
+)
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import (
     NonfiniteFlags,
     by_device_and_dtype,
-    leaf_of,
     multiply_and_check,
-    nodes_below,
     nonfinite_flags,
+    parameters_of,
 )
 
 _READ_EVERY = 64  # backwards without a step between them
 _SAMPLES = 16_384  # values compared of a tensor, evenly spaced
-# Values that changed, of which a share moved along the gradient, or against it (SAM): by chance 2 * 2**-25.
-_ENOUGH = 25
-_ALONG = 0.9
+
+# A pass may reach hundreds of leaves. ``map`` with these reads an attribute of all of them at the speed of C.
+_GRADIENT = attrgetter("grad")
+_VERSION = attrgetter("_version")
+_DTYPE = attrgetter("dtype")
+_LAYOUT = attrgetter("layout")
+_HOOKS = attrgetter("_backward_hooks")
+_POST_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+_NONE = {type(None)}
 
 
-@dataclass(slots=True, eq=False)
-class Leaf:
-    """State of one tensor in which gradients accumulate.
+@dataclass(slots=True)
+class _Hook:
+    """The unscaling hook of a leaf."""
+
+    leaf: weakref.ref[torch.Tensor]
+    remove: Callable[[], None]
+
+
+@dataclass(slots=True)
+class PassGradients:
+    """What a backward pass left in its leaves.
 
     Attributes:
-        overflow: number of the first backward that left a gradient in it that was not finite; 0: none.
-        skipped: an optimizer has skipped a step because of it.
-        clean_since: the first backward whose overflow still counts; earlier gradients were dropped.
-        owned: an optimizer has stepped on it, or has skipped; or its changes are no updates.
-        checked: the gradient that the last check read, and its version.
-        before: its version, some of its values and of its gradient when a backward ended, to detect updates
-            that no optimizer made.
-        moves: of the values that changed since, how many, and the sum of their signs times the gradient's.
+        leaves: those that hold a gradient.
+        gradients: theirs, in the same order.
+        check: whether each gradient is not finite; or, for each device, whether one of its gradients is not,
+            as a 0-dim tensor above 0. It stays on the device until it is read.
     """
 
-    tensor: weakref.ref[torch.Tensor]
-    remove_hook: Callable[[], None]
-    overflow: int = 0
+    leaves: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    check: NonfiniteFlags | list[torch.Tensor]
+
+    def are_finite(self) -> bool | None:
+        """Return whether all are finite; None where reading that would wait for a device."""
+        if isinstance(self.check, NonfiniteFlags):
+            on_host = all(flags.device.type == "cpu" for _, flags in self.check.flags_by_group)
+            return not any(self.check.read()) if on_host else None
+        on_host = all(found_inf.device.type == "cpu" for found_inf in self.check)
+        return not any(map(bool, self.check)) if on_host else None
+
+
+@dataclass(slots=True)
+class _Unread:
+    """The check of a pass, which has not been read yet. It keeps no gradient alive.
+
+    Attributes:
+        backward: number of the pass.
+        site: the line of the script that called it.
+        loss: its loss, and the version of that; None unless it is one number.
+        leaves: those that hold a gradient.
+        gradients: theirs, in the same order.
+        versions: those of the gradients.
+        check: as in ``PassGradients``.
+    """
+
+    backward: int
+    site: str
+    loss: tuple[torch.Tensor, int] | None
+    leaves: list[weakref.ref[torch.Tensor]]
+    gradients: list[weakref.ref[torch.Tensor]]
+    versions: list[int]
+    check: NonfiniteFlags | list[torch.Tensor]
+
+    def leaves_that_overflowed(self) -> list[torch.Tensor]:
+        """Return the leaves whose gradient was not finite; waits for the device."""
+        if isinstance(self.check, NonfiniteFlags):
+            flags = self.check.read()
+        elif any(map(bool, self.check)):
+            flags = self._flags_now()
+        else:
+            return []
+        bad = [leaf() for leaf, flag in zip(self.leaves, flags, strict=True) if flag]
+        return [leaf for leaf in bad if leaf is not None]
+
+    def _flags_now(self) -> list[bool]:
+        """Look for gradients that are not finite. One that is gone or has changed counts as one of them."""
+        flags = [True] * len(self.gradients)
+        unchanged: dict[int, torch.Tensor] = {}
+        for position, reference in enumerate(self.gradients):
+            gradient = reference()
+            if gradient is not None and gradient._version == self.versions[position]:
+                unchanged[position] = gradient
+        now = nonfinite_flags(list(unchanged.values())).read()
+        for position, flag in zip(unchanged, now, strict=True):
+            flags[position] = flag
+        return flags
+
+    def loss_was_finite(self) -> bool:
+        """Return False if the loss is known to have been NaN or infinite."""
+        if self.loss is None:
+            return True
+        loss, version = self.loss
+        return loss._version != version or bool(torch.isfinite(loss))
+
+
+@dataclass(slots=True)
+class _Overflow:
+    """A gradient of ``leaf`` was not finite, and has not been dropped since.
+
+    Attributes:
+        backward: number of the first backward pass that left such a gradient.
+        skipped: whether an optimizer skipped a step because of it.
+    """
+
+    leaf: weakref.ref[torch.Tensor]
+    backward: int
     skipped: bool = False
-    clean_since: int = 0
-    owned: bool = False
-    checked: tuple[weakref.ref[torch.Tensor], int] | None = None
-    before: tuple[int, torch.Tensor | None, torch.Tensor | None] | None = None
-    moves: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A parameter in no optimizer, as it was when a backward pass ended.
+
+    Attributes:
+        version: its version.
+        values: some of its values; None where only versions are compared.
+        gradient: its gradient and the version of that; None if it had none.
+    """
+
+    leaf: weakref.ref[torch.Tensor]
+    version: int
+    values: torch.Tensor | None
+    gradient: tuple[weakref.ref[torch.Tensor], int] | None
 
 
 class Leaves:
-    """Every leaf that a scaled backward reached, found by walking its graph.
+    """The leaves that scaled backward passes reach.
 
     Attributes:
         factors: number of each backward pass of the autograd engine that runs now -> its loss scale.
+        optimizers: those that are known: made, stepped or zeroed since the attachment was entered.
     """
 
     def __init__(self, scale: RunningScale, recorder: Recorder) -> None:
         self._scale = scale
         self._recorder = recorder
         self.factors: dict[int, float] = {}
-        self._by_id: dict[int, Leaf] = {}
-        # With the number and the line of the backward; None stands for its loss.
-        self._unread: list[tuple[int, str, list[Leaf | None], NonfiniteFlags]] = []
-        self._bad_loss = (0, "")  # the latest backward whose loss was not finite itself, and its line
-        self._an_optimizer_steps = False
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._lock = threading.RLock()
-        self._late: list[torch.Tensor] = []  # to be unscaled when the pass ends
-        self._late_factor = 1.0
-        self._late_pass = threading.Lock()
+
+        # By the id of a leaf.
+        self._hooks: dict[int, _Hook] = {}
+        self._overflows: dict[int, _Overflow] = {}
+        self._watched: dict[int, _Watched] = {}
+        self._in_optimizers: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._owned_leaves: list[int] = []  # ids of the leaves of a pass that optimizers have, all of them
+        self._an_optimizer_steps = False
+
+        self._unread: list[_Unread] = []
+        # The gradients that the latest pass left, and their versions, until a step has used them.
+        self._checked: tuple[list[torch.Tensor], list[int]] = ([], [])
+        self._bad_loss = (0, "")  # the latest backward whose loss was not finite itself, and its line
+
+        # Leaves of the running pass whose gradients are unscaled together when it ends.
+        self._together: list[torch.Tensor] = []
+        self._together_factor = 1.0
+        self._pass_together = threading.Lock()
         self._passes_elsewhere = False  # in other threads than the main one
 
-    def reached_from(self, roots: Iterable[Any], passed_on: Call | None) -> tuple[list[Leaf], bool]:
+    # ---- finding leaves
+
+    def reached_from(self, roots: Iterable[Any]) -> tuple[list[torch.Tensor], bool]:
         """Return the leaves below graph nodes ``roots``, and whether the graph runs code written in Python.
 
-        Each leaf has its unscaling hook from now on. ``passed_on`` selects leaves to ignore: those that stand
-        for other tensors of an enclosing pass.
+        The graph has to be walked: a leaf that is in no module and in no optimizer is known to nobody else.
         """
-        nodes = nodes_below(roots)
-        functions = {
-            t for t in set(map(type, nodes)) if issubclass(t, torch.autograd.function.BackwardCFunction)
-        }
-        for kind in (getattr(function, "_forward_cls", function) for function in functions):
-            if not kind.__module__.startswith("torch."):
-                self._recorder.note(_OF_FUNCTION.format(kind.__name__))
-        tensors = [tensor for node in nodes if (tensor := leaf_of(node)) is not None]
-        return [self._hooked(t) for t in tensors if passed_on is None or not passed_on(t)], bool(functions)
+        leaves, functions = leaves_and_functions(roots)
+        for function in functions:
+            if not function.__module__.startswith("torch."):
+                self._recorder.note(_OF_FUNCTION.format(function.__name__))
+        return leaves, bool(functions)
 
-    def _hooked(self, tensor: torch.Tensor) -> Leaf:
-        if (leaf := self.find(tensor)) is not None:
-            return leaf
+    # ---- unscaling as each gradient arrives
+
+    def hook(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Unscale each gradient of ``leaves`` as it arrives, in this pass and in later ones."""
         with self._lock:
-            if (leaf := self.find(tensor)) is None:
-                handle = register_hook_first(tensor, self._unscale)
-                leaf = self._by_id[id(tensor)] = Leaf(weakref.ref(tensor), handle.remove)
-            return leaf
+            for leaf in leaves:
+                if not self.is_hooked(leaf):
+                    handle = register_hook_first(leaf, self._unscale)
+                    self._hooks[id(leaf)] = _Hook(weakref.ref(leaf), handle.remove)
+
+    def is_hooked(self, leaf: torch.Tensor) -> bool:
+        hook = self._hooks.get(id(leaf))
+        return hook is not None and hook.leaf() is leaf
 
     def _unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Divide a gradient by the scale of the running pass: the hook of each leaf."""
         factor = self.factors.get(graph_task_id())
         # torch.autograd.grad(allow_unused=True) calls hooks of leaves that the pass does not reach with None.
-        if factor is None or gradient is None or self._late:
+        if factor is None or gradient is None or self._together:
             return None
         return true_gradient(gradient, factor)
 
-    @contextmanager
-    def unscaled_late(
-        self, leaves: Sequence[Leaf], factor: float, late: bool
-    ) -> Iterator[list[torch.Tensor]]:
-        """Unscale what ``leaves`` get from the pass in this block in one operation when it ends, if ``late``.
+    # ---- unscaling all gradients of a pass together
 
-        A product for each leaf costs a tenth of a step of many small layers. The hooks do it all the same
-        where somebody may see a gradient before the end: another library (``torch.distributed``) or thread.
+    @contextmanager
+    def unscaled(
+        self, leaves: list[torch.Tensor], factor: float, seen_early: bool
+    ) -> Iterator[list[PassGradients]]:
+        """Unscale what ``leaves`` get from the pass in this block; in its end if nothing sees it before.
+
+        Args:
+            leaves: all that the pass reaches.
+            factor: the loss scale of the pass.
+            seen_early: whether something may see a gradient before the end of the pass.
 
         Yields:
-            filled in the end: gradients that the operation found to be finite.
+            a list, filled in the end if all gradients were unscaled together.
         """
-        tensors = [tensor for leaf in leaves if (tensor := leaf.tensor()) is not None]
-        late = late and not self._passes_elsewhere and not _other_libraries_look()
-        late = late and all(map(_is_unseen_until_the_end, tensors))
-        if threading.current_thread() is not threading.main_thread():
-            self._passes_elsewhere = True
-            with self._late_pass:  # one of the main thread ends first, and there is no other from now on
-                late = False
-        finite: list[torch.Tensor] = []
-        with self._late_pass if late else nullcontext():
-            if late and not self._passes_elsewhere:
-                self._late, self._late_factor = tensors, factor
-            try:
-                yield finite
-            finally:
-                finite += self.unscale_arrived() if late else []
-
-    def unscale_arrived(self) -> list[torch.Tensor]:
-        """Unscale what has arrived in the leaves of ``unscaled_late``; hooks unscale what comes later."""
-        late, self._late = self._late, []
-        arrived = [(tensor, gradient) for tensor in late if (gradient := tensor.grad) is not None]
-        # Gradients of two leaves may lie in one memory, as those of ``a`` and ``b`` in ``torch.cat([a, b])``.
-        memory = [g.untyped_storage().data_ptr() if g.layout is torch.strided else -1 for _, g in arrived]
-        lying = Counter(memory)
-        alone, finite = [], []
-        for (tensor, gradient), where in zip(arrived, memory, strict=True):
-            if where != -1 and lying[where] == 1 and gradient.dtype is torch.float32:
-                alone.append(gradient)
+        together: list[PassGradients] = []
+        with self._alone_if(not seen_early and self._are_unseen(leaves)) as alone:
+            if alone:
+                self._together = leaves
+                self._together_factor = factor
             else:
-                tensor.grad = true_gradient(gradient, self._late_factor)
-        for device, _, _, members in by_device_and_dtype(alone) if alone else ():
-            bad = torch.zeros((), device=device)
-            multiply_and_check(members, bad, torch.full((), 1.0 / self._late_factor, device=device))
-            finite += members if device.type == "cpu" and not bad else []  # elsewhere reading it would wait
-        return finite
+                self.hook(leaves)
+            try:
+                yield together
+            finally:
+                # Also after an error: gradients that arrived before it stay.
+                if self._together is leaves:
+                    together.append(self._unscale_together())
 
-    def find(self, tensor: torch.Tensor) -> Leaf | None:
-        leaf = self._by_id.get(id(tensor))
-        return leaf if leaf is not None and leaf.tensor() is tensor else None
+    @contextmanager
+    def _alone_if(self, together: bool) -> Iterator[bool]:
+        """Run a block in which gradients are scaled until its end, while no other thread runs a pass.
 
-    def _found(self, tensors: Iterable[torch.Tensor]) -> list[tuple[Leaf, torch.Tensor]]:
-        return [(leaf, tensor) for tensor in tensors if (leaf := self.find(tensor)) is not None]
-
-    def backward_begins(self, leaves: Sequence[Leaf], backward: int) -> None:
-        """Forget overflows of dropped gradients; refuse leaves that were updated without an optimizer."""
-        pairs = [(leaf, tensor) for leaf in leaves if (tensor := leaf.tensor()) is not None]
-        gone = [(leaf, tensor) for leaf, tensor in pairs if tensor.grad is None]
-        if gone and self._unread:
-            self._read()
-        changed = [(leaf, t) for leaf, t in pairs if leaf.before and self._changed(t, *leaf.before)]
-        # After an update a script drops or changes the gradient; an embedding that was renormalised in place
-        # in a forward (``max_norm``) keeps it.
-        moved = [(leaf, t) for leaf, t in changed if t.grad is None or self._changed_since_check(t)]
-        if moved:
-            self._refuse_updates(moved)
-        for leaf, tensor in gone:
-            self._discard(leaf, tensor, backward)
-        skipped = [(leaf, t, t.grad) for leaf, t in pairs if leaf.skipped and t.grad is not None]
-        still = nonfinite_flags([gradient for _, _, gradient in skipped]).read()
-        for (leaf, tensor, _), flag in zip(skipped, still, strict=True):
-            if not flag:
-                self._discard(leaf, tensor, backward)
-
-    def _changed(self, tensor: torch.Tensor, version: int, values: torch.Tensor | None, *_: object) -> bool:
-        """Return whether a leaf has other values; a write through ``.data`` keeps the version.
-
-        Comparing values waits for the device: only while no optimizer is known to update parameters.
+        Yields:
+            ``together``; False from the first pass in another thread on.
         """
-        if tensor._version != version or self._an_optimizer_steps or values is None:
-            return tensor._version != version
-        now = leaf_sample(tensor)
-        return now is not None and not torch.allclose(now, values, 0.0, 0.0, equal_nan=True)
-
-    def _refuse_updates(self, moved: Sequence[tuple[Leaf, torch.Tensor]]) -> None:
-        """Refuse changes along or against the gradient: updates by hand.
-
-        Loaded weights, new ones, and a buffer with the next batch change in directions of their own. A
-        worker's copy of weights that an optimizer updates follows them.
-        """
-        updated = [t for one in self._by_id.values() if one.owned and (t := one.tensor()) is not None]
-        pairs = [(t, u) for _, t in moved for u in updated if (t.shape, t.device) == (u.shape, u.device)]
-        if any(bool((t == u).all()) for t, u in pairs):
-            for leaf, _ in moved:
-                leaf.owned, leaf.before = True, None
+        if threading.current_thread() is not threading.main_thread():
+            # First a pass of the main thread ends; it runs no other like that from now on.
+            self._passes_elsewhere = True
+            with self._pass_together:
+                pass
+        if not together or self._passes_elsewhere:
+            yield False
             return
-        for leaf, tensor in moved:
-            assert leaf.before is not None
-            _, values, gradient = leaf.before
-            leaf.before = None
-            now = leaf_sample(tensor)
-            if now is not None and values is not None and gradient is not None:
-                signs = ((now - values).sign() * gradient.sign()).nan_to_num(0.0)
-                count, along = leaf.moves
-                leaf.moves = count + int(signs.count_nonzero()), along + int(signs.sum())
-        together = [sum(counts) for counts in zip(*(leaf.moves for leaf, _ in moved), strict=True)]
-        for leaf, tensor in moved:
-            for count, along in (leaf.moves, together):
-                if count >= _ENOUGH and abs(along) > _ALONG * count:
-                    raise UnsupportedError(_BY_HAND.format(shape=tuple(tensor.shape)))
-            if leaf.moves[0] >= _ENOUGH:
-                leaf.owned = True
-                self._recorder.note(_OTHER_CHANGES)
+        with self._pass_together:
+            yield not self._passes_elsewhere
 
-    def _discard(self, leaf: Leaf, tensor: torch.Tensor, clean_since: int) -> None:
-        if leaf.overflow and not leaf.skipped:
-            # Where the loss was finite, so was the tensor: what it holds now came from its gradient.
-            if leaf.overflow != self._bad_loss[0] and not bool(torch.isfinite(tensor.detach()).all()):
-                raise UnsupportedError(_BY_HAND.format(shape=tuple(tensor.shape)))
-            self._recorder.note(
-                "the script dropped gradients that had overflowed; the loss scale was lowered"
-            )
-            self._scale.discarded(leaf.overflow)
-        leaf.overflow, leaf.skipped, leaf.clean_since = 0, False, clean_since
+    def unscale_arrived(self) -> None:
+        """Unscale what has arrived, where something interrupts a pass; hooks unscale the rest."""
+        inside_of_a_pass = graph_task_id() != NO_GRAPH_TASK  # not in another thread meanwhile
+        if self._together and inside_of_a_pass:
+            leaves = self._together
+            self._unscale_together()
+            self.hook(leaves)
+
+    def _unscale_together(self) -> PassGradients:
+        """Unscale and check the gradients that have arrived."""
+        leaves, self._together = self._together, []
+        gradients = list(map(_GRADIENT, leaves))
+        if not _NONE.isdisjoint(map(type, gradients)):
+            leaves = [leaf for leaf in leaves if leaf.grad is not None]
+            gradients = list(map(_GRADIENT, leaves))
+
+        # One operator cannot write to all where kinds differ, or where two lie in one memory.
+        found_inf = []
+        in_place = gradients
+        if not _are_dense_and_apart(gradients):
+            in_place = _dense_and_apart(gradients)
+            kept = set(map(id, in_place))
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                if id(gradient) not in kept:
+                    unscaled = true_gradient(gradient, self._together_factor)
+                    leaf.grad = unscaled
+                    found_inf.append(nonfinite_flags([unscaled]).any(unscaled.device))
+            gradients = list(map(_GRADIENT, leaves))
+
+        inverse = 1.0 / self._together_factor
+        for device, _, _, members in by_device_and_dtype(in_place) if in_place else ():
+            bad = torch.zeros((), device=device)
+            multiply_and_check(members, bad, torch.full((), inverse, device=device))
+            found_inf.append(bad)
+        return PassGradients(leaves, gradients, found_inf)
+
+    def _are_unseen(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Return whether nothing sees gradients of ``leaves`` before the pass ends, and none has one yet."""
+        # Libraries that average gradients over processes may read each as it arrives.
+        if "horovod" in sys.modules or (dist.is_available() and dist.is_initialized()):
+            return False
+        # torch calls the methods of a subclass.
+        plain = {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, leaves))
+        if not plain or not _NONE.issuperset(map(type, map(_GRADIENT, leaves))):
+            return False
+        if any(map(_POST_HOOKS, leaves)):
+            return False
+        return _NONE.issuperset(map(type, map(_HOOKS, leaves))) or all(map(self._is_hooked_alone, leaves))
+
+    def _is_hooked_alone(self, leaf: torch.Tensor) -> bool:
+        """Return whether a leaf has no hook but that of this class, from a pass that something saw early."""
+        hooks = leaf._backward_hooks
+        return not hooks or (len(hooks) == 1 and self.is_hooked(leaf))
+
+    # ---- before and after a pass
+
+    def backward_begins(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Forget overflows of gradients that the script dropped; refuse updates that it made by hand."""
+        if self._unread and any(leaf.grad is None for leaf in leaves):
+            self.read()
+        if self._watched:
+            self._refuse_updates_by_hand(leaves)
+        if self._overflows:
+            self._forget_dropped(leaves)
 
     def backward_ended(
         self,
-        leaves: list[Leaf],
+        leaves: Sequence[torch.Tensor],
         backward: int,
         loss: torch.Tensor | None,
         site: str,
-        finite: Sequence[torch.Tensor],
+        left: PassGradients | None,
     ) -> None:
-        """Check what the leaves accumulated, before the script can clamp it; the result is read later."""
-        known = set(map(id, finite))
-        gradients = [] if loss is None else [loss]
-        holding: list[Leaf | None] = [None for _ in gradients]
-        for leaf in leaves:
-            tensor = leaf.tensor()
-            if tensor is None:
-                continue
-            if not leaf.owned:
-                # Once an optimizer steps, only leaves that change beside it are copied.
-                quiet = self._an_optimizer_steps and leaf.before is not None
-                samples = (None, None) if quiet else (leaf_sample(tensor), leaf_sample(tensor.grad))
-                leaf.before = (tensor._version, *samples)
-            if (gradient := tensor.grad) is not None:
-                leaf.checked = (weakref.ref(gradient), gradient._version)
-                if id(gradient) not in known:
-                    holding.append(leaf)
-                    gradients.append(gradient)
-        flags = nonfinite_flags(gradients)
+        """Remember what the leaves hold, before the script can change it.
+
+        Args:
+            leaves: all that the pass reached.
+            backward: number of the pass.
+            loss: its loss, if that is one number.
+            site: the line of the script that called it.
+            left: what was unscaled together; None: gradients were unscaled as they arrived.
+        """
+        self._watch_parameters_without_optimizer(leaves)
+        if left is None:
+            holders = [leaf for leaf in leaves if leaf.grad is not None]
+            gradients = list(map(_GRADIENT, holders))
+            left = PassGradients(holders, gradients, nonfinite_flags(gradients))
+        versions = list(map(_VERSION, left.gradients))
+        self._checked = (left.gradients, versions)
+
+        finite = left.are_finite()
+        if finite:
+            return
+        unread = _Unread(
+            backward=backward,
+            site=site,
+            loss=None if loss is None else (loss.detach(), loss._version),
+            leaves=list(map(weakref.ref, left.leaves)),
+            gradients=list(map(weakref.ref, left.gradients)),
+            versions=versions,
+            check=left.check,
+        )
         with self._lock:
-            self._unread.append((backward, site, holding, flags))
-            if len(self._unread) >= _READ_EVERY:
-                self._read()
+            self._unread.append(unread)
+            # Without waiting, the gradients are found as they are.
+            if finite is not None or len(self._unread) >= _READ_EVERY:
+                self.read()
+
+    # ---- overflows
 
     def nonfinite_among(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return those whose gradient overflowed or is not finite now; waits for the device."""
-        self._read()
-        changed = [p for p in parameters if p.grad is not None and self._changed_since_check(p)]
-        now = nonfinite_flags([p.grad for p in changed if p.grad is not None]).read()
-        bad = {id(p) for p, flag in zip(changed, now, strict=True) if flag}
-        bad |= {id(p) for leaf, p in self._found(parameters) if leaf.overflow}
-        return [p for p in parameters if id(p) in bad]
+        self.read()
+        if not self._overflows and self._are_as_checked(map(_GRADIENT, parameters)):
+            return []
+        holders = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = list(map(_GRADIENT, holders))
+        bad = set()
+        if not self._are_as_checked(gradients):
+            flags = nonfinite_flags(gradients).read()
+            bad = {id(parameter) for parameter, flag in zip(holders, flags, strict=True) if flag}
+        return [p for p in parameters if id(p) in bad or self._overflow_of(p) is not None]
 
-    def bad_loss(self, parameters: Sequence[torch.Tensor]) -> str | None:
+    def _are_as_checked(self, gradients: Iterable[torch.Tensor | None]) -> bool:
+        """Return whether the latest backward pass left exactly these gradients, and checked them."""
+        checked, versions = self._checked
+        known = set(map(id, checked))
+        known.add(id(None))
+        return known.issuperset(map(id, gradients)) and list(map(_VERSION, checked)) == versions
+
+    def forget_gradients(self) -> None:
+        """Let the gradients of the latest pass go: a step has used them, or the script has dropped them."""
+        self._checked = ([], [])
+
+    def bad_loss(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """Return the line of a backward whose loss was not finite, if these gradients came from it."""
         backward, site = self._bad_loss
-        return site if any(0 < leaf.overflow <= backward for leaf, _ in self._found(parameters)) else None
-
-    def _changed_since_check(self, parameter: torch.Tensor) -> bool:
-        leaf, gradient = self.find(parameter), parameter.grad
-        assert gradient is not None
-        if leaf is None or leaf.checked is None:
-            return True
-        checked, version = leaf.checked
-        return checked() is not gradient or version != gradient._version
-
-    def own(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Record that an optimizer begins a step on these parameters."""
-        self._an_optimizer_steps = True
-        self.unscale_arrived()  # an optimizer may step in the middle of a pass
         for parameter in parameters:
-            if parameter.requires_grad:  # torch refuses hooks on a frozen one
-                leaf = self._hooked(parameter)
-                leaf.owned, leaf.before = True, None
+            overflow = self._overflow_of(parameter)
+            if overflow is not None and overflow.backward <= backward:
+                return site
+        return None
 
     def skipped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record that an optimizer skipped its step on these gradients, which are still there."""
-        for leaf, _ in self._found(parameters):
-            leaf.skipped = leaf.skipped or leaf.overflow > 0
+        for parameter in parameters:
+            overflow = self._overflow_of(parameter)
+            if overflow is not None:
+                overflow.skipped = True
 
-    def zeroed(self, parameters: Iterable[torch.Tensor], backward: int) -> None:
-        """Record that gradients of these parameters, up to those of ``backward``, became zero or None."""
-        if self._unread:
-            self._read()
-        for leaf, parameter in self._found(parameters):
-            self._discard(leaf, parameter, backward + 1)
+    def zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record that gradients of these parameters became zero or None."""
+        self.forget_gradients()
+        if self._overflows:
+            for parameter in parameters:
+                self._forget_overflow(parameter)
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Read which gradients overflowed; waits for the device if a pass has ended since the last time."""
+        if not self._unread:
+            return
         with self._lock:
             unread, self._unread = self._unread, []
-            for backward, site, leaves, flags in unread:
-                for leaf, flag in zip(leaves, flags.read(), strict=True):
-                    if flag and leaf is None:
-                        self._bad_loss = (backward, site)
-                    elif flag and leaf is not None and backward >= leaf.clean_since:
-                        leaf.overflow = leaf.overflow or backward
-            self._by_id = {key: leaf for key, leaf in self._by_id.items() if leaf.tensor() is not None}
+            for one in unread:
+                overflowed = one.leaves_that_overflowed()
+                if overflowed and not one.loss_was_finite():
+                    self._bad_loss = (one.backward, one.site)
+                for leaf in overflowed:
+                    if self._overflow_of(leaf) is None:
+                        self._overflows[id(leaf)] = _Overflow(weakref.ref(leaf), one.backward)
+            self._forget_what_is_gone()
+
+    def _forget_what_is_gone(self) -> None:
+        """Keep the tables from growing where each pass has leaves of its own."""
+        for table in (self._hooks, self._overflows, self._watched):
+            if len(table) > 2 * len(self._in_optimizers) + _READ_EVERY:
+                for key in [key for key, entry in table.items() if entry.leaf() is None]:
+                    del table[key]
+
+    def _overflow_of(self, leaf: torch.Tensor) -> _Overflow | None:
+        overflow = self._overflows.get(id(leaf))
+        return overflow if overflow is not None and overflow.leaf() is leaf else None
+
+    def _forget_dropped(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Forget the overflows of gradients that are gone, or that the script zeroed after a skipped step."""
+        skipped = []
+        for leaf in leaves:
+            overflow = self._overflow_of(leaf)
+            if overflow is None:
+                continue
+            if leaf.grad is None:
+                self._forget_overflow(leaf)
+            elif overflow.skipped:
+                skipped.append(leaf)
+        still = nonfinite_flags([leaf.grad for leaf in skipped if leaf.grad is not None]).read()
+        for leaf, flag in zip(skipped, still, strict=True):
+            if not flag:
+                self._forget_overflow(leaf)
+
+    def _forget_overflow(self, leaf: torch.Tensor) -> None:
+        overflow = self._overflow_of(leaf)
+        if overflow is None:
+            return
+        if not overflow.skipped:
+            # Where the loss was finite, so was the tensor: what it holds now came from its gradient.
+            loss_was_finite = overflow.backward != self._bad_loss[0]
+            if loss_was_finite and not bool(torch.isfinite(leaf.detach()).all()):
+                raise UnsupportedError(_OVERFLOW_BY_HAND.format(shape=tuple(leaf.shape)))
+            self._recorder.note(
+                "the script dropped gradients that had overflowed; the loss scale was lowered"
+            )
+            self._scale.discarded(overflow.backward)
+        del self._overflows[id(leaf)]
+
+    # ---- updates by hand
+
+    def _own(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record that these are parameters of optimizers, or follow some."""
+        for parameter in parameters:
+            key = id(parameter)
+            if key not in self._in_optimizers:
+                self._in_optimizers[key] = weakref.ref(parameter, functools.partial(self._disown, key))
+                self._watched.pop(key, None)
+
+    def _own_what_optimizers_have(self) -> None:
+        for optimizer in self.optimizers:
+            self._own(parameters_of(optimizer))
+
+    def _disown(self, key: int, _: Any) -> None:
+        """Forget a parameter that is gone: another tensor may get its id."""
+        self._in_optimizers.pop(key, None)
+        self._owned_leaves = []
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that an optimizer begins a step."""
+        self._an_optimizer_steps = True
+        self.optimizers.add(optimizer)  # perhaps made before the attachment
+        self.unscale_arrived()
+
+    def _watch_parameters_without_optimizer(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Remember parameters that no optimizer has, to refuse an update of them by hand."""
+        # Mostly all leaves are parameters of optimizers, and the same as in the pass before.
+        ids = list(map(id, leaves))
+        if ids == self._owned_leaves:
+            return
+        self._own_what_optimizers_have()
+        if self._in_optimizers.keys() >= set(ids):
+            self._owned_leaves = ids
+            return
+        for leaf in leaves:
+            if id(leaf) not in self._in_optimizers and isinstance(leaf, torch.nn.Parameter):
+                # Writes through ``.data`` keep the version. To compare values waits for the device, so it is
+                # done only while no optimizer is known to update parameters.
+                values = None if self._an_optimizer_steps else leaf_sample(leaf)
+                gradient = None if leaf.grad is None else (weakref.ref(leaf.grad), leaf.grad._version)
+                self._watched[id(leaf)] = _Watched(weakref.ref(leaf), leaf._version, values, gradient)
+
+    def _refuse_updates_by_hand(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters in no optimizer that changed after they had got a gradient from a scaled pass."""
+        changed = [leaf for leaf in leaves if self._was_changed(leaf)]
+        if not changed:
+            return
+        self._own_what_optimizers_have()  # one may have been made since, after a trial run
+        changed = [leaf for leaf in changed if id(leaf) not in self._in_optimizers]
+        if changed and not self._follow_an_optimizer(changed):
+            raise UnsupportedError(_BY_HAND.format(shape=tuple(changed[0].shape)))
+
+    def _was_changed(self, leaf: torch.Tensor) -> bool:
+        before = self._watched.get(id(leaf))
+        if before is None or before.leaf() is not leaf:
+            return False
+        # After an update a script drops or changes the gradient; an embedding that was renormalised in place
+        # in a forward (``max_norm``) keeps it.
+        if leaf.grad is not None and before.gradient is not None:
+            gradient, version = before.gradient
+            if gradient() is leaf.grad and leaf.grad._version == version:
+                return False
+        if leaf._version != before.version:
+            return True
+        if self._an_optimizer_steps or before.values is None:
+            return False
+        now = leaf_sample(leaf)
+        return now is not None and not torch.allclose(now, before.values, 0.0, 0.0, equal_nan=True)
+
+    def _follow_an_optimizer(self, changed: Sequence[torch.Tensor]) -> bool:
+        """Return whether parameters are a worker's copy of those that an optimizer updates, as in A3C."""
+        updated = [tensor for kept in self._in_optimizers.values() if (tensor := kept()) is not None]
+        for copy in changed:
+            for tensor in updated:
+                alike = (copy.shape, copy.device) == (tensor.shape, tensor.device)
+                if alike and bool((copy == tensor).all()):
+                    self._own(changed)
+                    return True
+        return False
 
     def remove_hooks(self) -> None:
-        for leaf in self._by_id.values():
-            leaf.remove_hook()
-        self._by_id.clear()
+        for hook in self._hooks.values():
+            hook.remove()
+        for table in (self._hooks, self._overflows, self._watched, self._in_optimizers):
+            table.clear()
         self._unread.clear()
+        self.forget_gradients()
 
 
 def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
@@ -338,16 +592,25 @@ def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
     return gradient * (1.0 / factor)
 
 
-def _other_libraries_look() -> bool:
-    """Return whether a library that averages gradients over processes may read each as it arrives."""
-    return "horovod" in sys.modules or (dist.is_available() and dist.is_initialized())
+def _are_dense_and_apart(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return whether all are dense, in fp32, and have a memory of their own."""
+    if not {torch.strided}.issuperset(map(_LAYOUT, gradients)):
+        return False
+    if not {torch.float32}.issuperset(map(_DTYPE, gradients)):
+        return False
+    storages = map(torch.Tensor.untyped_storage, gradients)
+    return len(set(map(torch.UntypedStorage.data_ptr, storages))) == len(gradients)
 
 
-def _is_unseen_until_the_end(tensor: torch.Tensor) -> bool:
-    """Return whether only ``run`` learns when the gradient of a leaf arrives, and it gets no earlier one."""
-    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.grad is None and len(hooks[0] or ()) == 1 and not hooks[1]
+def _dense_and_apart(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those that are dense, in fp32, and have a memory of their own.
+
+    Gradients of two leaves may lie in one memory, as those of ``a`` and ``b`` in ``torch.cat([a, b])``.
+    """
+    dense = [g for g in gradients if g.layout is torch.strided]
+    in_memory = Counter(gradient.untyped_storage().data_ptr() for gradient in dense)
+    apart = [g for g in dense if in_memory[g.untyped_storage().data_ptr()] == 1]
+    return [gradient for gradient in apart if gradient.dtype is torch.float32]
 
 
 def leaf_sample(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -360,16 +623,17 @@ def leaf_sample(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 _BY_HAND = (
-    "a tensor of shape {shape} was updated by hand: it changed by its gradient and no torch.optim.Optimizer "
-    "has stepped on it. In fp16 a step whose gradients overflow must be skipped, and only "
+    "a tensor of shape {shape} was updated by hand: it changed after a backward pass, and no "
+    "torch.optim.Optimizer has it. In fp16 a step whose gradients overflow must be skipped, and only "
     "Optimizer.step can be. Use --policy bf16, which needs no skipping, or put the update into a "
-    "torch.optim.Optimizer (SAM's first step is such an update too)."
+    "torch.optim.Optimizer."
+)
+_OVERFLOW_BY_HAND = (
+    "a tensor of shape {shape} was updated by hand with a gradient that had overflowed: it holds NaN or "
+    "infinity now. In fp16 a step whose gradients overflow must be skipped, and only Optimizer.step can be "
+    "(SAM's first step is an update by hand too). Use --policy bf16, which needs no skipping."
 )
 _OF_FUNCTION = (
     "the backward of {} sees gradients times the loss scale; that is right where it is linear in them (no "
     "clamp, no norm), and wrong otherwise"
-)
-_OTHER_CHANGES = (
-    "tensors changed after backward, without an optimizer and not along their gradients: taken for loaded "
-    "weights or data. If these are updates, use --policy bf16: in fp16 they would need to be skipped"
 )

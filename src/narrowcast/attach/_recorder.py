@@ -58,6 +58,11 @@ class Recorder:
         self.left_alone: str | None = None
         self.shared: Any = None  # steps taken and skipped, for the process that started this one
 
+    @property
+    def keeps_losses(self) -> bool:
+        """Whether losses and the lines of their backwards are written."""
+        return self._writer is not None
+
     def saw_device(self, device_type: str, format_name: str, because: str) -> None:
         """Record that the first region on a device type was opened, or turned out not to be needed."""
         self.devices[device_type] = {"device_type": device_type, "format": format_name, "because": because}
@@ -76,7 +81,7 @@ class Recorder:
         """Record an outermost backward, called at ``site``; ``loss`` is None unless it is one number."""
         with self._lock:
             self.backwards += 1
-            value = _reading(loss) if loss is not None and self._writer else None
+            value = _reading(loss) if loss is not None and self.keeps_losses else None
             if value is not None:
                 self._add("loss", backward=self.backwards, site=site, value=value)
 
@@ -91,6 +96,8 @@ class Recorder:
             self.skipped_steps += skipped
             if self.shared is not None:
                 self.shared[skipped] += 1
+            if self._writer is None:
+                return
             now = time.perf_counter()
             before, of_any = self._last_step_of.get(optimizer), max(self._last_step_of.values(), default=now)
             self._last_step_of[optimizer] = now

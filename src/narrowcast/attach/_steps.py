@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -52,6 +53,25 @@ class _LowWeights:
         return f"rounding swallowed {share:.0%} of the updates of {self.name} in its first {self.steps} steps"
 
 
+@dataclass(slots=True)
+class _Record:
+    """What is known of one optimizer.
+
+    Attributes:
+        name: its class.
+        low_weights: None if none of its weights is stored in a low format without a master.
+        number: in the order of first steps, from 0; None before the first.
+        taken: steps taken.
+        skips_in_a_row: steps skipped since the last one taken.
+    """
+
+    name: str
+    low_weights: _LowWeights | None
+    number: int | None = None
+    taken: int = 0
+    skips_in_a_row: int = 0
+
+
 class Steps:
     """Wrap the ``step`` of every optimizer class, where torch itself wraps it to call step hooks.
 
@@ -68,12 +88,10 @@ class Steps:
         self._regions = regions
         self._nesting = Nesting()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        # Number of an optimizer -> its class, steps taken, and steps skipped since the last one taken.
-        self._outcomes: dict[int, tuple[str, int, int]] = {}
+        self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
+        self._all_records: list[_Record] = []  # also of optimizers that are gone
+        self._numbers = itertools.count()
         self._skips = SkipsInARow(PATIENCE)
-        self._low: weakref.WeakKeyDictionary[Optimizer, _LowWeights | None] = weakref.WeakKeyDictionary()
-        self._lows: list[_LowWeights] = []
         self._installed = False
 
     def install(self, patches: Patches) -> None:
@@ -102,40 +120,34 @@ class Steps:
     def _init(self, original: Call, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
         self.optimizers.add(optimizer)
+        self._leaves.optimizers.add(optimizer)
         self._stopping.made_optimizer = True
 
     @untraced
     def _zero_grad(self, original: Call, owner: Any, *args: Any, **kwargs: Any) -> None:
         """Notice gradients zeroed in place: their overflow is gone, though the tensor is the same."""
+        if not self._scale.active:
+            original(owner, *args, **kwargs)
+            return
+        self._leaves.read()  # before gradients are lost
         original(owner, *args, **kwargs)
-        if self._scale.active:
-            optimizer = isinstance(owner, Optimizer)
-            parameters = parameters_of(owner) if optimizer else owner.parameters()
-            self._leaves.zeroed(parameters, self._scale.backward)
+        if isinstance(owner, Optimizer):
+            self._leaves.optimizers.add(owner)  # perhaps made before the attachment
+            self._leaves.zeroed(parameters_of(owner))
+        else:
+            self._leaves.zeroed(owner.parameters())
 
-    def _before_unwrapped_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Step hook of torch, for a ``step`` that a scheduler wrapped before the attachment.
+    def _before_unwrapped_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Step hook of torch: refuse a ``step`` that a scheduler wrapped before the attachment.
 
-        A hook cannot omit the step, so it passes an optimizer without parameters instead.
+        Such a step cannot be skipped: a hook cannot omit it.
         """
-        if self._nesting.depth or not self._scale.active:
-            return None
-        if closure_of(args[1:], kwargs) is not None:
+        if self._scale.active and not self._nesting.depth:
             raise UnsupportedError(
                 f"the step of {type(optimizer).__name__} was wrapped before narrowcast was attached (a "
-                "scheduler does that), so its closure cannot be evaluated again where its gradients "
-                "overflow: make the optimizer and its scheduler inside the attachment"
+                "scheduler does that), so it cannot be skipped where gradients overflow in fp16: make the "
+                "optimizer and its scheduler inside the attachment"
             )
-        with self._nesting:
-            self._leaves.own(parameters_of(optimizer))
-            bad = self._leaves.nonfinite_among(parameters_of(optimizer))
-            self._ended(optimizer, bad)
-        if not bad:
-            return None
-        emptied = object.__new__(type(optimizer))
-        groups = [{**group, "params": []} for group in optimizer.param_groups]
-        emptied.__dict__.update({**vars(optimizer), "param_groups": groups})
-        return (emptied, *args[1:]), kwargs
 
     def _wrap(self, hooked: Call) -> Call:
         @functools.wraps(hooked)
@@ -174,7 +186,7 @@ class Steps:
             result = self._call(hooked, optimizer, args, kwargs)
             self._saw_step(optimizer, skipped=False)
             return result
-        self._leaves.own(parameters_of(optimizer))
+        self._leaves.step_begins(optimizer)
         if closure is None:
             bad = self._leaves.nonfinite_among(parameters_of(optimizer))
             result = None if bad else self._call(hooked, optimizer, args, kwargs)
@@ -187,15 +199,7 @@ class Steps:
 
     def _call(self, hooked: Call, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Step; in a few steps, count the updates of low weights that rounding swallows."""
-        if optimizer not in self._low:
-            self._low[optimizer] = None
-            low = {p.dtype for p in parameters_of(optimizer)} & {torch.bfloat16, torch.float16}
-            if low and held_by(optimizer) is None:
-                new = self._low[optimizer] = _LowWeights(type(optimizer).__name__)
-                self._lows.append(new)
-                stored = few([*map(format_name, low)])
-                self._recorder.note(_LOW_WEIGHTS.format(new.name, stored), at_once=True)
-        counts = self._low[optimizer]
+        counts = self._record_of(optimizer).low_weights
         if counts is None or counts.steps == _MEASURED or closure_of(args, kwargs) is not None:
             return hooked(optimizer, *args, **kwargs)
         trained = [p for g in optimizer.param_groups if g.get("lr") != 0 for p in g["params"]]
@@ -210,10 +214,24 @@ class Steps:
             self._recorder.note(counts.text(), at_once=True)
         return result
 
+    def _record_of(self, optimizer: Optimizer) -> _Record:
+        record = self._records.get(optimizer)
+        if record is not None:
+            return record
+        name, low_weights = type(optimizer).__name__, None
+        low = {p.dtype for p in parameters_of(optimizer)} & {torch.bfloat16, torch.float16}
+        if low and held_by(optimizer) is None:
+            low_weights = _LowWeights(name)
+            stored = few([*map(format_name, low)])
+            self._recorder.note(_LOW_WEIGHTS.format(name, stored), at_once=True)
+        record = self._records[optimizer] = _Record(name, low_weights)
+        self._all_records.append(record)
+        return record
+
     def _hold_back(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Omit a step for the observer, which can read the gradients that it would have used."""
         if self._scale.active:
-            self._leaves.own(parameters_of(optimizer))
+            self._leaves.step_begins(optimizer)
         with torch.enable_grad():
             loss = None if closure is None else closure()
         bad = self._leaves.nonfinite_among(parameters_of(optimizer)) if self._scale.active else []
@@ -224,33 +242,41 @@ class Steps:
     def _saw_step(self, optimizer: Optimizer, *, skipped: bool) -> None:
         if self._nesting.depth != 1:
             return
+        record = self._record_of(optimizer)
+        if record.number is None:
+            record.number = next(self._numbers)
         scale = self._scale.value.scale if self._scale.active else None
-        number = self._numbers.setdefault(optimizer, len(self._outcomes))
-        self._recorder.saw_step(optimizer=number, skipped=skipped, scale=scale)
-        name, taken, in_a_row = self._outcomes.get(number, (type(optimizer).__name__, 0, 0))
-        self._outcomes[number] = (name, taken + (not skipped), in_a_row + 1 if skipped else 0)
-        if skipped and in_a_row + 1 == _WARN_AT:
+        self._recorder.saw_step(optimizer=record.number, skipped=skipped, scale=scale)
+        if not skipped:
+            record.taken += 1
+            record.skips_in_a_row = 0
+            return
+        record.skips_in_a_row += 1
+        if record.skips_in_a_row == _WARN_AT:
             self._recorder.note(
-                f"{_WARN_AT} steps of {name} in a row were skipped: nothing is trained while that lasts, as "
-                f"gradients are not finite, now at a loss scale of {scale:g}",
+                f"{_WARN_AT} steps of {record.name} in a row were skipped: nothing is trained while that "
+                f"lasts, as gradients are not finite, now at a loss scale of {scale:g}",
                 at_once=True,
             )
 
     def note_what_was_lost(self) -> None:
         """Note each optimizer that took no step, though another may have, and updates that rounding lost."""
-        for counts in self._lows:
-            if 0 < counts.steps < _MEASURED:
+        for record in self._all_records:
+            counts = record.low_weights
+            if counts is not None and 0 < counts.steps < _MEASURED:
                 self._recorder.note(counts.text())
-        for name, taken, skips in self._outcomes.values():
-            if skips and not taken:
+        for record in self._all_records:
+            if record.skips_in_a_row and not record.taken:
                 self._recorder.note(
-                    f"{name} took no step, so what it optimizes is untrained: all {skips} were skipped, as "
-                    "gradients were not finite. Try --policy bf16, and fp32 to see whether it has them too"
+                    f"{record.name} took no step, so what it optimizes is untrained: all "
+                    f"{record.skips_in_a_row} were skipped, as gradients were not finite. Try --policy bf16, "
+                    "and fp32 to see whether it has them too"
                 )
 
     def _ended(self, optimizer: Optimizer, bad: list[torch.Tensor]) -> None:
         """Record a step that was taken, or skipped because the gradients of ``bad`` are not finite."""
         self._saw_step(optimizer, skipped=bool(bad))
+        self._leaves.forget_gradients()
         if not bad:
             self._skips.took(optimizer)
             self._scale.after_step(overflow=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from narrowcast.gradients import ACCUMULATE_GRAD
 
 NO_GRAPH_TASK = -1
 
@@ -29,6 +31,32 @@ def gradient_dtypes(node: Any) -> set[torch.dtype]:
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.cpp
     passed_on = {below._input_metadata[i].dtype for below, i in node.next_functions if below is not None}
     return passed_on | {taken.dtype for taken in node._input_metadata}
+
+
+def leaves_and_functions(roots: Iterable[Any]) -> tuple[list[torch.Tensor], set[type]]:
+    """Walk the graph that backward from nodes ``roots`` would visit.
+
+    Returns:
+        The leaves that would get a gradient, and the custom ``autograd.Function`` classes in the graph.
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.cpp
+    seen = set(roots)
+    nodes = list(seen)
+    leaves = []
+    for node in nodes:  # which grows meanwhile
+        for below, _ in node.next_functions:
+            if below is None or below in seen:
+                continue
+            seen.add(below)
+            if type(below) is ACCUMULATE_GRAD:
+                leaves.append(below.variable)  # type: ignore[attr-defined]
+            else:
+                nodes.append(below)
+    functions = set()
+    for kind in set(map(type, nodes)):
+        if issubclass(kind, torch.autograd.function.BackwardCFunction):
+            functions.add(getattr(kind, "_forward_cls", kind))
+    return leaves, functions
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from narrowcast.gradients._steps import (
     step_or_restore,
 )
 from narrowcast.gradients._torch_internals import (
+    ACCUMULATE_GRAD,
     ASKED_BY_SCALERS,
     by_device_and_dtype,
     is_capturing,
@@ -31,6 +32,7 @@ from narrowcast.gradients._torch_internals import (
 )
 
 __all__ = [
+    "ACCUMULATE_GRAD",
     "ASKED_BY_SCALERS",
     "GradScaler",
     "NonfiniteFlags",
