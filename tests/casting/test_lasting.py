@@ -99,7 +99,7 @@ def test_nothing_is_left_of_one_that_cannot_open():
         LastingRegion(POLICY, {"cpu": torch.bfloat16, "no such device": torch.bfloat16})
     assert product() == torch.float32
     assert not _autocast._outside_rules
-    assert _weight_casts.LOADING.users == 0
+    assert not _weight_casts.LOADING.users
 
 
 def test_a_thread_that_ended_leaves_no_region_behind():

@@ -76,7 +76,7 @@ class PassGradients:
     def are_finite(self) -> bool | None:
         """Return whether all are finite; None where reading that would wait for a device."""
         if isinstance(self.check, NonfiniteFlags):
-            on_host = all(flags.device.type == "cpu" for _, flags in self.check.flags_by_group)
+            on_host = all(norms.device.type == "cpu" for _, norms in self.check.norms_by_group)
             return not any(self.check.read()) if on_host else None
         on_host = all(found_inf.device.type == "cpu" for found_inf in self.check)
         return not any(map(bool, self.check)) if on_host else None

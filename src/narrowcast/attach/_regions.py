@@ -212,15 +212,14 @@ class Regions:
                 return call()
         depth = thread.depth
         try:
-            with self._region_on[device_type]:
-                thread.depth = depth + 1
-                output = call()
-                self._watch_sigmoid(output)
+            thread.depth = depth + 1
+            output = self._region_on[device_type].around(call)
         except (RuntimeError, TypeError) as error:
             note_formats(error, module, dtype)
             raise
         finally:
             thread.depth = depth
+        self._watch_sigmoid(output)
         return cast_floating(output, torch.float32)
 
     def _watch_sigmoid(self, output: Any) -> None:

@@ -307,6 +307,19 @@ class PolicyRegion:
         for _state in self._states:
             _regions.leave(self)
 
+    def around(self, call: Callable[[], _R]) -> _R:
+        """Return ``call()``, called inside the region; after Ctrl-C at any line the region is closed too."""
+        depth = len(thread.regions)
+        try:
+            self.__enter__()
+            return call()
+        finally:
+            try:
+                _regions.leave_to(depth)
+            except BaseException:
+                _regions.leave_to(depth)
+                raise
+
     def remove(self) -> None:
         """End the rules for the modules of the model."""
         if self._applied is not None:

@@ -234,7 +234,12 @@ class ModuleCall:
             args, kwargs = self._enter(opened, module, args, kwargs)
             output = below(*args, **kwargs)
         finally:
-            _leave(opened)
+            # Ctrl-C may end it at any line; each can be repeated.
+            try:
+                _leave(opened)
+            except BaseException:
+                _leave(opened)
+                raise
         return _cast_outputs(opened.outputs, output) if opened.outputs else output
 
     def follow_model(self, module: torch.nn.Module) -> None:

@@ -196,16 +196,8 @@ def leave(owner: object) -> None:
 def leave_to(depth: int) -> None:
     """Close the innermost regions of this thread until ``depth`` are left.
 
-    Every step can be repeated, so that Ctrl-C in the middle leaves nothing open.
+    Every step can be repeated: who calls this in ``finally`` calls it again if Ctrl-C ends it.
     """
-    try:
-        _close_regions(depth)
-    except BaseException:
-        _close_regions(depth)
-        raise
-
-
-def _close_regions(depth: int) -> None:
     regions = thread.regions
     while len(regions) > depth:
         _restore(regions[-1])
@@ -241,7 +233,11 @@ def regions(
             enter(None, device, dtype, enabled, cache_enabled, scope, promotion)
         yield
     finally:
-        leave_to(depth)
+        try:
+            leave_to(depth)
+        except BaseException:
+            leave_to(depth)
+            raise
 
 
 def discard_regions(regions: list[OpenRegion]) -> None:

@@ -166,9 +166,10 @@ def set_scope(scope: Scope | None, device_type: str) -> None:
         mark = mark_of(scope)
         carrier = _carrier_of[device_type]
         thread.scopes[device_type] = scope
-    torch.set_autocast_dtype(carrier, mark)
-    # Dynamo compares the dtypes of devices on which autocast is on.
+    # Dynamo compares the dtypes of devices on which autocast is on. The dtype comes last, since it tells
+    # whether all of this was done.
     torch.set_autocast_enabled(carrier, scope is not None)
+    torch.set_autocast_dtype(carrier, mark)
 
 
 def change_scope(scope: Scope, device_type: str) -> None:
