@@ -241,7 +241,7 @@ class Leaves:
     def unscaled(
         self, leaves: list[torch.Tensor], factor: float, seen_early: bool
     ) -> Iterator[list[PassGradients]]:
-        """Unscale what ``leaves`` get from the pass in this block; in its end if nothing sees it before.
+        """Unscale what ``leaves`` get from the pass in this block: together when it ends, or one by one.
 
         Args:
             leaves: all that the pass reaches.
@@ -249,7 +249,7 @@ class Leaves:
             seen_early: whether something may see a gradient before the end of the pass.
 
         Yields:
-            a list, filled in the end if all gradients were unscaled together.
+            a list. If the gradients were unscaled together, it holds them when the block has ended.
         """
         together: list[PassGradients] = []
         with self._alone_if(not seen_early and self._are_unseen(leaves)) as alone:
@@ -341,6 +341,7 @@ class Leaves:
 
     def backward_begins(self, leaves: Sequence[torch.Tensor]) -> None:
         """Forget overflows of gradients that the script dropped; refuse updates that it made by hand."""
+        self.forget_gradients()
         if self._unread and any(leaf.grad is None for leaf in leaves):
             self.read()
         if self._watched:
@@ -387,7 +388,7 @@ class Leaves:
         )
         with self._lock:
             self._unread.append(unread)
-            # Without waiting, the gradients are found as they are.
+            # Where this waits for nothing, it is done now, before the script can change the gradients.
             if finite is not None or len(self._unread) >= _READ_EVERY:
                 self.read()
 
@@ -508,6 +509,7 @@ class Leaves:
                 self._watched.pop(key, None)
 
     def _own_what_optimizers_have(self) -> None:
+        """Look again at the optimizers: a script may make one, or add parameters to one, at any time."""
         for optimizer in self.optimizers:
             self._own(parameters_of(optimizer))
 
