@@ -184,3 +184,41 @@ def test_garbage_may_release_kernels_while_others_are_released(before, collected
         first, other = (functools.partial(_kernels.release, "cpu", (op,)) for op in ("erfinv", "digamma"))
         collected(number, other, first)
     assert changes_since(before) == {}
+
+
+def set_of_rules(number):
+    return rules(nc.rule.op("softmax", compute="fp16"), nc.rule.module(f"layer{number}", compute="fp32"))
+
+
+def test_more_sets_of_rules_than_dtypes_in_turn(before):
+    """A dtype stands for each; those of policies that were freed stand for others."""
+    kept = set_of_rules("kept")  # so that the kernels stay
+    PolicyRegion(kept, {"cpu": BF16})
+    for number in range(60):
+        policy = set_of_rules(number)
+        with PolicyRegion(policy, {"cpu": BF16}):
+            assert torch.randn(4).softmax(-1).dtype == FP16
+        del policy
+    assert torch.randn(4).softmax(-1).dtype == FP32
+    del kept
+    gc.collect()
+    assert changes_since(before) == {}
+
+
+def test_more_sets_of_rules_than_dtypes_at_once_are_refused(before):
+    policies = [set_of_rules(number) for number in range(60)]
+
+    def open_each():
+        for policy in policies:
+            with PolicyRegion(policy, {"cpu": BF16}):
+                pass
+
+    with pytest.raises(nc.errors.UnsupportedError, match="different sets of rules in force in one process"):
+        open_each()
+    assert not torch.is_autocast_enabled("cpu")
+    policies.clear()
+    gc.collect()
+    with nc.autocast("cpu", policy=rule("softmax", "fp16")):
+        assert torch.randn(4).softmax(-1).dtype == FP16
+    gc.collect()
+    assert changes_since(before) == {}
