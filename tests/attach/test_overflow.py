@@ -1,5 +1,6 @@
 """A planted overflow: the step is skipped, the scale halves, and nothing stored is ever non-finite."""
 
+import copy
 import math
 import warnings
 
@@ -141,6 +142,22 @@ def test_two_optimizers_move_the_scale_once_a_backward(factors, steps, scale):
             assert all(changed) if factor == 1.0 else not any(changed)
     assert (attached.facts["steps"], attached.facts["skipped_steps"]) == steps
     assert attached.facts["final_scale"] == scale
+
+
+@pytest.mark.parametrize("read_later", [False, True])
+def test_an_overflow_of_a_workers_gradients_is_skipped(read_later, monkeypatch):
+    """As in A3C: the parameters of the optimizer get the very gradients of a copy."""
+    model, optimizer, *_ = regression(0.1)
+    worker, before = copy.deepcopy(model), copies_of(optimizer)
+    if read_later:
+        monkeypatch.setattr(PassGradients, "are_finite", lambda _: None)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        backward(worker, 1e6)
+        for shared, own in zip(model.parameters(), worker.parameters(), strict=True):
+            shared.grad = own.grad
+        optimizer.step()
+    assert_same(before, copies_of(optimizer))
+    assert attached.facts["skipped_steps"] == 1
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["together", "one by one"])

@@ -190,7 +190,8 @@ class Leaves:
         self._an_optimizer_steps = False
 
         self._unread: list[_Unread] = []
-        # The gradients that the latest pass left, and their versions, until a step has used them.
+        # The gradients that the latest pass left, and their versions: until a step has used them, or one of
+        # them turns out not to be finite. A script may give them to other parameters.
         self._checked: tuple[list[torch.Tensor], list[int]] = ([], [])
         self._bad_loss = (0, "")  # the latest backward whose loss was not finite itself, and its line
 
@@ -408,14 +409,14 @@ class Leaves:
         return [p for p in parameters if id(p) in bad or self._overflow_of(p) is not None]
 
     def _are_as_checked(self, gradients: Iterable[torch.Tensor | None]) -> bool:
-        """Return whether the latest backward pass left exactly these gradients, and checked them."""
+        """Return whether the latest backward pass left exactly these gradients, and found them finite."""
         checked, versions = self._checked
         known = set(map(id, checked))
         known.add(id(None))
         return known.issuperset(map(id, gradients)) and list(map(_VERSION, checked)) == versions
 
     def forget_gradients(self) -> None:
-        """Let the gradients of the latest pass go: a step has used them, or the script has dropped them."""
+        """Let the gradients of the latest pass go; a step checks its gradients anew."""
         self._checked = ([], [])
 
     def bad_loss(self, parameters: Iterable[torch.Tensor]) -> str | None:
@@ -449,6 +450,8 @@ class Leaves:
             unread, self._unread = self._unread, []
             for one in unread:
                 overflowed = one.leaves_that_overflowed()
+                if overflowed:
+                    self.forget_gradients()
                 if overflowed and not one.loss_was_finite():
                     self._bad_loss = (one.backward, one.site)
                 for leaf in overflowed:
