@@ -125,10 +125,11 @@ class Regions:
 
     def _module_call(self, original: Call) -> Call:
         thread, recorder = self._thread, self._recorder
+        is_traced = torch.compiler.is_dynamo_compiling  # looked up once: every call of a module comes here
 
         @functools.wraps(original)
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-            if torch.compiler.is_dynamo_compiling():
+            if is_traced():
                 return self._traced_call(original, module, args, kwargs)
             recorder.module_calls += 1
             if thread.depth or recorder.left_alone is not None:
