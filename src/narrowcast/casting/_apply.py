@@ -120,8 +120,10 @@ class Applied:
                 if "" in paths and (module is model or not is_wrapper(module)):
                     rules = _rules_of(self.policy, paths, module)
                     self._calls.add(_ModelCall(inside, rules, module, model))
-                    reset_compiled_code()
             inside.follow(model)
+            # Graphs made before do not ask what stands in front of a module. Not in ``follow``, which the call
+            # of a compiled model runs: a module that is added later has no graph yet.
+            reset_compiled_code()
         _applied[model] = self
         self._watching = _watch_moves(self) if opens else None
 
@@ -214,7 +216,6 @@ class RuledModules:
             _detach(calls)
             if rules:
                 self.calls.add(ModuleCall(self.shared, rules, module, unfused=module in fused))
-                reset_compiled_code()  # graphs made before do not ask what stands in front of the module
         self._children = [part._modules for part in model.modules()]
         self._as_they_were = [dict(children) for children in self._children]
         self._fp8_layers = [one for one in model.modules() if is_fp8(one)]

@@ -49,7 +49,7 @@ from narrowcast.machine import check_device
 from narrowcast.policy import CASTS_TO, Policy, Rule, Scope, dtype_of
 
 _EXPORTED = (
-    "expected a model without a policy for torch.export, got one with hooks of nc.apply, which no program "
+    "expected a model without a policy for torch.export, got one with that of nc.apply, which no program "
     "keeps: export it before nc.apply or after remove()"
 )
 _keys = itertools.count()
