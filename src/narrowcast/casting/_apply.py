@@ -121,8 +121,8 @@ class Applied:
                     rules = _rules_of(self.policy, paths, module)
                     self._calls.add(_ModelCall(inside, rules, module, model))
             inside.follow(model)
-            # Graphs made before do not ask what stands in front of a module. Not in ``follow``, which the call
-            # of a compiled model runs: a module that is added later has no graph yet.
+            # Graphs made before do not ask what stands in front of a module. Not in ``follow``, which the
+            # call of a compiled model runs: a module that is added later has no graph yet.
             reset_compiled_code()
         _applied[model] = self
         self._watching = _watch_moves(self) if opens else None
