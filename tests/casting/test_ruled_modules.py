@@ -110,12 +110,6 @@ class TestCompiled:
             assert compiled(X).dtype == BF16
         assert compiled(X).dtype == FP32
 
-    def test_module_compile(self, ruled):
-        expected = ruled(X)
-        ruled.compile(backend="aot_eager")
-        ruled[1].compile(backend="aot_eager")
-        assert_same(ruled(X), expected)
-
 
 def test_a_move_is_noticed():
     model = make()

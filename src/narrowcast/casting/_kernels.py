@@ -33,7 +33,7 @@ import torch
 from narrowcast.casting import _operators, _promotion
 from narrowcast.casting._operators import below_autocast, native_kernel, without_autocast_cache
 from narrowcast.casting._promotion import NORMS, promoted, promoted_on, promoting
-from narrowcast.casting._scopes import scope_on, scopes_here
+from narrowcast.casting._scopes import make_room_for_marks, scope_on, scopes_here
 from narrowcast.casting._torch_internals import (
     decomposition_of,
     has_kernel,
@@ -121,6 +121,7 @@ def serve(resolved: ResolvedPolicy) -> None:
     """Register a kernel for each operator that this policy decides, as long as the policy lives."""
     if resolved in _served:
         return
+    make_room_for_marks()
     ops = resolved.kernels()
     acquire(resolved.device_type, ops)
     weakref.finalize(resolved, release, resolved.device_type, ops).atexit = False

@@ -48,7 +48,9 @@ from narrowcast.casting._torch_internals import (
     is_below_autograd,
     is_proxy_tracing,
     is_transforming,
+    let_dynamo_trace,
     scripted_as,
+    traced_only_inline,
     without_key,
 )
 from narrowcast.policy import PROMOTE, PROMOTED, TABLES, dtype_of, native_table, operator
@@ -235,9 +237,13 @@ def _promoting_norm(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
     """Return a maker of what replaces ``torch.layer_norm`` or another norm."""
 
     def make(below: Callable[..., Any]) -> Callable[..., Any]:
+        let_dynamo_trace_norm = let_dynamo_trace(below)
+
+        @traced_only_inline
         @functools.wraps(below)
         def norm(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
+                let_dynamo_trace_norm()
                 return below(*args, **kwargs)
             # Fake tensors raise no error where their formats meet.
             if args and type(args[0]) not in CLASSES and is_proxy_tracing() and is_promoting():

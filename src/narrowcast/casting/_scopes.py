@@ -37,6 +37,7 @@ def _dtypes_for_marks() -> tuple[torch.dtype, ...]:
 
 
 _MARKS = _dtypes_for_marks()
+_SPARE_MARKS = 16  # for the modules of a new policy
 _carrier_of: dict[str, str] = {}
 """Device type -> its carrier, for those that had a scope."""
 # What a dtype stands for: device type and identity of a scope, and the scopes (of equal policies) with it.
@@ -217,22 +218,32 @@ def _mark_with(identity: _Identity, meanings: dict[torch.dtype, _Meaning]) -> to
 
 
 def _unused_mark(meanings: dict[torch.dtype, _Meaning]) -> torch.dtype:
-    """Return a dtype that stands for no scope; if none is left, one whose scopes are gone."""
+    """Return a dtype that stands for no scope."""
     for mark in _MARKS:
         if mark not in meanings:
             return mark
-    gone = [mark for mark, (_, scopes) in meanings.items() if not scopes]
-    if not gone:
-        raise UnsupportedError(
-            f"expected at most {len(_MARKS)} different sets of rules in force in one process, since "
-            "torch.compile can tell no more of them apart: let rules share a pattern, or delete policies "
-            "that are no longer used"
-        )
-    # Graphs of the scopes that are gone would be taken for those of new ones.
-    reset_compiled_code()
-    for mark in gone:
-        del meanings[mark]
-    return gone[0]
+    raise UnsupportedError(
+        f"expected at most {len(_MARKS)} different sets of rules in force in one process, since "
+        "torch.compile can tell no more of them apart: let rules share a pattern, or delete policies that "
+        "are no longer used"
+    )
+
+
+def make_room_for_marks() -> None:
+    """Where few dtypes are left, free those whose scopes are gone.
+
+    Called for a new policy, never while Dynamo traces: graphs of the scopes that are gone would be taken for
+    those of new ones, so all are made anew.
+    """
+    with _lock:
+        for meanings in _meanings.values():
+            if len(_MARKS) - len(meanings) >= _SPARE_MARKS:
+                continue
+            gone = [mark for mark, (_, scopes) in meanings.items() if not scopes]
+            if gone:
+                reset_compiled_code()
+            for mark in gone:
+                del meanings[mark]
 
 
 def _tag_graphs_on_disk() -> None:

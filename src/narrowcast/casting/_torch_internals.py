@@ -302,6 +302,20 @@ def let_dynamo_trace_autocast() -> None:
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
 
 
+def let_dynamo_trace(function: Callable[..., Any]) -> Callable[[], None]:
+    """Return what traced code calls ahead of ``function`` of torch, so that Dynamo puts it into graphs.
+
+    Dynamo lists torch's functions when it is first used, perhaps while ours stands in place of this one.
+    """
+
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/trace_rules.py
+    @constant_while_tracing
+    def let() -> None:
+        torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
+
+    return let
+
+
 @constant_while_tracing
 def has_autocast(device_type: str) -> bool:
     """As ``torch.amp.is_autocast_available``, which Dynamo 2.11 cannot trace."""

@@ -81,9 +81,13 @@ class Scope:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """A key that identifies this scope on its device type, also in other processes."""
+        """A key that identifies this scope on its device type, also in other processes.
+
+        Scopes inside modules whose rules compute in the same way share it.
+        """
         resolved = self.resolved
-        return (resolved.table_name, resolved.lower, resolved.rules, self.rule, self._ops)
+        compute = None if self.rule is None else self.rule.compute
+        return (resolved.table_name, resolved.lower, resolved.rules, compute, self._ops)
 
     @property
     def rules_operators(self) -> bool:
