@@ -240,10 +240,9 @@ def make_room_for_marks() -> None:
             if len(_MARKS) - len(meanings) >= _SPARE_MARKS:
                 continue
             gone = [mark for mark, (_, scopes) in meanings.items() if not scopes]
-            if gone:
-                reset_compiled_code()
-            for mark in gone:
-                del meanings[mark]
+            if gone and reset_compiled_code():
+                for mark in gone:
+                    del meanings[mark]
 
 
 def _tag_graphs_on_disk() -> None:

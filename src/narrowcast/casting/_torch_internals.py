@@ -347,12 +347,16 @@ def trace_backward_outside_of_regions() -> None:
         settings.backward_pass_autocast = "off"
 
 
-def reset_compiled_code() -> None:
-    """Have ``torch.compile`` make the graphs of this process anew."""
+def reset_compiled_code() -> bool:
+    """Have ``torch.compile`` make the graphs of this process anew; False inside of a compiled call."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
     dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.reset_code_caches()
+    if dynamo is None:
+        return True
+    if _C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        return False
+    dynamo.reset_code_caches()
+    return True
 
 
 def dynamo_error() -> type[Exception]:
