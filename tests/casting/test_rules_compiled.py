@@ -87,23 +87,6 @@ print(first, second)
     assert done.stdout.split() == ["torch.float16", "torch.bfloat16"], done.stderr
 
 
-@pytest.mark.long
-def test_more_places_than_formats():
-    """Beyond as many policies as there are formats, a second device type tells them apart."""
-    compiled = torch.compile(both, backend="eager", dynamic=False)
-    names = [op for op in nc.policy.every_operator() if op.isalpha() and len(op) > 3][:120]
-    policies = [
-        rules(rule.op(op, compute="fp32"), rule.op("softmax", compute="fp16" if index % 2 else "fp32"))
-        for index, op in enumerate(names)
-    ]
-    with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
-        for _ in range(2):
-            for index, policy in enumerate(policies):
-                with nc.autocast("cpu", policy=policy):
-                    assert compiled(X)[0].dtype == (FP16 if index % 2 else FP32)
-    assert not torch.is_autocast_enabled("ipu")
-
-
 # ---- a region inside
 
 

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from narrowcast.casting._scopes import (
 )
 from narrowcast.casting._torch_internals import (
     CALL,
+    COMPILED_CALL,
     REPLICATE,
     Replacement,
     constant_while_tracing,
@@ -169,9 +171,16 @@ class ModuleCall:
         self._begin()
 
         attributes = vars(module)
-        self.below: Callable[..., Any] | None = attributes.get(CALL)
+        # What module.compile() made is called in place of ``_call_impl``.
+        self._compiled = attributes.get(COMPILED_CALL) is not None
+        self.below: Callable[..., Any] | None = attributes.get(COMPILED_CALL) or attributes.get(CALL)
         attributes[CALL] = self.call
+        if self._compiled:
+            attributes[COMPILED_CALL] = self.call
         attributes[REPLICATE] = self.replicate
+        # Dynamo guards that other modules have no such attribute, so that they share no graph with this one.
+        if not isinstance(module, torch.jit.ScriptModule):
+            attributes.setdefault("forward", module.forward)
         # A hook keeps nn.TransformerEncoderLayer from its fused kernel, which would pass over the rules.
         self._hook = module.register_forward_pre_hook(_no_change) if unfused else None
 
@@ -195,16 +204,22 @@ class ModuleCall:
         for other in others:
             if other.below == self.call:
                 other.below = self.below
+        if attributes.get(COMPILED_CALL) == self.call:
+            attributes[COMPILED_CALL] = self.below
         if attributes.get(CALL) == self.call:
             del attributes[CALL]
-            if self.below is not None:
-                attributes[CALL] = self.below
+            if others:
+                attributes[CALL] = others[0].call
         if not others:
             attributes.pop(REPLICATE, None)
+            if _has_own_forward(module):
+                del attributes["forward"]
 
     def __getstate__(self) -> dict[str, Any]:
         made_here = ("key", "_decided", "_devices", "_devices_at")
         state = {name: value for name, value in vars(self).items() if name not in made_here}
+        if self._compiled:  # a copy is not compiled
+            state["below"] = None
         return {**state, "_module": self._module()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -257,6 +272,8 @@ class ModuleCall:
             twin._module, twin.below = weakref.ref(replica), below
             below = twin.call
         vars(replica)[CALL] = below
+        if _has_own_forward(module):
+            del vars(replica)["forward"]
         return replica
 
     def check_recomputation(self) -> None:
@@ -428,6 +445,12 @@ class ModuleCall:
             word = scope.resolved.lower if rule.output == "lower" else rule.output
             output = _Casts(rule, device, dtype_of(word))
         return _Inside(dtype_outside if dtype is None else dtype, enabled, scope, casts, output)
+
+
+def _has_own_forward(module: torch.nn.Module) -> bool:
+    """Return whether ``forward`` is an attribute of the instance that only binds that of the class."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, MethodType) and forward.__func__ is getattr(type(module), "forward", None)
 
 
 def _no_change(*_: object) -> None:

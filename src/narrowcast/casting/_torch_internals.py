@@ -190,6 +190,7 @@ def scripted_as(function: Callable[..., Any], name: str) -> None:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/variables/nn_module.py
 CALL = "_call_impl"
+COMPILED_CALL = "_compiled_call_impl"
 # Makes the shallow copies of DataParallel, which share the attributes of the instance.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/parallel/replicate.py
 REPLICATE = "_replicate_for_data_parallel"
