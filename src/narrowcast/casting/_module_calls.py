@@ -16,7 +16,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -179,8 +178,8 @@ class ModuleCall:
             attributes[COMPILED_CALL] = self.call
         attributes[REPLICATE] = self.replicate
         # Dynamo guards that other modules have no such attribute, so that they share no graph with this one.
-        if not isinstance(module, torch.jit.ScriptModule):
-            attributes.setdefault("forward", module.forward)
+        if type(self) is ModuleCall and not isinstance(module, torch.jit.ScriptModule):
+            attributes.setdefault("forward", self.forward)
         # A hook keeps nn.TransformerEncoderLayer from its fused kernel, which would pass over the rules.
         self._hook = module.register_forward_pre_hook(_no_change) if unfused else None
 
@@ -256,6 +255,11 @@ class ModuleCall:
                 _leave(opened)
                 raise
         return _cast_outputs(opened.outputs, output) if opened.outputs else output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``forward`` of the module's class: an attribute of the instance that Dynamo guards."""
+        module: Any = self._module()
+        return type(module).forward(module, *args, **kwargs)
 
     def follow_model(self, module: torch.nn.Module) -> None:
         """Give rules to modules that were added since the last call."""
@@ -448,9 +452,8 @@ class ModuleCall:
 
 
 def _has_own_forward(module: torch.nn.Module) -> bool:
-    """Return whether ``forward`` is an attribute of the instance that only binds that of the class."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, MethodType) and forward.__func__ is getattr(type(module), "forward", None)
+    """Return whether ``forward`` is an attribute of the instance that a ``ModuleCall`` set."""
+    return isinstance(getattr(vars(module).get("forward"), "__self__", None), ModuleCall)
 
 
 def _no_change(*_: object) -> None:
