@@ -1,12 +1,15 @@
 """What rules leave in PyTorch's dispatcher: something while they are needed, and nothing afterwards."""
 
+import contextlib
 import functools
 import gc
+import threading
 
 import pytest
 import torch
 from casting_cases import BF16, FP16, FP32, in_threads, rules
 from dispatch_table import changes_since, everywhere, kernels, whole_table
+from torch import nn
 
 import narrowcast as nc
 from narrowcast.casting import PolicyRegion, _kernels
@@ -190,31 +193,67 @@ def set_of_rules(number):
     return rules(nc.rule.op("softmax", compute="fp16"), nc.rule.module(f"layer{number}", compute="fp32"))
 
 
-def test_more_sets_of_rules_than_dtypes_in_turn(before):
-    """A dtype stands for each; those of policies that were freed stand for others."""
-    kept = set_of_rules("kept")  # so that the kernels stay
-    PolicyRegion(kept, {"cpu": BF16})
-    for number in range(60):
-        policy = set_of_rules(number)
+@pytest.mark.parametrize("are_kept", [False, True], ids=["freed", "kept"])
+def test_more_sets_of_rules_than_dtypes_in_turn(before, are_kept):
+    """A dtype stands for each; those of policies that no region has stand for others."""
+    policies = [set_of_rules(number) for number in range(60)]
+    for number, policy in enumerate(policies):
         with PolicyRegion(policy, {"cpu": BF16}):
             assert torch.randn(4).softmax(-1).dtype == FP16
-        del policy
+        if not are_kept:
+            policies[number] = set_of_rules("one, so that the kernels stay")
+            PolicyRegion(policies[number], {"cpu": BF16})
     assert torch.randn(4).softmax(-1).dtype == FP32
-    del kept
+    if are_kept:  # the first one lost its dtype
+        with PolicyRegion(policies[0], {"cpu": BF16}):
+            assert torch.randn(4).softmax(-1).dtype == FP16
+    policies.clear()
+    del policy
     gc.collect()
     assert changes_since(before) == {}
 
 
-def test_more_sets_of_rules_than_dtypes_at_once_are_refused(before):
+def test_the_dtype_of_an_open_region_is_not_taken(before):
+    """Not by regions inside it, nor by those of other threads."""
     policies = [set_of_rules(number) for number in range(60)]
 
     def open_each():
         for policy in policies:
             with PolicyRegion(policy, {"cpu": BF16}):
-                pass
+                torch.ones(4).softmax(-1)
 
-    with pytest.raises(nc.errors.UnsupportedError, match="different sets of rules in force in one process"):
+    outer = rule("exp", "fp16")
+    with nc.autocast("cpu", policy=outer):
         open_each()
+        thread = threading.Thread(target=open_each)
+        thread.start()
+        thread.join()
+        assert torch.ones(4).exp().dtype == FP16
+        assert torch.ones(4).softmax(-1).dtype == FP32
+    policies.clear()
+    del outer
+    gc.collect()
+    assert changes_since(before) == {}
+
+
+def test_as_many_rules_as_there_are_modules():
+    """Rules for operators that do the same inside different modules need one dtype."""
+    model = nn.Sequential(*(nn.Softmax(-1) for _ in range(60)))
+    policy = rules(*(nc.rule.module(str(number), op="softmax", compute="fp16") for number in range(60)))
+    with nc.apply(model, policy):
+        assert model(torch.randn(4)).dtype == FP16
+
+
+def test_more_sets_of_rules_than_dtypes_at_once_are_refused(before):
+    policies = [set_of_rules(number) for number in range(60)]
+
+    def open_each_inside_the_last():
+        with contextlib.ExitStack() as regions:
+            for policy in policies:
+                regions.enter_context(PolicyRegion(policy, {"cpu": BF16}))
+
+    with pytest.raises(nc.errors.UnsupportedError, match="different sets of rules at once"):
+        open_each_inside_the_last()
     assert not torch.is_autocast_enabled("cpu")
     policies.clear()
     gc.collect()

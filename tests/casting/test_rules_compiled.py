@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import narrowcast as nc
 from child_processes import finished
+from narrowcast.casting import _scopes
 from narrowcast.errors import UnsupportedError
 
 pytestmark = COMPILES
@@ -49,6 +50,18 @@ def test_two_policies_take_turns_on_one_compiled_function():
                 assert formats(compiled) == (FP32, BF16)
         assert formats(compiled) == (FP32, FP32)
     assert len(graphs) == 4  # a preset's is that of torch.autocast
+
+
+def test_more_policies_than_torch_can_tell_apart_in_turn(monkeypatch):
+    """A policy that takes the dtype of another one shares no graph with it."""
+    monkeypatch.setattr(_scopes, "_MARKS", _scopes._MARKS[:1])
+    second = rules(rule.op("linear", compute="fp32"))
+    compiled = torch.compile(both, backend="aot_eager")
+    for _ in range(2):
+        with nc.autocast("cpu", policy=FIRST):
+            assert formats(compiled) == (FP16, BF16)
+        with nc.autocast("cpu", policy=second):
+            assert formats(compiled) == (FP32, FP32)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -18,7 +18,7 @@ import torch
 
 from narrowcast.casting._torch_internals import reset_compiled_code, trace_backward_outside_of_regions
 from narrowcast.errors import UnsupportedError
-from narrowcast.policy import Rule, Scope, dtype_of
+from narrowcast.policy import ResolvedPolicy, Rule, Scope, dtype_of
 
 # The device type whose autocast dtype stands for the scopes of another one. That of "cpu" differs from the
 # others', since a model may be on a CPU and on one other device.
@@ -92,6 +92,13 @@ class OpenRegion:
         self.promoting_before = torch.get_autocast_dtype(PROMOTING[0])
 
 
+class _Regions(list[OpenRegion]):
+    """The open regions of a thread; a class, so that other threads can refer to them weakly."""
+
+
+_of_threads: weakref.WeakValueDictionary[int, _Regions] = weakref.WeakValueDictionary()
+
+
 class _Thread(threading.local):
     """State of a thread.
 
@@ -104,8 +111,10 @@ class _Thread(threading.local):
     casting_rule: Rule | None = None
 
     def __init__(self) -> None:
-        self.regions: list[OpenRegion] = []
+        self.regions = _Regions()
         self.scopes: dict[str, Scope] = {}
+        with _lock:
+            _of_threads[id(self.regions)] = self.regions
 
 
 thread = _Thread()
@@ -219,30 +228,44 @@ def _mark_with(identity: _Identity, meanings: dict[torch.dtype, _Meaning]) -> to
 
 def _unused_mark(meanings: dict[torch.dtype, _Meaning]) -> torch.dtype:
     """Return a dtype that stands for no scope."""
+    if len(meanings) == len(_MARKS):
+        _free_marks(meanings)
     for mark in _MARKS:
         if mark not in meanings:
             return mark
     raise UnsupportedError(
-        f"expected at most {len(_MARKS)} different sets of rules in force in one process, since "
-        "torch.compile can tell no more of them apart: let rules share a pattern, or delete policies that "
-        "are no longer used"
+        f"expected at most {len(_MARKS)} different sets of rules at once, in open regions and in a call of a "
+        "compiled function, since torch.compile can tell no more of them apart: let rules share a pattern, "
+        "or open regions with other policies outside of the compiled function"
     )
 
 
 def make_room_for_marks() -> None:
-    """Where few dtypes are left, free those whose scopes are gone.
+    """Where few dtypes are left, free those of the scopes that no open region has.
 
-    Called for a new policy, never while Dynamo traces: graphs of the scopes that are gone would be taken for
-    those of new ones, so all are made anew.
+    Called for a new policy, since it cannot be done while Dynamo traces.
     """
     with _lock:
         for meanings in _meanings.values():
-            if len(_MARKS) - len(meanings) >= _SPARE_MARKS:
-                continue
-            gone = [mark for mark, (_, scopes) in meanings.items() if not scopes]
-            if gone and reset_compiled_code():
-                for mark in gone:
-                    del meanings[mark]
+            if len(_MARKS) - len(meanings) < _SPARE_MARKS:
+                _free_marks(meanings)
+
+
+def _free_marks(meanings: dict[torch.dtype, _Meaning]) -> None:
+    """Free the dtypes of the scopes that no open region has; each gets another one when it is needed."""
+    in_use: set[ResolvedPolicy] = set()
+    for regions in _of_threads.values():
+        in_use.update(region.scope.resolved for region in tuple(regions) if region.scope is not None)
+    freed = [
+        mark
+        for mark, (_, scopes) in meanings.items()
+        if in_use.isdisjoint(scope.resolved for scope in scopes)
+    ]
+    # The graphs of these scopes would be taken for those of the ones that come.
+    if freed and reset_compiled_code():
+        for mark in freed:
+            for scope in meanings.pop(mark)[1]:
+                scope.mark = None
 
 
 def _tag_graphs_on_disk() -> None:

@@ -87,7 +87,8 @@ class Scope:
         """
         resolved = self.resolved
         compute = None if self.rule is None else self.rule.compute
-        return (resolved.table_name, resolved.lower, resolved.rules, compute, self._ops)
+        ops = tuple((rule.op, rule.compute, rule.output) for rule in self._ops)
+        return (resolved.table_name, resolved.lower, resolved.rules, compute, ops)
 
     @property
     def rules_operators(self) -> bool:
