@@ -287,6 +287,22 @@ def test_gradients_of_two_leaves_in_one_memory_are_unscaled_once(way):
 
 
 @pytest.mark.usefixtures("no_hooks_of_others")
+def test_the_gradient_of_one_leaf_in_the_middle_of_anothers_is_unscaled_once():
+    a, b = torch.ones(24, requires_grad=True), torch.ones(8, requires_grad=True)
+
+    def backward():
+        ((a.view(3, 8).flatten() + torch.cat([torch.zeros(8), b, torch.zeros(8)])) * 3).sum().backward()
+
+    backward()
+    assert a.grad.data_ptr() < b.grad.data_ptr() < a.grad.data_ptr() + a.grad.nbytes
+    a.grad = b.grad = None
+    with Attachment("fp16", Static(scale=SCALE)):
+        backward()
+    assert a.grad.tolist() == [3.0] * 24
+    assert b.grad.tolist() == [3.0] * 8
+
+
+@pytest.mark.usefixtures("no_hooks_of_others")
 def test_gradients_that_came_before_an_error_are_true():
     def raises(saved):
         raise KeyError

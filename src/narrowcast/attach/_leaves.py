@@ -7,6 +7,7 @@ together. Where something may see a gradient earlier, a hook on each leaf unscal
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 import weakref
@@ -45,6 +46,7 @@ _GRADIENT = attrgetter("grad")
 _VERSION = attrgetter("_version")
 _DTYPE = attrgetter("dtype")
 _LAYOUT = attrgetter("layout")
+_NBYTES = attrgetter("nbytes")
 _HOOKS = attrgetter("_backward_hooks")
 _POST_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _NONE = {type(None)}
@@ -598,13 +600,16 @@ def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _are_dense_and_apart(gradients: Sequence[torch.Tensor]) -> bool:
-    """Return whether all are dense, in fp32, and have a memory of their own."""
+    """Return whether all are dense, in fp32, and have memory of their own."""
     if not {torch.strided}.issuperset(map(_LAYOUT, gradients)):
         return False
     if not {torch.float32}.issuperset(map(_DTYPE, gradients)):
         return False
-    storages = map(torch.Tensor.untyped_storage, gradients)
-    return len(set(map(torch.UntypedStorage.data_ptr, storages))) == len(gradients)
+    # The engine leaves dense gradients without gaps. They are apart if each ends before the next one starts.
+    addresses = list(map(torch.Tensor.data_ptr, gradients))
+    starts = sorted(addresses)
+    ends = sorted(map(operator.add, addresses, map(_NBYTES, gradients)))
+    return all(map(operator.le, ends, starts[1:]))
 
 
 def _dense_and_apart(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
