@@ -140,8 +140,8 @@ def _open_regions() -> tuple[int, ...]:
     """Of all threads: one that a thread leaves open as it ends would keep others from keeping casts."""
     regions = sys.modules.get("narrowcast.casting._regions")
     if regions is None:
-        return (0,) * 5
-    replaced = (regions._weight_casts.LOADING, *regions._CHECKPOINTING)
+        return (0,) * 3
+    replaced = (regions._weight_casts.LOADING, regions._CHECKPOINTING)
     return len(regions._process.caching), *(len(one.users) for one in replaced)
 
 

@@ -17,7 +17,7 @@ from narrowcast.casting._regions import traced_region
 from narrowcast.casting._scopes import scope_on, thread
 from narrowcast.casting._torch_internals import (
     ENGINE,
-    Replacement,
+    Replacements,
     is_exporting,
     nesting,
     skipped_by_dynamo,
@@ -553,4 +553,4 @@ def _outside(below: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_engine = Replacement(*ENGINE, _outside)
+_engine = Replacements((*ENGINE, _outside))

@@ -145,9 +145,8 @@ class Promotion:
         self._say, self._said = say, set[str]()
         acquire(device_type, ops, of_rules=False)
         user = object()
-        for norm in NORMS:
-            norm.begin(user)
-            weakref.finalize(self, norm.end, user).atexit = False
+        NORMS.begin(user)
+        weakref.finalize(self, NORMS.end, user).atexit = False
         _promotion.living.add(self)
         weakref.finalize(self, release, device_type, ops, of_rules=False).atexit = False
 

@@ -36,7 +36,7 @@ from narrowcast.casting._torch_internals import (
     CALL,
     COMPILED_CALL,
     REPLICATE,
-    Replacement,
+    Replacements,
     constant_while_tracing,
     is_exporting,
     keep_graphs_with_regions,
@@ -626,7 +626,7 @@ class _Moves:
 
 
 _moves = _Moves()
-MOVES = Replacement(torch.nn.Module, "_apply", _moves.counted)
+MOVES = Replacements((torch.nn.Module, "_apply", _moves.counted))
 """Counts moves of weights while it has users: policies that open a region in the call of a model."""
 
 

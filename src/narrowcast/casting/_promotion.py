@@ -44,7 +44,7 @@ from narrowcast.casting._operators import (
 )
 from narrowcast.casting._scopes import is_promoting, promotion_here
 from narrowcast.casting._torch_internals import (
-    Replacement,
+    Replacements,
     is_below_autograd,
     is_proxy_tracing,
     is_transforming,
@@ -267,7 +267,7 @@ def _promoting_norm(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return make
 
 
-NORMS = tuple(Replacement(torch, name, _promoting_norm(name)) for name in _NORMS)
+NORMS = Replacements(*((torch, name, _promoting_norm(name)) for name in _NORMS))
 """The norms of torch while there are promotions: they have no kernels."""
 
 

@@ -35,7 +35,7 @@ from narrowcast.casting._scopes import (
 from narrowcast.casting._torch_internals import (
     CHECKPOINT,
     CHECKPOINT_GENERATOR,
-    Replacement,
+    Replacements,
     skipped_by_dynamo,
 )
 from narrowcast.errors import OrderError
@@ -61,8 +61,7 @@ class _Process:
             if region.warns:
                 _weight_casts.watch_writes(region)
             if region.propagates:
-                for part in _CHECKPOINTING:
-                    part.begin(region)
+                _CHECKPOINTING.begin(region)
 
     def close(self, region: OpenRegion, *, drop: bool) -> None:
         with self.lock:
@@ -70,8 +69,7 @@ class _Process:
             if region.warns:
                 _weight_casts.end_watching(region)
             if region.propagates:
-                for part in _CHECKPOINTING:
-                    part.end(region)
+                _CHECKPOINTING.end(region)
             if drop:
                 torch.clear_autocast_cache()
                 self.format_of_casts = None
@@ -311,12 +309,9 @@ def _quiet_kwargs(original: Callable[..., Any]) -> Callable[..., Any]:
     return kwargs_of_regions
 
 
-_CHECKPOINTING = tuple(
-    Replacement(CHECKPOINT, name, make)
-    for name, make in (
-        ("CheckpointFunction", _BindingFunction),
-        (CHECKPOINT_GENERATOR, _binding_generator),
-        ("_get_autocast_kwargs", _quiet_kwargs),
-    )
+_CHECKPOINTING = Replacements(
+    (CHECKPOINT, "CheckpointFunction", _BindingFunction),
+    (CHECKPOINT, CHECKPOINT_GENERATOR, _binding_generator),
+    (CHECKPOINT, "_get_autocast_kwargs", _quiet_kwargs),
 )
 """Parts of torch's checkpointing while a region is open that it does not restore."""

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -199,33 +200,48 @@ REPLICATE = "_replicate_for_data_parallel"
 # ---- names of torch that stand for functions of ours while regions are open
 
 
-class Replacement:
-    """``owner.name`` as ``make`` wraps it, in place while there are users.
+@dataclass(slots=True)
+class _Replaced:
+    """``owner.name``, and what ``make`` makes of it."""
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+    below: Any = None
+    ours: Any = None  # made once for what is below, since regions open often
+
+
+class Replacements:
+    """Names of torch as functions of ours wrap them, in place while there are users.
 
     What another library puts in front of ours stays, and ours then only calls what is below. Users are told
     apart, so that ``begin`` and ``end`` may be repeated after an interrupt.
+
+    Args:
+        names: of each the object that has it, the name, and the function that wraps what it stands for.
     """
 
-    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        self._owner, self._name, self._make = owner, name, make
+    def __init__(self, *names: tuple[Any, str, Callable[[Any], Any]]) -> None:
+        self._names = [_Replaced(owner, name, make) for owner, name, make in names]
         self.users = set[object]()
-        self._below: Any = None
-        self._ours: Any = None  # made once for what is below, since regions open often
 
     def begin(self, user: object) -> None:
-        """Put it in place for ``user``, a hashable object of its own."""
+        """Put them in place for ``user``, a hashable object of its own."""
         if not self.users:
-            now = getattr(self._owner, self._name)
-            if now is not self._below and now is not self._ours:
-                self._below, self._ours = now, self._make(now)
-            setattr(self._owner, self._name, self._ours)
+            for one in self._names:
+                now = getattr(one.owner, one.name)
+                if now is not one.below and now is not one.ours:
+                    one.below, one.ours = now, one.make(now)
+                setattr(one.owner, one.name, one.ours)
         self.users.add(user)
 
     def end(self, user: object) -> None:
-        """Take it away if ``user`` was the last."""
+        """Take them away if ``user`` was the last."""
         self.users.discard(user)
-        if not self.users and getattr(self._owner, self._name) is self._ours:
-            setattr(self._owner, self._name, self._below)
+        if not self.users:
+            for one in self._names:
+                if getattr(one.owner, one.name) is one.ours:
+                    setattr(one.owner, one.name, one.below)
 
 
 # Module.load_state_dict has no hook that sees every module. Replacing the method for each region would empty

@@ -27,7 +27,7 @@ from narrowcast.casting import _torch_internals
 from narrowcast.casting._scopes import thread
 from narrowcast.casting._torch_internals import (
     LOADED_KEYS,
-    Replacement,
+    Replacements,
     is_proxy_tracing,
     is_tracing,
     is_transforming,
@@ -113,13 +113,13 @@ def drop_casts() -> None:
 def watch_writes(region: object) -> None:
     """Watch what may write weights in ``region``, in which a backward pass is worth a warning."""
     watch_optimizers()
-    for watcher in (LOADING, _BACKWARD, _CROSS_ENTROPY):
-        watcher.begin(region)
+    LOADING.begin(region)
+    _BACKWARD_AND_LOSS.begin(region)
 
 
 def end_watching(region: object) -> None:
-    for watcher in (LOADING, _BACKWARD, _CROSS_ENTROPY):
-        watcher.end(region)
+    LOADING.end(region)
+    _BACKWARD_AND_LOSS.end(region)
 
 
 @functools.cache
@@ -154,7 +154,9 @@ def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-LOADING = Replacement(*LOADED_KEYS, _dropping_keys)
+LOADING = Replacements((*LOADED_KEYS, _dropping_keys))
 """Drops the casts after each ``load_state_dict``, in any thread, while there are users."""
-_BACKWARD = Replacement(torch.autograd, "backward", _watched_backward)
-_CROSS_ENTROPY = Replacement(torch.nn.functional, "binary_cross_entropy", watched_cross_entropy)
+_BACKWARD_AND_LOSS = Replacements(
+    (torch.autograd, "backward", _watched_backward),
+    (torch.nn.functional, "binary_cross_entropy", watched_cross_entropy),
+)
