@@ -211,13 +211,13 @@ def _restore(region: OpenRegion) -> None:
         set_scope(region.scope_before, device)
     if region.promotion is not None:
         torch.set_autocast_dtype(_scopes.PROMOTING[0], region.promoting_before)
-    outermost = False
     if region.nested:
-        region.nested = False
-        outermost = torch.autocast_decrement_nesting() == 0
-    if outermost:
+        # After Ctrl-C between these two steps casts are dropped that may stay, which is only slower.
+        region.nested, region.drops = False, True
+        region.drops = torch.autocast_decrement_nesting() == 0
+    if region.drops:
         _weight_casts.drop_casts_here()
-    _process.close(region, drop=outermost)
+    _process.close(region, drop=region.drops)
 
 
 @contextmanager

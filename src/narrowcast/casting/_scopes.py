@@ -58,10 +58,11 @@ class OpenRegion:
         promotion: operators promote inside; called with each that runs otherwise, and how.
         caching: whether weight casts are kept.
         nested: whether torch's depth of regions counts it.
+        drops: whether leaving it drops the weight casts, since it is the outermost region of its thread.
     """
 
     __slots__ = (
-        "cache_before", "caching", "device", "dtype", "dtype_before", "enabled_before", "nested", "owner",
+        "cache_before", "caching", "device", "drops", "dtype", "dtype_before", "enabled_before", "nested", "owner",
         "promoting_before", "promotion", "propagates", "scope", "scope_before", "thread", "warns",
     )  # fmt: skip
 
@@ -85,6 +86,7 @@ class OpenRegion:
         self.scope = scope
         self.caching = False
         self.nested = False
+        self.drops = False
         self.enabled_before = torch.is_autocast_enabled(device)
         self.dtype_before = torch.get_autocast_dtype(device)
         self.cache_before = torch.is_autocast_cache_enabled()
