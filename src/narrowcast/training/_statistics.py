@@ -89,7 +89,7 @@ class Statistics:
     def _list_buffers(self) -> None:
         """Group the buffers, if there are others than at the last step, as after ``model.to``."""
         buffers = buffers_of(self._restored)
-        if _are_the_same(buffers, self._buffers):
+        if _are_the_same(buffers, self._buffers) and not any(group.has_moved() for group in self._groups):
             return
         self._buffers = buffers
         plain: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -106,6 +106,8 @@ class BufferGroup:
     """Contiguous buffers of one device and dtype, and one tensor that holds a copy of all."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers = buffers
+        self._addresses = list(map(torch.Tensor.data_ptr, buffers))
         # Views in one dimension, which torch.cat copies side by side: ten times as fast as a copy of each.
         self._values = [buffer.detach().view(-1) for buffer in buffers]
         self._sizes = [buffer.numel() for buffer in buffers]
@@ -113,6 +115,10 @@ class BufferGroup:
         self._before_by_buffer = torch.split(self._before, self._sizes)
         self._after: torch.Tensor | None = None
         self._after_by_buffer: tuple[torch.Tensor, ...] = ()
+
+    def has_moved(self) -> bool:
+        """Return whether a buffer lies elsewhere in memory now, as after a write to its ``.data``."""
+        return list(map(torch.Tensor.data_ptr, self._buffers)) != self._addresses
 
     def save(self) -> None:
         torch.cat(self._values, out=self._before)
