@@ -255,8 +255,7 @@ class Regions:
         dtype = None if self.in_fp32 or self._recorder.left_alone else self._dtypes.get(device)
         if dtype is None or kind.__module__.startswith("torch.") or dtype not in gradient_dtypes(node):
             return original(node, *gradients)  # torch's checkpoints restore the region themselves
-        with self._region_on[device]:
-            return original(node, *gradients)
+        return self._region_on[device].around(functools.partial(original, node, *gradients))
 
     def _traced_call(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Do the same inside a function that ``torch.compile`` traces, in code that it can trace."""
@@ -460,7 +459,7 @@ def _entered_by_the_script(frame: Any) -> bool:
 
 
 class _ModuleRules:
-    """Hooks for the rules of ``policy`` on each model of a script, from its first call on.
+    """The rules of ``policy`` for modules, in force in each model of a script from its first call on.
 
     A path in a rule starts at the module that the script calls. If the script calls a part first and the
     whole model later, paths start at the whole model from then on.
@@ -475,7 +474,7 @@ class _ModuleRules:
         self._left_out: dict[str, list[str]] = {}  # reason -> layers that do not multiply in fp8
 
     def attach(self, model: nn.Module) -> None:
-        """Put hooks on ``model``, which the script calls for the first time."""
+        """Apply the rules to ``model``, which the script calls for the first time."""
         if not self._policy.names_modules or any(model in set(whole.modules()) for whole in self._applied):
             return
         inside = set(model.modules())
@@ -493,7 +492,7 @@ class _ModuleRules:
             self._left_out.setdefault(why, []).append(f"{kind}.{path}" if path else kind)
 
     def remove(self) -> list[str]:
-        """Remove the hooks; return notes on rules that did not apply everywhere."""
+        """End the rules; return notes on those that did not apply everywhere."""
         for applied in self._applied.values():
             applied.remove()
         self._applied.clear()

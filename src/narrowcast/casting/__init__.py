@@ -1,11 +1,11 @@
 """Carry out a policy: regions in which operators run in other formats, and casts of modules' outputs.
 
 ``autocast``, ``custom_fwd`` and ``custom_bwd`` take the arguments of ``torch.autocast`` and ``torch.amp``;
-``apply`` attaches hooks with which a model opens its region itself, rules for modules included; ``compile``
-is ``torch.compile`` of that; ``cast_floating`` casts the tensors inside any nesting of containers.
+``apply`` stands in front of a model's call, so that it opens its region itself, rules for modules included;
+``compile`` is ``torch.compile`` of that; ``cast_floating`` casts the tensors in any nesting of containers.
 """
 
-from narrowcast.casting._apply import Applied, applied_to, apply, refuse_in_torchscript
+from narrowcast.casting._apply import Applied, apply
 from narrowcast.casting._autocast import (
     LastingRegion,
     PolicyRegion,
@@ -22,7 +22,6 @@ from narrowcast.casting._torch_internals import traced_only_inline
 from narrowcast.casting._tree import cast_floating, cast_where, modules_by_path, tensors_inside, undo_on_error
 from narrowcast.casting._watching import ops_under_way, watch_ops
 from narrowcast.casting._weight_casts import drop_casts
-from narrowcast.casting.fp8 import is_fp8
 
 __all__ = [
     "PROMOTING",
@@ -31,7 +30,6 @@ __all__ = [
     "PolicyRegion",
     "ScopedRegion",
     "active_scopes",
-    "applied_to",
     "apply",
     "autocast",
     "bake",
@@ -41,10 +39,8 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "drop_casts",
-    "is_fp8",
     "modules_by_path",
     "ops_under_way",
-    "refuse_in_torchscript",
     "rule_that_casts",
     "tensors_inside",
     "traced_only_inline",

@@ -233,11 +233,13 @@ def _parts_of_fused_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
 class _ModelCall(ModuleCall):
     """The call of the model itself, which gives rules to modules that were added since."""
 
+    is_of_model = True
+
     def __init__(
         self, inside: RuledModules, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
     ) -> None:
         unfused = bool(rules) and isinstance(module, torch.nn.TransformerEncoderLayer)
-        super().__init__(inside.shared, rules, module, opening=inside.shared.opens, unfused=unfused)
+        super().__init__(inside.shared, rules, module, unfused=unfused)
         self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
         self._inside: RuledModules | None = inside
         # Looked up once: a policy of apex's lists has 200 rules.

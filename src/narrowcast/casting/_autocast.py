@@ -127,8 +127,8 @@ class autocast:  # noqa: N801 (torch's spelling)
         if policy is None:
             return scope_on(self.device)
         scope = self._rules
-        needs_hooks = scope is not None and scope.resolved.names_modules and self._enabled
-        if needs_hooks and not _apply.is_applied(policy):
+        needs_apply = scope is not None and scope.resolved.names_modules and self._enabled
+        if needs_apply and not _apply.is_applied(policy):
             by_module = next(one for one in policy.rules if one.is_for_modules or one.compute in FP8_RECIPES)
             raise PolicyError(
                 f"the policy has a rule for modules ({by_module}), which a region alone cannot find: "
@@ -278,9 +278,10 @@ class PolicyRegion:
         # None if nc.apply was called with the same policy.
         self._applied: _apply.Applied | None = None
         if model is not None and _apply.applied_to(model, policy) is None:
-            _apply.refuse_in_torchscript(policy, model)
             if policy.names_modules:
                 self._applied = _apply.Applied(model, policy, opens=False)
+            else:
+                _apply.refuse_in_torchscript(policy, model)
         self._states: list[tuple[str, torch.dtype, bool, Scope | None, Promotion | None]] = []
         for device, dtype in formats.items():
             scope = None if policy.is_plain else root_scope(policy, device, dtype)

@@ -2,7 +2,7 @@
 
 The compiled model opens the region of its policy when it is called, as under ``nc.apply``. Dynamo and
 AOTAutograd trace in that region: they meet the kernels on the autocast key, which cast as in eager code, and
-the hooks of modules with rules, which enter ``torch.autocast`` there. Dynamo guards the autocast state, in
+the calls of modules with rules, which enter ``torch.autocast`` there. Dynamo guards the autocast state, in
 which the rules in force are kept (see ``_scopes``), so that a graph is used under its own rules alone.
 """
 

@@ -150,19 +150,19 @@ class ModuleCall:
         below: the ``call`` that stood in front of the module before, or None.
     """
 
+    is_of_model = False
+
     def __init__(
         self,
         shared: Shared,
         rules: tuple[Rule, ...],
         module: torch.nn.Module,
         *,
-        opening: bool = False,
         unfused: bool = False,
     ) -> None:
         self.shared = shared
         self.rules = rules
         self.is_copy = False
-        self._opening = opening
         self._casts = any(one.op is None for one in rules)
         by_inputs = [one.compute for one in rules if one.op is None and depends_on_inputs(one.compute)]
         self._by_inputs = by_inputs[0] if by_inputs else None
@@ -295,13 +295,11 @@ class ModuleCall:
     ) -> tuple[Any, dict[str, Any]]:
         """Set the autocast state for a call, and cast its arguments."""
         self.follow_model(module)
-        if self._opening or self.shared.opens:
+        scopes = self._our_scopes() if self.rules else {}
+        if self.shared.opens and (self.is_of_model or not scopes):
             self._open_regions(module, args, kwargs)
-        if not self.rules:
-            return args, kwargs
-        for device, outside in scopes_here().items():
-            if not self._is_ours(outside):
-                continue
+            scopes = self._our_scopes() if self.rules else {}
+        for device, outside in scopes.items():
             inside = self._inside_now(outside, device, args, kwargs)
             if inside is None:
                 continue
@@ -316,8 +314,6 @@ class ModuleCall:
 
     def _open_regions(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Open the policy's regions, unless they are open."""
-        if not self._may_open():
-            return
         if self.shared.admits is not None and not self.shared.admits(module):
             return
         caches = torch.is_autocast_cache_enabled()
@@ -376,7 +372,7 @@ class ModuleCall:
             _break_the_graph()
         regions: list[Any] = []
         outputs: list[tuple[str, torch.dtype]] = []
-        if self._opening or self.shared.opens:
+        if self.shared.opens:
             for device in _traced_device_types(module, args, kwargs):
                 _enter_traced(regions, _region_to_open(self.key, device))
         for device in _devices(self.key) if self.rules else ():
@@ -401,17 +397,14 @@ class ModuleCall:
             return None
         return compute_dtype(self._by_inputs, torch.float32, tensors_inside(values), device)
 
-    def devices(self) -> list[str]:
-        """Return the device types on which a region of this policy is open in this thread."""
-        return [device for device, scope in scopes_here().items() if self._is_ours(scope)]
-
-    def _is_ours(self, scope: Scope) -> bool:
-        """Return whether ``scope`` is one of this policy, or of an equal one."""
+    def _our_scopes(self) -> dict[str, Scope]:
+        """Return this thread's scopes of this policy, or of an equal one, by device type."""
         rules = self.shared.policy.rules
-        return scope.resolved.rules is rules or scope.resolved.rules == rules
-
-    def _may_open(self) -> bool:
-        return self._opening or (self.shared.opens and not self.devices())
+        ours = {}
+        for device, scope in scopes_here().items():
+            if scope.resolved.rules is rules or scope.resolved.rules == rules:
+                ours[device] = scope
+        return ours
 
     def region_to_open(self, device: str) -> _Region | None:
         """Return the region of the policy on ``device``; None if it is open, or none is needed."""
@@ -517,7 +510,7 @@ def _region_to_open(key: int, device: str) -> _State | None:
     model = call._module()
     if model is not None:
         call.follow_model(model)
-    if not call._may_open():
+    if not call.is_of_model and call._our_scopes():
         return None
     check_device(device)
     region = call.region_to_open(device)
@@ -528,7 +521,7 @@ def _region_to_open(key: int, device: str) -> _State | None:
 
 @constant_while_tracing
 def _devices(key: int) -> tuple[str, ...]:
-    return tuple(_calls[key].devices())
+    return tuple(_calls[key]._our_scopes())
 
 
 @constant_while_tracing

@@ -16,7 +16,8 @@ such error, and casts below a layer of ``torch.func`` would not be recorded by i
 
 Norms raise only where their weights are low, which no ordinary model has, and are called often. A kernel in
 Python would cost each call some 6 microseconds. So they have none: the functions of ``torch`` that Python
-calls, from ``torch.nn`` too, are replaced by ones that do the same when PyTorch raises.
+calls, from ``torch.nn`` too, are replaced by ones that do the same when PyTorch raises. While a promotion
+lives, this costs each norm that Python calls, in plain fp32 code too, 0.2 to 0.4 microseconds.
 """
 
 from __future__ import annotations

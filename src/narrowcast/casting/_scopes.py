@@ -62,8 +62,8 @@ class OpenRegion:
     """
 
     __slots__ = (
-        "cache_before", "caching", "device", "drops", "dtype", "dtype_before", "enabled_before", "nested", "owner",
-        "promoting_before", "promotion", "propagates", "scope", "scope_before", "thread", "warns",
+        "cache_before", "caching", "device", "drops", "dtype", "dtype_before", "enabled_before", "nested",
+        "owner", "promoting_before", "promotion", "propagates", "scope", "scope_before", "thread", "warns",
     )  # fmt: skip
 
     def __init__(
