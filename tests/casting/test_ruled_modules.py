@@ -1,6 +1,7 @@
 """A module with a rule is what it was: its class, its text, its state, its copies, its wrappers."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ def test_its_class_its_text_and_its_state_are_its_own(ruled):
     assert list(ruled.state_dict()) == list(plain.state_dict())
     assert_same(list(ruled.state_dict().values()), list(plain.state_dict().values()))
     assert [name for name, _ in ruled.named_modules()] == [name for name, _ in plain.named_modules()]
+    signatures = [inspect.signature(part.forward) for part in ruled.modules()]
+    assert signatures == [inspect.signature(part.forward) for part in plain.modules()]
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in ruled.modules())
 
 

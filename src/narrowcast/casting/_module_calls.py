@@ -11,6 +11,7 @@ Dynamo traces it. The region is then chosen once, while Dynamo traces, and its g
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 import weakref
@@ -177,9 +178,8 @@ class ModuleCall:
         if self._compiled:
             attributes[COMPILED_CALL] = self.call
         attributes[REPLICATE] = self.replicate
-        # Dynamo guards that other modules have no such attribute, so that they share no graph with this one.
-        if type(self) is ModuleCall and not isinstance(module, torch.jit.ScriptModule):
-            attributes.setdefault("forward", self.forward)
+        if not self.is_of_model and not isinstance(module, torch.jit.ScriptModule):
+            attributes.setdefault("forward", _Forward(self._module))
         # A hook keeps nn.TransformerEncoderLayer from its fused kernel, which would pass over the rules.
         self._hook = module.register_forward_pre_hook(_no_change) if unfused else None
 
@@ -255,11 +255,6 @@ class ModuleCall:
                 _leave(opened)
                 raise
         return _cast_outputs(opened.outputs, output) if opened.outputs else output
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` of the module's class: an attribute of the instance that Dynamo guards."""
-        module: Any = self._module()
-        return type(module).forward(module, *args, **kwargs)
 
     def follow_model(self, module: torch.nn.Module) -> None:
         """Give rules to modules that were added since the last call."""
@@ -444,9 +439,35 @@ class ModuleCall:
         return _Inside(dtype_outside if dtype is None else dtype, enabled, scope, casts, output)
 
 
+class _Forward:
+    """``forward`` of a module's class, as an attribute of the module.
+
+    Dynamo guards that other modules of the class have no such attribute, so that they share no graph with
+    this one, which has rules.
+    """
+
+    def __init__(self, module: weakref.ref[torch.nn.Module]) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        return type(module).forward(module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        module: Any = self._module()
+        return inspect.signature(type(module).forward.__get__(module))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._module = weakref.ref(state["_module"])
+
+
 def _has_own_forward(module: torch.nn.Module) -> bool:
     """Return whether ``forward`` is an attribute of the instance that a ``ModuleCall`` set."""
-    return isinstance(getattr(vars(module).get("forward"), "__self__", None), ModuleCall)
+    return isinstance(vars(module).get("forward"), _Forward)
 
 
 def _no_change(*_: object) -> None:
