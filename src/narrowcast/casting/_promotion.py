@@ -69,8 +69,8 @@ _IN_FP32 = frozenset(_FP32.split()) | _LSTM
 # of policy.PROMOTED, for which preset "safe" has rules.
 _MIXED = """_chunk_cat _foreach_lerp.List _foreach_lerp_.List addbmm_ addmm_ addmv addmv_ allclose baddbmm_
     bincount binomial chain_matmul inner linalg_multi_dot masked_fill.Tensor mv rrelu"""
-# Not clamp_min, which each ReLU calls.
-_NUMBERS = """clamp clamp_ clamp_max constant_pad_nd fill_.Scalar full_like hardtanh
+# Not clamp_min and hardtanh, which each ReLU and ReLU6 calls.
+_NUMBERS = """clamp clamp_ clamp_max constant_pad_nd fill_.Scalar full_like
     index_fill.int_Scalar index_fill_.int_Scalar masked_fill.Scalar masked_fill_.Scalar new_full pow.Scalar
     scatter.value scatter_.value threshold"""
 _WITH_NUMBERS = frozenset(_NUMBERS.split())
