@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from narrowcast.casting._kernels import region_of
-from narrowcast.casting._module_calls import MOVES, ModuleCall, Shared, calls_on, device_types
-from narrowcast.casting._torch_internals import reset_compiled_code
+from narrowcast.casting._module_calls import MOVES_AND_COPIES, ModuleCall, Shared, calls_on, device_types
 from narrowcast.casting._tree import (
     all_paths,
     is_wrapper,
@@ -121,11 +120,8 @@ class Applied:
                     rules = _rules_of(self.policy, paths, module)
                     self._calls.add(_ModelCall(inside, rules, module, model))
             inside.follow(model)
-            # Graphs made before do not ask what stands in front of a module. Not in ``follow``, which the
-            # call of a compiled model runs: a module that is added later has no graph yet.
-            reset_compiled_code()
+            self._end_watching = _watch_moves_and_copies(self)
         _applied[model] = self
-        self._watching = _watch_moves(self) if opens else None
 
     @property
     def calls(self) -> list[ModuleCall]:
@@ -137,8 +133,7 @@ class Applied:
         self._shared.end(copies=copies)
         _detach(self._calls)
         self._calls.clear()
-        if self._watching is not None:
-            self._watching()
+        self._end_watching()
         self.fp8.remove()
         model = self._model()
         if model is not None and _applied.get(model) is self:
@@ -163,11 +158,11 @@ class Applied:
         self.remove()
 
 
-def _watch_moves(applied: Applied) -> Callable[[], object]:
-    """Count moves of weights until the returned function is called, or ``applied`` is freed."""
+def _watch_moves_and_copies(applied: Applied) -> Callable[[], object]:
+    """Follow moves and copies until the returned function is called, or ``applied`` is freed."""
     user = object()
-    MOVES.begin(user)
-    end = weakref.finalize(applied, MOVES.end, user)
+    MOVES_AND_COPIES.begin(user)
+    end = weakref.finalize(applied, MOVES_AND_COPIES.end, user)
     end.atexit = False
     return end
 

@@ -274,14 +274,8 @@ class PolicyRegion:
         model: torch.nn.Module | None = None,
         warns: bool = False,
     ) -> None:
+        _weight_casts.watch_optimizers()
         self._warns = warns
-        # None if nc.apply was called with the same policy.
-        self._applied: _apply.Applied | None = None
-        if model is not None and _apply.applied_to(model, policy) is None:
-            if policy.names_modules:
-                self._applied = _apply.Applied(model, policy, opens=False)
-            else:
-                _apply.refuse_in_torchscript(policy, model)
         self._states: list[tuple[str, torch.dtype, bool, Scope | None, Promotion | None]] = []
         for device, dtype in formats.items():
             scope = None if policy.is_plain else root_scope(policy, device, dtype)
@@ -292,7 +286,13 @@ class PolicyRegion:
             promotes = say is not None and dtype != torch.float32
             promotion = Promotion(policy, device, dtype, say) if promotes and say is not None else None
             self._states.append((device, dtype, enabled, scope, promotion))
-        _weight_casts.watch_optimizers()
+        # None if nc.apply was called with the same policy. Last, so that an error leaves the model as it was.
+        self._applied: _apply.Applied | None = None
+        if model is not None and _apply.applied_to(model, policy) is None:
+            if policy.names_modules:
+                self._applied = _apply.Applied(model, policy, opens=False)
+            else:
+                _apply.refuse_in_torchscript(policy, model)
 
     def __enter__(self) -> None:
         depth = len(thread.regions)

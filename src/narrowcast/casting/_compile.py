@@ -21,7 +21,6 @@ from narrowcast.casting._module_calls import device_types
 from narrowcast.casting._regions import regions
 from narrowcast.casting._torch_internals import (
     dynamo_error,
-    reset_compiled_code,
     trace_backward_outside_of_regions,
 )
 from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
@@ -72,7 +71,6 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
     refuse_missed(missed_rules(wanted, model))
     ruled = compiled_rules(wanted)
     ruled.follow(model)
-    reset_compiled_code()
     compiled: Any = torch.compile(model, **settings)
     compiled.forward = _in_region(compiled.forward, wanted, model, ruled)
     # A copy or a pickle compiles its own model.

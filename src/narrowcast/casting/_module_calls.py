@@ -11,8 +11,8 @@ Dynamo traces it. The region is then chosen once, while Dynamo traces, and its g
 
 from __future__ import annotations
 
-import inspect
 import itertools
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ from narrowcast.casting._torch_internals import (
 from narrowcast.casting._tree import cast_where, tensors_inside
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.machine import check_device
-from narrowcast.policy import CASTS_TO, Policy, Rule, Scope, dtype_of
+from narrowcast.policy import CASTS_TO, Policy, ResolvedPolicy, Rule, Scope, dtype_of
 
 _EXPORTED = (
     "expected a model without a policy for torch.export, got one with that of nc.apply, which no program "
@@ -178,8 +178,8 @@ class ModuleCall:
         if self._compiled:
             attributes[COMPILED_CALL] = self.call
         attributes[REPLICATE] = self.replicate
-        if not self.is_of_model and not isinstance(module, torch.jit.ScriptModule):
-            attributes.setdefault("forward", _Forward(self._module))
+        if not isinstance(module, torch.jit.ScriptModule):
+            attributes.setdefault("forward", _Forward(module))
         # A hook keeps nn.TransformerEncoderLayer from its fused kernel, which would pass over the rules.
         self._hook = module.register_forward_pre_hook(_no_change) if unfused else None
 
@@ -188,6 +188,7 @@ class ModuleCall:
         _calls[self.key] = self
         # What was decided inside a scope that a module with a rule was called in.
         self._decided: dict[tuple[Scope, torch.dtype | None], _Inside] = {}
+        self._decided_in: ResolvedPolicy | None = None
         self._devices: list[str] = []
         self._devices_at = -1
 
@@ -215,7 +216,7 @@ class ModuleCall:
                 del attributes["forward"]
 
     def __getstate__(self) -> dict[str, Any]:
-        made_here = ("key", "_decided", "_devices", "_devices_at")
+        made_here = ("key", "_decided", "_decided_in", "_devices", "_devices_at")
         state = {name: value for name, value in vars(self).items() if name not in made_here}
         if self._compiled:  # a copy is not compiled
             state["below"] = None
@@ -264,13 +265,7 @@ class ModuleCall:
         module = self._module()
         assert module is not None
         replica: torch.nn.Module = getattr(type(module), REPLICATE)(module)
-        below: Callable[..., Any] | None = None
-        for call in reversed(calls_on(module)):
-            twin = object.__new__(type(call))
-            vars(twin).update(vars(call))
-            twin._module, twin.below = weakref.ref(replica), below
-            below = twin.call
-        vars(replica)[CALL] = below
+        _give_twins(calls_on(module), replica)
         if _has_own_forward(module):
             del vars(replica)["forward"]
         return replica
@@ -322,13 +317,14 @@ class ModuleCall:
     def _devices_of(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
         """Return the device types to open regions on: those of the weights, found again after a move."""
         if self._devices_at != _moves.count:
-            self._devices_at = _moves.count
-            self._devices = weight_device_types(module)
+            found = weight_device_types(module)
+            self._devices = [device for device in found if device != "meta"]
+            # Weights on "meta" are replaced by others without a move.
+            self._devices_at = -1 if "meta" in found else _moves.count
             for device in self._devices:
-                if device != "meta":
-                    check_device(device)
+                check_device(device)
         if self._devices:
-            return [device for device in self._devices if device != "meta"]
+            return self._devices
         devices = device_types(None, args, kwargs)
         for device in devices:
             check_device(device)
@@ -339,6 +335,10 @@ class ModuleCall:
         by_inputs = self._dtype_by_inputs((args, kwargs), device)
         if not self._casts or not torch.is_autocast_enabled(device):
             return self.inside(outside, device, by_inputs)
+        if outside.resolved is not self._decided_in:
+            # A region of an equal policy: the scopes of one that is gone are not kept.
+            self._decided_in = outside.resolved
+            self._decided = {}
         inside = self._decided.get((outside, by_inputs))
         if inside is None:
             inside = self.inside(outside, device, by_inputs)
@@ -365,23 +365,36 @@ class ModuleCall:
     def _traced_call(self, module: torch.nn.Module, below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.shared.admits is not None:
             _break_the_graph()
-        regions: list[Any] = []
-        outputs: list[tuple[str, torch.dtype]] = []
-        if self.shared.opens:
-            for device in _traced_device_types(module, args, kwargs):
-                _enter_traced(regions, _region_to_open(self.key, device))
-        for device in _devices(self.key) if self.rules else ():
-            by_inputs = self._dtype_by_inputs((args, kwargs), device)
-            region, dtype, output_dtype = _inside(self.key, device, by_inputs)
-            _enter_traced(regions, region)
-            if output_dtype is not None:
-                outputs.append((device, output_dtype))
-            if dtype is not None:
-                args, kwargs = cast_where((args, kwargs), dtype, _wants(device, dtype))
-        output = below(*args, **kwargs)
-        for opened in reversed(regions):
-            opened.__exit__(None, None, None)
-        for device, output_dtype in outputs:
+        devices = _traced_device_types(module, args, kwargs) if self.shared.opens else []
+        return self._traced_regions(devices, below, args, kwargs)
+
+    def _traced_regions(self, devices: list[str], below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Open the policy's regions on ``devices``, one inside the other, and call the module in them."""
+        if not devices:
+            return self._traced_rules(_devices(self.key) if self.rules else (), below, args, kwargs)
+        region = _region_to_open(self.key, devices[0])
+        if region is None:
+            return self._traced_regions(devices[1:], below, args, kwargs)
+        with _regions.traced_region(*region):
+            return self._traced_regions(devices[1:], below, args, kwargs)
+
+    def _traced_rules(
+        self, devices: tuple[str, ...], below: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Enter the scopes of the rules on ``devices``, one inside the other, and call the module in them."""
+        if not devices:
+            return below(*args, **kwargs)
+        device = devices[0]
+        by_inputs = self._dtype_by_inputs((args, kwargs), device)
+        region, dtype, output_dtype = _inside(self.key, device, by_inputs)
+        if dtype is not None:
+            args, kwargs = cast_where((args, kwargs), dtype, _wants(device, dtype))
+        if region is None:
+            output = self._traced_rules(devices[1:], below, args, kwargs)
+        else:
+            with _regions.traced_region(*region):
+                output = self._traced_rules(devices[1:], below, args, kwargs)
+        if output_dtype is not None:
             output = cast_where(output, output_dtype, _wants(device, output_dtype))
         return output
 
@@ -442,32 +455,35 @@ class ModuleCall:
 class _Forward:
     """``forward`` of a module's class, as an attribute of the module.
 
-    Dynamo guards that other modules of the class have no such attribute, so that they share no graph with
-    this one, which has rules.
+    Dynamo guards that other modules of the class, and this one before it had a policy, have no such
+    attribute, so that they share no graph with this one. It is all that the bound method is, but refers to
+    the module weakly.
     """
 
-    def __init__(self, module: weakref.ref[torch.nn.Module]) -> None:
-        self._module = module
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         return type(module).forward(module, *args, **kwargs)
 
-    @property
-    def __signature__(self) -> inspect.Signature:
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # For isinstance: torch.compile asks whether it is the method of one of torch's own modules.
+        return types.MethodType
+
+    def __getattr__(self, name: str) -> Any:
         module: Any = self._module()
-        return inspect.signature(type(module).forward.__get__(module))
+        method = type(module).forward.__get__(module)
+        return method if name == "__wrapped__" else getattr(method, name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_module": self._module()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._module = weakref.ref(state["_module"])
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Forward, (self._module(),)
 
 
 def _has_own_forward(module: torch.nn.Module) -> bool:
     """Return whether ``forward`` is an attribute of the instance that a ``ModuleCall`` set."""
-    return isinstance(vars(module).get("forward"), _Forward)
+    return type(vars(module).get("forward")) is _Forward
 
 
 def _no_change(*_: object) -> None:
@@ -485,6 +501,38 @@ def calls_on(module: torch.nn.Module) -> list[ModuleCall]:
         calls.append(owner)
         call = owner.below
     return calls
+
+
+def _give_twins(calls: list[ModuleCall], copy: torch.nn.Module) -> list[ModuleCall]:
+    """Put others like ``calls`` in front of a shallow copy of their module; return them."""
+    twins = []
+    below: Callable[..., Any] | None = None
+    for call in reversed(calls):
+        twin = object.__new__(type(call))
+        vars(twin).update(vars(call))
+        twin._module, twin.below = weakref.ref(copy), below
+        below = twin.call
+        twins.append(twin)
+    vars(copy)[CALL] = below
+    return twins
+
+
+def _following_copies(below: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Module.__setstate__``, which ``copy.copy`` calls with the attributes of the original."""
+
+    def set_state(module: torch.nn.Module, state: Any) -> Any:
+        result = below(module, state)
+        calls = calls_on(module)
+        if calls and calls[0]._module() is not module:
+            for twin in _give_twins(calls, module):
+                twin.is_copy = True
+                twin._begin()
+            vars(module)[REPLICATE] = calls_on(module)[0].replicate
+            if _has_own_forward(module):
+                vars(module)["forward"] = _Forward(module)
+        return result
+
+    return set_state
 
 
 class _Opened:
@@ -516,13 +564,6 @@ def _leave(opened: _Opened) -> None:
 
 
 # ---- decided while Dynamo traces
-
-
-def _enter_traced(regions: list[Any], state: _State | None) -> None:
-    if state is not None:
-        region = _regions.traced_region(*state)
-        region.__enter__()
-        regions.append(region)
 
 
 @constant_while_tracing
@@ -640,8 +681,10 @@ class _Moves:
 
 
 _moves = _Moves()
-MOVES = Replacements((torch.nn.Module, "_apply", _moves.counted))
-"""Counts moves of weights while it has users: policies that open a region in the call of a model."""
+MOVES_AND_COPIES = Replacements(
+    (torch.nn.Module, "_apply", _moves.counted), (torch.nn.Module, "__setstate__", _following_copies)
+)
+"""While policies are applied: counts moves of weights, and has shallow copies of modules call themselves."""
 
 
 def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list[str]:

@@ -207,7 +207,8 @@ def _restore(region: OpenRegion) -> None:
     torch.set_autocast_enabled(device, region.enabled_before)
     torch.set_autocast_dtype(device, region.dtype_before)
     torch.set_autocast_cache_enabled(region.cache_before)
-    if scope_on(device) is not region.scope_before:
+    # An interrupt may have left a scope half set.
+    if region.scope is not region.scope_before or scope_on(device) is not region.scope_before:
         set_scope(region.scope_before, device)
     if region.promotion is not None:
         torch.set_autocast_dtype(_scopes.PROMOTING[0], region.promoting_before)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from narrowcast.errors import SettingError, near_names
-from narrowcast.training._torch_internals import buffers_of, children_of, has_children
+from narrowcast.training._torch_internals import buffers_of, children_of, may_get_children
 from narrowcast.weights import is_batch_or_instance_norm
 
 RESTORE = ("norms", "all", "none")
@@ -81,7 +81,7 @@ class Statistics:
         if self._containers and _are_the_same(children_of(self._containers), self._children):
             return
         modules = list(self._model.modules())
-        self._containers = [module for module in modules if has_children(module)] or [self._model]
+        self._containers = [module for module in modules if may_get_children(module)] or [self._model]
         self._children = children_of(self._containers)
         everything = self._restore == "all"
         self._restored = [module for module in modules if everything or is_batch_or_instance_norm(module)]
@@ -91,13 +91,14 @@ class Statistics:
         buffers = buffers_of(self._restored)
         if _are_the_same(buffers, self._buffers) and not any(group.has_moved() for group in self._groups):
             return
-        self._buffers = buffers
+        # A lazy buffer has no values before the first forward pass; then the list is another one.
+        self._buffers = [buffer for buffer in buffers if not torch.nn.parameter.is_lazy(buffer)]
         plain: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         self._others = []
-        for buffer in buffers:
+        for buffer in self._buffers:
             if _is_plain(buffer):
                 plain.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-            else:
+            elif not _is_expanded(buffer):
                 self._others.append(buffer)
         self._groups = [BufferGroup(members) for members in plain.values()]
 
@@ -137,10 +138,15 @@ class BufferGroup:
         torch._foreach_copy_(self._values, self._after_by_buffer)
 
 
+def _is_expanded(buffer: torch.Tensor) -> bool:
+    """Return whether several elements of ``buffer`` are one in memory, so that nothing writes to it."""
+    return buffer.layout == torch.strided and 0 in buffer.stride() and buffer.numel() > 1
+
+
 def _is_plain(buffer: torch.Tensor) -> bool:
     """Return whether ``buffer`` lies in memory as it is, and not sparse, quantized or in a subclass."""
     dense = type(buffer) is torch.Tensor and buffer.layout == torch.strided and not buffer.is_quantized
-    return dense and buffer.is_contiguous()
+    return dense and buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
 
 
 def _are_the_same(now: Sequence[object], before: Sequence[object]) -> bool:

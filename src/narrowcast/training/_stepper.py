@@ -151,6 +151,8 @@ class Stepper:
                 yield
             except BaseException:
                 self._casts.drop()
+                if not any(group.filled for group in groups):
+                    self._statistics.forget()
                 raise
             finally:
                 self._regions_open -= 1

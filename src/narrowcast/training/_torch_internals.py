@@ -27,10 +27,12 @@ def run_casts_of_leaves_soon(nodes: Iterable[Any]) -> None:
                 node._set_sequence_nr(_SOONEST)
 
 
-def has_children(module: torch.nn.Module) -> bool:
-    """Return whether the module has others below it."""
+def may_get_children(module: torch.nn.Module) -> bool:
+    """Return whether the module has others below it, or is not a layer of torch's own, which gets none."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
-    return bool(module._modules)
+    kind = type(module)
+    is_layer = kind.__module__.startswith("torch.nn.modules.") and "container" not in kind.__module__
+    return bool(module._modules) or not is_layer
 
 
 def children_of(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module | None]:
