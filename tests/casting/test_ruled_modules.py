@@ -2,14 +2,18 @@
 
 import copy
 import inspect
+import threading
+import time
 
 import pytest
 import torch
-from casting_cases import BF16, COMPILES, FP32, assert_same, rules
+from casting_cases import BF16, COMPILES, FP16, FP32, assert_same, rules
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import narrowcast as nc
+from interrupts import autocast_state
+from narrowcast.casting import PolicyRegion
 from narrowcast.casting._module_calls import calls_on
 
 rule = nc.rule
@@ -73,6 +77,75 @@ def test_a_copy_without_its_original():
     assert_same(twin(X), expected)
 
 
+def test_a_shallow_copy_computes_by_itself(ruled):
+    """With parts that are replaced in it alone."""
+    twin = copy.copy(ruled)
+    twin._modules = {**ruled._modules, "2": nn.Identity()}
+    assert twin(X).dtype == BF16
+    assert_same(twin(X), ruled[:2](X))
+    part = copy.copy(ruled[0])
+    part._parameters = {name: nn.Parameter(torch.zeros_like(p)) for name, p in part._parameters.items()}
+    with nc.autocast("cpu", policy=POLICY):
+        assert part(X).dtype == FP16
+        assert not part(X).any()
+        assert ruled[0](X).any()
+
+
+def test_methods_are_what_they_were(ruled):
+    for part, plain in zip(ruled.modules(), make().modules(), strict=True):
+        assert inspect.getsource(part.forward) == inspect.getsource(plain.forward)
+        assert part.forward.__func__ is type(part).forward
+        assert part.forward.__self__ is part
+        assert inspect.ismethod(part.forward)
+
+
+class Writing(nn.Module):
+    def forward(self, x, cache, state, kept):
+        cache[:, 0] = x.sum(-1)
+        state["rows"] = torch.cat([state["rows"], x])
+        kept.append(x)
+        return x.mul_(2)
+
+
+class Caller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.writing = Writing()
+
+    def forward(self, x):
+        cache, first = torch.zeros(4, 2, dtype=x.dtype), x.clone()
+        state, kept = {"rows": x, "same": first}, [first]
+        self.writing(x, cache, state, kept)
+        assert state["same"] is kept[0] is first
+        return x, cache, state, kept
+
+
+def test_what_a_module_writes_to_its_arguments_reaches_the_caller():
+    model = Caller()
+    expected = model(X.bfloat16())
+    with nc.apply(model, rules(rule.module("writing", compute="fp32"))):
+        x, cache, state, kept = model(X.bfloat16())
+    assert_same(x, expected[0])
+    assert_same(cache, expected[1])
+    assert [tuple(one.shape) for one in (state["rows"], *kept)] == [(8, 4), (4, 4), (4, 4)]
+
+
+def test_weights_that_are_replaced_on_meta_are_followed():
+    with torch.device("meta"):
+        model = make()
+    with nc.apply(model, POLICY):
+        model(X.to("meta"))
+        model.load_state_dict(make().state_dict(), assign=True)
+        assert model(X).dtype == BF16
+
+
+def test_regions_of_equal_policies_leave_nothing_in_a_module(ruled):
+    for _ in range(3):
+        with PolicyRegion(rules(*POLICY.rules), {"cpu": BF16}):
+            ruled(X)
+    assert all(len(call._decided) <= 1 for part in ruled.modules() for call in calls_on(part))
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("shard_first", [True, False])
@@ -112,6 +185,47 @@ class TestCompiled:
             assert_same(compiled(X), model(X))
             assert compiled(X).dtype == BF16
         assert compiled(X).dtype == FP32
+
+    @pytest.mark.parametrize("policy", [rules(), rules(rule.module("0", compute="fp32"))])
+    def test_an_exception_that_is_caught_ends_the_region(self, policy):
+        class Raising(nn.Linear):
+            def forward(self, x):
+                super().forward(x)
+                raise ValueError
+
+        inside, head = nn.Sequential(Raising(4, 4)), nn.Linear(4, 4)
+
+        def call(x):
+            try:
+                return inside(x)
+            except ValueError:
+                return head(x)
+
+        before = autocast_state()
+        with nc.apply(inside, policy):
+            assert call(X).dtype == FP32
+            assert torch.compile(call, backend="aot_eager")(X).dtype == FP32
+        assert autocast_state() == before
+
+    def test_policies_come_while_another_thread_runs_compiled_code(self):
+        served, stop, calls = torch.compile(make(), backend="eager"), threading.Event(), []
+        served(X)
+
+        def serve():
+            while not stop.is_set():
+                calls.append(served(X).dtype)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        for _ in range(20):
+            model = make()
+            with nc.apply(model, POLICY):
+                assert model(X).dtype == BF16
+            time.sleep(0.01)
+        stop.set()
+        thread.join()
+        assert len(calls) > 20
+        assert set(calls) == {FP32}
 
 
 def test_a_move_is_noticed():

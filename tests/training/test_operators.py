@@ -138,6 +138,54 @@ def test_statistics_of_a_model_that_is_a_norm():
     assert norm.num_batches_tracked == 0
 
 
+class Late(nn.Module):
+    """A module that gets a norm after the first step."""
+
+    def forward(self, x):
+        return self.norm(x) if hasattr(self, "norm") else x
+
+
+def test_statistics_of_a_norm_that_comes_late_or_lazily():
+    model = nn.Sequential(nn.Linear(8, 8), Late(), nn.LazyBatchNorm1d(affine=False))
+    statistics = Statistics(model, "norms")
+    for _ in range(2):
+        statistics.remember()
+        model(torch.randn(4, 8))
+        statistics.forget()
+        model[1].norm = nn.BatchNorm1d(8)
+    before = [buffer.clone() for buffer in model.buffers()]
+    statistics.remember()
+    model(torch.full((4, 8), float("inf")))
+    statistics.restore(torch.tensor(True))
+    assert len(before) == 6
+    assert all(map(torch.equal, before, model.buffers()))
+
+
+def test_statistics_from_before_an_exception_are_not_restored():
+    model = batch_norms(1)
+    stepper = nc.Stepper(model, optimizer_of(model), "bf16")
+    with pytest.raises(KeyError), stepper.autocast():
+        raise KeyError
+    with torch.no_grad():
+        model[1].running_mean.fill_(5)  # as load_state_dict does
+    with stepper.autocast():
+        loss = model(torch.full((4, 8), float("inf"))).sum()
+    assert stepper.step(loss).skipped
+    assert model[1].running_mean.tolist() == [5.0] * 8
+
+
+@pytest.mark.parametrize("flag", [True, torch.tensor(True)])
+def test_buffers_that_nothing_can_write_to(flag):
+    model = nn.Linear(8, 8)
+    model.register_buffer("mask", torch.ones(3, 1).expand(3, 3))
+    model.register_buffer("turned", torch.ones(3, dtype=torch.complex64).conj())
+    statistics = Statistics(model, "all")
+    statistics.remember()
+    model.turned.mul_(2)
+    statistics.restore(flag)
+    assert model.turned.tolist() == [1.0] * 3
+
+
 @pytest.mark.parametrize("skipped", [False, True])
 def test_no_infinity_leaks_out_of_statistics_that_were_not_chosen(skipped):
     norm = nn.BatchNorm1d(3)

@@ -12,6 +12,7 @@ Dynamo traces it. The region is then chosen once, while Dynamo traces, and its g
 from __future__ import annotations
 
 import itertools
+import operator
 import types
 import warnings
 import weakref
@@ -255,6 +256,8 @@ class ModuleCall:
             except BaseException:
                 _leave(opened)
                 raise
+        for copy in opened.copies:
+            copy.write_back()
         return _cast_outputs(opened.outputs, output) if opened.outputs else output
 
     def follow_model(self, module: torch.nn.Module) -> None:
@@ -299,7 +302,10 @@ class ModuleCall:
             if inside.output is not None:
                 opened.outputs.append(inside.output)
             if inside.casts is not None:
+                given = args, kwargs
                 args, kwargs = _cast_arguments(inside.casts, args, kwargs)
+                if args is not given[0] or kwargs is not given[1]:
+                    _note_copies(given, (args, kwargs), opened.copies)
         return args, kwargs
 
     def _open_regions(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -542,14 +548,16 @@ class _Opened:
         depth: how many regions this thread was in.
         states: device type, whether autocast was on, its dtype, and the scope.
         outputs: the casts of the outputs.
+        copies: what the casts of the arguments made.
     """
 
-    __slots__ = ("depth", "outputs", "states")
+    __slots__ = ("copies", "depth", "outputs", "states")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.states: list[tuple[str, bool, torch.dtype, Scope]] = []
         self.outputs: list[_Casts] = []
+        self.copies: list[_TensorCopy | _ListCopy] = []
 
 
 @traced_only_inline
@@ -647,6 +655,64 @@ def _cast_by_rule(casts: _Casts, values: Any) -> Any:
         return cast_where(values, casts.dtype, _wants(casts.device, casts.dtype))
     finally:
         thread.casting_rule = None
+
+
+class _TensorCopy(NamedTuple):
+    """A cast of an argument, which the module may write to."""
+
+    given: torch.Tensor
+    cast: torch.Tensor
+
+    def write_back(self) -> None:
+        if not self.cast.is_inference() and self.cast._version:
+            self.given.copy_(self.cast)
+
+
+class _ListCopy(NamedTuple):
+    """A list or dict with the casts of what the given one holds, which the module may change.
+
+    Attributes:
+        given, cast: the two.
+        originals: what ``given`` held, by the id of its cast.
+        before: what ``cast`` held.
+    """
+
+    given: Any
+    cast: Any
+    originals: dict[int, Any]
+    before: list[Any]
+
+    def write_back(self) -> None:
+        now = _parts_of(self.cast)
+        if len(now) == len(self.before) and all(map(operator.is_, now, self.before)):
+            return
+        kept = [self.originals.get(id(part), part) for part in now]
+        if isinstance(self.cast, dict):
+            changed = dict(zip(self.cast, kept, strict=True))
+            self.given.clear()
+            self.given.update(changed)
+        else:
+            self.given[:] = kept
+
+
+def _note_copies(given: Any, cast: Any, copies: list[_TensorCopy | _ListCopy]) -> None:
+    """Note the tensors, lists and dicts in ``cast`` that are not those of the caller."""
+    if cast is given:
+        return
+    if isinstance(cast, torch.Tensor):
+        copies.append(_TensorCopy(given, cast))
+        return
+    if type(cast) not in (tuple, list, dict):
+        return
+    parts, originals = _parts_of(cast), _parts_of(given)
+    if type(cast) is not tuple:
+        copies.append(_ListCopy(given, cast, dict(zip(map(id, parts), originals, strict=True)), parts))
+    for original, part in zip(originals, parts, strict=True):
+        _note_copies(original, part, copies)
+
+
+def _parts_of(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
 
 
 def _wants(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor], bool]:
