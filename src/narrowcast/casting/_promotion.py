@@ -262,6 +262,7 @@ def _promoting_norm(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
                 except _Unchanged:
                     raise error from None
 
+        norm.__module__, norm.__qualname__ = "torch", name  # for pickle
         scripted_as(norm, f"aten::{name}")
         return norm
 
