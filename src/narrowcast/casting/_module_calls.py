@@ -29,9 +29,9 @@ from narrowcast.casting._scopes import (
     PROMOTING,
     autocast_state_of,
     change_scope,
+    devices_with_scopes,
     is_promoting,
     scope_on,
-    scopes_here,
     thread,
 )
 from narrowcast.casting._torch_internals import (
@@ -287,25 +287,27 @@ class ModuleCall:
         self, opened: _Opened, module: torch.nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Set the autocast state for a call, and cast its arguments."""
-        self.follow_model(module)
-        scopes = self._our_scopes() if self.rules else {}
+        if self.is_of_model:
+            self.follow_model(module)
+        scopes = self._our_scopes() if self.rules else []
         if self.shared.opens and (self.is_of_model or not scopes):
             self._open_regions(module, args, kwargs)
-            scopes = self._our_scopes() if self.rules else {}
-        for device, outside in scopes.items():
-            inside = self._inside_now(outside, device, args, kwargs)
+            scopes = self._our_scopes() if self.rules else []
+        for device, outside in scopes:
+            enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            by_inputs = None
+            if self._by_inputs is not None:
+                by_inputs = self._dtype_by_inputs((args, kwargs), device)
+            inside = self._inside_now(outside, device, by_inputs, enabled=enabled)
             if inside is None:
                 continue
-            enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            opened.states.append((device, enabled, dtype, outside))
+            opened.states += ((device, enabled, dtype, outside, inside),)
             self._set_state(inside, device, enabled, dtype)
             if inside.output is not None:
-                opened.outputs.append(inside.output)
+                opened.outputs += (inside.output,)
             if inside.casts is not None:
-                given = args, kwargs
-                args, kwargs = _cast_arguments(inside.casts, args, kwargs)
-                if args is not given[0] or kwargs is not given[1]:
-                    _note_copies(given, (args, kwargs), opened.copies)
+                args, kwargs, copies = _cast_arguments(inside.casts, args, kwargs)
+                opened.copies += copies
         return args, kwargs
 
     def _open_regions(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -336,10 +338,11 @@ class ModuleCall:
             check_device(device)
         return devices
 
-    def _inside_now(self, outside: Scope, device: str, args: Any, kwargs: Any) -> _Inside | None:
+    def _inside_now(
+        self, outside: Scope, device: str, by_inputs: torch.dtype | None, *, enabled: bool
+    ) -> _Inside | None:
         """Return what holds inside the module for a call in ``outside``; None: the script cast nothing."""
-        by_inputs = self._dtype_by_inputs((args, kwargs), device)
-        if not self._casts or not torch.is_autocast_enabled(device):
+        if not self._casts or not enabled:
             return self.inside(outside, device, by_inputs)
         if outside.resolved is not self._decided_in:
             # A region of an equal policy: the scopes of one that is gone are not kept.
@@ -411,13 +414,14 @@ class ModuleCall:
             return None
         return compute_dtype(self._by_inputs, torch.float32, tensors_inside(values), device)
 
-    def _our_scopes(self) -> dict[str, Scope]:
-        """Return this thread's scopes of this policy, or of an equal one, by device type."""
+    def _our_scopes(self) -> list[tuple[str, Scope]]:
+        """Return the device types on which a scope of this policy, or of an equal one, is in force here."""
         rules = self.shared.policy.rules
-        ours = {}
-        for device, scope in scopes_here().items():
-            if scope.resolved.rules is rules or scope.resolved.rules == rules:
-                ours[device] = scope
+        ours = []
+        for device in devices_with_scopes():
+            scope = scope_on(device)
+            if scope is not None and (scope.resolved.rules is rules or scope.resolved.rules == rules):
+                ours.append((device, scope))
         return ours
 
     def region_to_open(self, device: str) -> _Region | None:
@@ -546,7 +550,7 @@ class _Opened:
 
     Attributes:
         depth: how many regions this thread was in.
-        states: device type, whether autocast was on, its dtype, and the scope.
+        states: device type, whether autocast was on, its dtype and scope, and what holds inside.
         outputs: the casts of the outputs.
         copies: what the casts of the arguments made.
     """
@@ -555,17 +559,19 @@ class _Opened:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.states: list[tuple[str, bool, torch.dtype, Scope]] = []
-        self.outputs: list[_Casts] = []
-        self.copies: list[_TensorCopy | _ListCopy] = []
+        self.states: tuple[tuple[str, bool, torch.dtype, Scope, _Inside], ...] = ()
+        self.outputs: tuple[_Casts, ...] = ()
+        self.copies: _Copies = ()
 
 
 @traced_only_inline
 def _leave(opened: _Opened) -> None:
     """Set the autocast state back."""
-    for device, enabled, dtype, outside in opened.states:
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
+    for device, enabled, dtype, outside, inside in opened.states:
+        if inside.enabled is not enabled:
+            torch.set_autocast_enabled(device, enabled)
+        if inside.dtype is not dtype:
+            torch.set_autocast_dtype(device, dtype)
         change_scope(outside, device)
     if len(thread.regions) > opened.depth:
         _regions.leave_to(opened.depth)
@@ -591,7 +597,7 @@ def _region_to_open(key: int, device: str) -> _State | None:
 
 @constant_while_tracing
 def _devices(key: int) -> tuple[str, ...]:
-    return tuple(_calls[key]._our_scopes())
+    return tuple(device for device, _ in _calls[key]._our_scopes())
 
 
 @constant_while_tracing
@@ -631,16 +637,18 @@ def _break_the_graph() -> None:
 # ---- casts
 
 
-def _cast_arguments(casts: _Casts, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Cast a module's inputs; most modules get one tensor, for which the way is short."""
+def _cast_arguments(casts: _Casts, args: Any, kwargs: Any) -> tuple[Any, Any, _Copies]:
+    """Cast a module's inputs, and return the copies that were made; for one tensor the way is short."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        return (_cast_by_rule(casts, args[0]),), kwargs
-    cast: tuple[Any, Any] = _cast_by_rule(casts, (args, kwargs))
-    return cast
+        given = args[0]
+        cast = _cast_by_rule(casts, given)
+        return (cast,), kwargs, () if cast is given else (_TensorCopy(given, cast),)
+    all_cast = _cast_by_rule(casts, (args, kwargs))
+    return *all_cast, _copies_in(all_cast, (args, kwargs))
 
 
 @traced_only_inline
-def _cast_outputs(every: list[_Casts], output: Any) -> Any:
+def _cast_outputs(every: tuple[_Casts, ...], output: Any) -> Any:
     for casts in every:
         output = _cast_by_rule(casts, output)
     return output
@@ -695,20 +703,24 @@ class _ListCopy(NamedTuple):
             self.given[:] = kept
 
 
-def _note_copies(given: Any, cast: Any, copies: list[_TensorCopy | _ListCopy]) -> None:
-    """Note the tensors, lists and dicts in ``cast`` that are not those of the caller."""
+_Copies = tuple[_TensorCopy | _ListCopy, ...]
+
+
+def _copies_in(cast: Any, given: Any) -> _Copies:
+    """Return the tensors, lists and dicts in ``cast`` that are not those of the caller."""
     if cast is given:
-        return
+        return ()
     if isinstance(cast, torch.Tensor):
-        copies.append(_TensorCopy(given, cast))
-        return
+        return (_TensorCopy(given, cast),)
     if type(cast) not in (tuple, list, dict):
-        return
+        return ()
     parts, originals = _parts_of(cast), _parts_of(given)
+    copies: _Copies = ()
     if type(cast) is not tuple:
-        copies.append(_ListCopy(given, cast, dict(zip(map(id, parts), originals, strict=True)), parts))
-    for original, part in zip(originals, parts, strict=True):
-        _note_copies(original, part, copies)
+        copies = (_ListCopy(given, cast, dict(zip(map(id, parts), originals, strict=True)), parts),)
+    for part, original in zip(parts, originals, strict=True):
+        copies += _copies_in(part, original)
+    return copies
 
 
 def _parts_of(container: Any) -> list[Any]:

@@ -159,10 +159,15 @@ def promotion_here() -> Callable[[str, str], None] | None:
     return None
 
 
+def devices_with_scopes() -> tuple[str, ...]:
+    """Return the device types that ever had a scope."""
+    return tuple(_carrier_of)
+
+
 def scopes_here() -> dict[str, Scope]:
     """Return the scopes of this thread's calls by device type."""
     scopes = {}
-    for device in tuple(_carrier_of):
+    for device in devices_with_scopes():
         scope = scope_on(device)
         if scope is not None:
             scopes[device] = scope
