@@ -8,6 +8,8 @@ medians within a group. Rows of torch against torch show what the machine itself
     python benchmarks/host_cost.py                       # every model, in less than three minutes
     python benchmarks/host_cost.py --model lstm --way Stepper
     python benchmarks/host_cost.py --runs 5              # five runs in a row, and their median
+
+It replaces what rules.py, gradient_path.whole_step and the small layers of overhead_of_run measured.
 """
 
 import argparse

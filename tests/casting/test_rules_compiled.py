@@ -4,6 +4,7 @@
 """
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -62,6 +63,34 @@ def test_more_policies_than_torch_can_tell_apart_in_turn(monkeypatch):
             assert formats(compiled) == (FP16, BF16)
         with nc.autocast("cpu", policy=second):
             assert formats(compiled) == (FP32, FP32)
+
+
+def test_graphs_stay_while_another_thread_runs_one(monkeypatch):
+    """The dtype that stands for a policy cannot be given to another one meanwhile."""
+    monkeypatch.setattr(_scopes, "_MARKS", _scopes._MARKS[:1])
+    runs, may_end = threading.Event(), threading.Event()
+
+    @torch._dynamo.disable
+    def wait():
+        runs.set()
+        assert may_end.wait(60)
+
+    def waiting(x):
+        x = x.softmax(-1)
+        wait()
+        return x.softmax(-1)
+
+    thread = threading.Thread(target=torch.compile(waiting, backend="eager"), args=(X,))
+    with nc.autocast("cpu", policy=FIRST):
+        both(X)
+    thread.start()
+    assert runs.wait(60)
+    with pytest.raises(UnsupportedError, match="when no compiled function is running"):
+        nc.autocast("cpu", policy=SECOND).__enter__()
+    may_end.set()
+    thread.join()
+    with nc.autocast("cpu", policy=SECOND):
+        assert formats(both) == (BF16, FP32)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

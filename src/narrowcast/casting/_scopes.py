@@ -241,16 +241,16 @@ def _unused_mark(meanings: dict[torch.dtype, _Meaning]) -> torch.dtype:
         if mark not in meanings:
             return mark
     raise UnsupportedError(
-        f"expected at most {len(_MARKS)} different sets of rules at once, in open regions and in a call of a "
-        "compiled function, since torch.compile can tell no more of them apart: let rules share a pattern, "
-        "or open regions with other policies outside of the compiled function"
+        f"expected at most {len(_MARKS)} different sets of rules at once, in open regions and while a "
+        "compiled function is running in any thread, since torch.compile can tell no more of them apart: let "
+        "rules share a pattern, or open a region with another policy when no compiled function is running"
     )
 
 
 def make_room_for_marks() -> None:
     """Where few dtypes are left, free those of the scopes that no open region has.
 
-    Called for a new policy, since it cannot be done while Dynamo traces.
+    Called for a new policy, since it cannot be done while compiled code is running.
     """
     with _lock:
         for meanings in _meanings.values():

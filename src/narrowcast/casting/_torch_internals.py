@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -365,15 +366,31 @@ def trace_backward_outside_of_regions() -> None:
 
 
 def reset_compiled_code() -> bool:
-    """Have ``torch.compile`` make the graphs of this process anew; False inside of a compiled call."""
+    """Have ``torch.compile`` make the graphs of this process anew; False while one is running in any thread.
+
+    torch frees the graphs at once, also those that a thread runs, and the process would crash.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return True
-    if _C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+    if any(map(_is_in_compiled_call, sys._current_frames().values())):
         return False
     dynamo.reset_code_caches()
     return True
+
+
+def _is_in_compiled_call(frame: FrameType | None) -> bool:
+    """Return whether ``frame`` is inside the call of a function that ``torch.compile`` returned."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == _COMPILE_WRAPPER and code.co_filename.endswith("_dynamo/eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+_COMPILE_WRAPPER = "compile_wrapper"
 
 
 def dynamo_error() -> type[Exception]:
