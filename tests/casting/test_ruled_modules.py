@@ -15,6 +15,7 @@ import narrowcast as nc
 from interrupts import autocast_state
 from narrowcast.casting import PolicyRegion
 from narrowcast.casting._module_calls import calls_on
+from narrowcast.errors import UnsupportedError
 
 rule = nc.rule
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
@@ -128,6 +129,20 @@ def test_what_a_module_writes_to_its_arguments_reaches_the_caller():
     assert_same(x, expected[0])
     assert_same(cache, expected[1])
     assert [tuple(one.shape) for one in (state["rows"], *kept)] == [(8, 4), (4, 4), (4, 4)]
+
+
+class Yielding(nn.Linear):
+    def forward(self, x):
+        yield super().forward(x)
+
+
+@pytest.mark.parametrize("policy", [rules(), rules(rule.module("0", compute="fp32"))])
+def test_a_generator_is_refused_where_it_would_compute_outside(policy):
+    model = Yielding(4, 4) if not policy.rules else nn.Sequential(Yielding(4, 4))
+    with nc.apply(model, policy), pytest.raises(UnsupportedError, match="got a generator"):
+        model(X)
+    with nc.autocast("cpu", torch.bfloat16):
+        assert [one.dtype for one in Yielding(4, 4)(X)] == [BF16]  # as the message says
 
 
 def test_weights_that_are_replaced_on_meta_are_followed():

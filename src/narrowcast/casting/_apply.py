@@ -49,7 +49,8 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
     in other threads (``DataParallel``), in activation checkpointing, and in copies of the model.
     Modules that are added or replaced later follow their rules from the model's next call on.
     If a script turns autocast off inside the model, rules do not turn it on again. TorchScript modules follow
-    the region; a copy of one that is the model itself has no policy. If it raises, nothing has changed.
+    the region; a copy of a model that is one, or a ``torch.fx.GraphModule``, has no policy. If ``apply``
+    raises, nothing has changed.
 
     Args:
         model: any module; its parameters stay as they are. DDP and ``torch.compile`` may wrap it before or
@@ -63,6 +64,7 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
         PolicyError: the policy does not exist, names modules that the model does not have, or needs weights
             in a low format; or the model has a policy already.
         OrderError: in a call, after a layer with an fp8 rule was added.
+        UnsupportedError: in a call of a module whose ``forward`` is a generator.
     """
     return Applied(model, with_fp32_weights(policy))
 

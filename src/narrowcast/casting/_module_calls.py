@@ -249,6 +249,8 @@ class ModuleCall:
         try:
             args, kwargs = self._enter(opened, module, args, kwargs)
             output = below(*args, **kwargs)
+            if type(output) is types.GeneratorType:
+                _refuse_generator(opened, module)
         finally:
             # Ctrl-C may end it at any line; each can be repeated.
             try:
@@ -562,6 +564,17 @@ class _Opened:
         self.states: tuple[tuple[str, bool, torch.dtype, Scope, _Inside], ...] = ()
         self.outputs: tuple[_Casts, ...] = ()
         self.copies: _Copies = ()
+
+
+@traced_only_inline
+def _refuse_generator(opened: _Opened, module: torch.nn.Module) -> None:
+    """Refuse a ``forward`` whose code runs after the region or the scope of its call has ended."""
+    if opened.states or len(thread.regions) > opened.depth:
+        raise UnsupportedError(
+            f"expected {type(module).__name__} to compute in its call, got a generator, which computes when "
+            'it is iterated: open "with nc.autocast(...)" around the loop over it, in place of nc.apply and '
+            "of rules for it, or let forward return a list"
+        )
 
 
 @traced_only_inline
