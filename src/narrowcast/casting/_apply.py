@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from narrowcast.casting._devices import device_types
 from narrowcast.casting._kernels import region_of
-from narrowcast.casting._module_calls import MOVES_AND_COPIES, ModuleCall, Shared, calls_on, device_types
+from narrowcast.casting._module_calls import MOVES_AND_COPIES, ModuleCall, Shared, calls_on
 from narrowcast.casting._tree import (
     all_paths,
     is_wrapper,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from narrowcast.casting._apply import RuledModules, compiled_rules, missed_rules, refuse_missed
+from narrowcast.casting._devices import device_types
 from narrowcast.casting._kernels import region_of
-from narrowcast.casting._module_calls import device_types
 from narrowcast.casting._regions import regions
 from narrowcast.casting._torch_internals import (
     dynamo_error,

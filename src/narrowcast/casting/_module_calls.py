@@ -12,19 +12,20 @@ Dynamo traces it. The region is then chosen once, while Dynamo traces, and its g
 from __future__ import annotations
 
 import itertools
-import operator
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from narrowcast.casting import _regions
+from narrowcast.casting._devices import device_types, moves, weight_device_types
 from narrowcast.casting._kernels import Promotion, region_of
-from narrowcast.casting._operators import CASTABLE, LOW, compute_dtype, depends_on_inputs
+from narrowcast.casting._module_casts import Casts, Copies, cast_arguments, cast_outputs, wants
+from narrowcast.casting._operators import LOW, compute_dtype, depends_on_inputs
 from narrowcast.casting._scopes import (
     PROMOTING,
     autocast_state_of,
@@ -59,14 +60,6 @@ _keys = itertools.count()
 _calls: weakref.WeakValueDictionary[int, ModuleCall] = weakref.WeakValueDictionary()
 
 
-class _Casts(NamedTuple):
-    """A cast by a rule for a module, on one device type."""
-
-    rule: Rule
-    device: str
-    dtype: torch.dtype
-
-
 class _Region(NamedTuple):
     """A region that the call of a model opens."""
 
@@ -91,8 +84,8 @@ class _Inside(NamedTuple):
     dtype: torch.dtype
     enabled: bool
     scope: Scope
-    casts: _Casts | None
-    output: _Casts | None
+    casts: Casts | None
+    output: Casts | None
 
 
 _State = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
@@ -260,7 +253,7 @@ class ModuleCall:
                 raise
         for copy in opened.copies:
             copy.write_back()
-        return _cast_outputs(opened.outputs, output) if opened.outputs else output
+        return cast_outputs(opened.outputs, output) if opened.outputs else output
 
     def follow_model(self, module: torch.nn.Module) -> None:
         """Give rules to modules that were added since the last call."""
@@ -308,7 +301,7 @@ class ModuleCall:
             if inside.output is not None:
                 opened.outputs += (inside.output,)
             if inside.casts is not None:
-                args, kwargs, copies = _cast_arguments(inside.casts, args, kwargs)
+                args, kwargs, copies = cast_arguments(inside.casts, args, kwargs)
                 opened.copies += copies
         return args, kwargs
 
@@ -326,11 +319,11 @@ class ModuleCall:
 
     def _devices_of(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
         """Return the device types to open regions on: those of the weights, found again after a move."""
-        if self._devices_at != _moves.count:
+        if self._devices_at != moves.count:
             found = weight_device_types(module)
             self._devices = [device for device in found if device != "meta"]
             # Weights on "meta" are replaced by others without a move.
-            self._devices_at = -1 if "meta" in found else _moves.count
+            self._devices_at = -1 if "meta" in found else moves.count
             for device in self._devices:
                 check_device(device)
         if self._devices:
@@ -399,14 +392,14 @@ class ModuleCall:
         by_inputs = self._dtype_by_inputs((args, kwargs), device)
         region, dtype, output_dtype = _inside(self.key, device, by_inputs)
         if dtype is not None:
-            args, kwargs = cast_where((args, kwargs), dtype, _wants(device, dtype))
+            args, kwargs = cast_where((args, kwargs), dtype, wants(device, dtype))
         if region is None:
             output = self._traced_rules(devices[1:], below, args, kwargs)
         else:
             with _regions.traced_region(*region):
                 output = self._traced_rules(devices[1:], below, args, kwargs)
         if output_dtype is not None:
-            output = cast_where(output, output_dtype, _wants(device, output_dtype))
+            output = cast_where(output, output_dtype, wants(device, output_dtype))
         return output
 
     # ---- decisions
@@ -456,11 +449,11 @@ class ModuleCall:
             dtype = compute_dtype(rule.compute, dtype_of(scope.resolved.lower), (), device)
         # An "as-is" module keeps autocast on only if a rule names an operator inside it.
         enabled = CASTS_TO[rule.compute] is not None or scope.rules_operators
-        casts = None if dtype is None else _Casts(rule, device, dtype)
+        casts = None if dtype is None else Casts(rule, device, dtype)
         output = None
         if rule.output is not None:
             word = scope.resolved.lower if rule.output == "lower" else rule.output
-            output = _Casts(rule, device, dtype_of(word))
+            output = Casts(rule, device, dtype_of(word))
         return _Inside(dtype_outside if dtype is None else dtype, enabled, scope, casts, output)
 
 
@@ -562,8 +555,8 @@ class _Opened:
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.states: tuple[tuple[str, bool, torch.dtype, Scope, _Inside], ...] = ()
-        self.outputs: tuple[_Casts, ...] = ()
-        self.copies: _Copies = ()
+        self.outputs: tuple[Casts, ...] = ()
+        self.copies: Copies = ()
 
 
 @traced_only_inline
@@ -647,103 +640,6 @@ def _break_the_graph() -> None:
     """Leave the call to Python, where the ``ModuleCall`` itself stands in front of it."""
 
 
-# ---- casts
-
-
-def _cast_arguments(casts: _Casts, args: Any, kwargs: Any) -> tuple[Any, Any, _Copies]:
-    """Cast a module's inputs, and return the copies that were made; for one tensor the way is short."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        given = args[0]
-        cast = _cast_by_rule(casts, given)
-        return (cast,), kwargs, () if cast is given else (_TensorCopy(given, cast),)
-    all_cast = _cast_by_rule(casts, (args, kwargs))
-    return *all_cast, _copies_in(all_cast, (args, kwargs))
-
-
-@traced_only_inline
-def _cast_outputs(every: tuple[_Casts, ...], output: Any) -> Any:
-    for casts in every:
-        output = _cast_by_rule(casts, output)
-    return output
-
-
-def _cast_by_rule(casts: _Casts, values: Any) -> Any:
-    """Cast a module's inputs or outputs; meanwhile ``rule_that_casts`` returns the rule."""
-    if isinstance(values, torch.Tensor) and values.dtype is casts.dtype:
-        return values
-    thread.casting_rule = casts.rule
-    try:
-        return cast_where(values, casts.dtype, _wants(casts.device, casts.dtype))
-    finally:
-        thread.casting_rule = None
-
-
-class _TensorCopy(NamedTuple):
-    """A cast of an argument, which the module may write to."""
-
-    given: torch.Tensor
-    cast: torch.Tensor
-
-    def write_back(self) -> None:
-        if not self.cast.is_inference() and self.cast._version:
-            self.given.copy_(self.cast)
-
-
-class _ListCopy(NamedTuple):
-    """A list or dict with the casts of what the given one holds, which the module may change.
-
-    Attributes:
-        given, cast: the two.
-        originals: what ``given`` held, by the id of its cast.
-        before: what ``cast`` held.
-    """
-
-    given: Any
-    cast: Any
-    originals: dict[int, Any]
-    before: list[Any]
-
-    def write_back(self) -> None:
-        now = _parts_of(self.cast)
-        if len(now) == len(self.before) and all(map(operator.is_, now, self.before)):
-            return
-        kept = [self.originals.get(id(part), part) for part in now]
-        if isinstance(self.cast, dict):
-            changed = dict(zip(self.cast, kept, strict=True))
-            self.given.clear()
-            self.given.update(changed)
-        else:
-            self.given[:] = kept
-
-
-_Copies = tuple[_TensorCopy | _ListCopy, ...]
-
-
-def _copies_in(cast: Any, given: Any) -> _Copies:
-    """Return the tensors, lists and dicts in ``cast`` that are not those of the caller."""
-    if cast is given:
-        return ()
-    if isinstance(cast, torch.Tensor):
-        return (_TensorCopy(given, cast),)
-    if type(cast) not in (tuple, list, dict):
-        return ()
-    parts, originals = _parts_of(cast), _parts_of(given)
-    copies: _Copies = ()
-    if type(cast) is not tuple:
-        copies = (_ListCopy(given, cast, dict(zip(map(id, parts), originals, strict=True)), parts),)
-    for part, original in zip(parts, originals, strict=True):
-        copies += _copies_in(part, original)
-    return copies
-
-
-def _parts_of(container: Any) -> list[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
-
-
-def _wants(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor], bool]:
-    return lambda one: one.dtype in CASTABLE and one.dtype != dtype and one.device.type == device
-
-
 def _is_open(device: str, dtype: torch.dtype, scope: Scope | None) -> bool:
     """Return whether the thread is in such a region already, in that scope or inside it."""
     if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
@@ -754,50 +650,7 @@ def _is_open(device: str, dtype: torch.dtype, scope: Scope | None) -> bool:
     return current.resolved.root.identity == scope.identity
 
 
-# ---- devices
-
-
-class _Moves:
-    """Counts how often weights of a module were moved or cast, by ``to``, ``cuda``, ``half`` and the like."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def counted(self, below: Callable[..., Any]) -> Callable[..., Any]:
-        def _apply(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return below(*args, **kwargs)
-
-        return _apply
-
-
-_moves = _Moves()
 MOVES_AND_COPIES = Replacements(
-    (torch.nn.Module, "_apply", _moves.counted), (torch.nn.Module, "__setstate__", _following_copies)
+    (torch.nn.Module, "_apply", moves.counted), (torch.nn.Module, "__setstate__", _following_copies)
 )
 """While policies are applied: counts moves of weights, and has shallow copies of modules call themselves."""
-
-
-def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list[str]:
-    """Return the device types of the weights of ``module``, or without any of its inputs.
-
-    Without either, the one on which tensors are made by default.
-    """
-    found = weight_device_types(module) if module is not None else []
-    if not found:
-        found = list(dict.fromkeys(one.device.type for one in tensors_inside((args, kwargs))))
-    if not found:
-        found = [torch.get_default_device().type]
-    return [device for device in found if device != "meta"]
-
-
-def weight_device_types(module: torch.nn.Module) -> list[str]:
-    """Return the device types of parameters and buffers of ``module``, each once."""
-    return list(dict.fromkeys(weight.device.type for weight in _weights(module)))
-
-
-def _weights(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for part in module.modules():
-        for weight in (*part._parameters.values(), *part._buffers.values()):
-            if weight is not None:
-                yield weight
