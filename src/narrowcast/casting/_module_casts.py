@@ -57,6 +57,7 @@ class _TensorCopy(NamedTuple):
     given: torch.Tensor
     cast: torch.Tensor
 
+    @traced_only_inline
     def write_back(self) -> None:
         if not self.cast.is_inference() and self.cast._version:
             self.given.copy_(self.cast)
@@ -76,6 +77,7 @@ class _ListCopy(NamedTuple):
     originals: dict[int, Any]
     before: list[Any]
 
+    @traced_only_inline
     def write_back(self) -> None:
         now = _parts_of(self.cast)
         if len(now) == len(self.before) and all(map(operator.is_, now, self.before)):
