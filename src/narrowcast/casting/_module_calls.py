@@ -11,6 +11,7 @@ Dynamo traces it. The region is then chosen once, while Dynamo traces, and its g
 
 from __future__ import annotations
 
+import functools
 import itertools
 import types
 import warnings
@@ -231,7 +232,7 @@ class ModuleCall:
         assert module is not None
         below = self.below
         if below is None:
-            below = getattr(type(module), CALL).__get__(module)
+            below = functools.partial(getattr(type(module), CALL), module)
         if self.shared.removed:
             return below(*args, **kwargs)
         if is_exporting() and not self.shared.compiled:
