@@ -469,6 +469,7 @@ class _Forward:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)
 
+    @skipped_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         return type(module).forward(module, *args, **kwargs)
