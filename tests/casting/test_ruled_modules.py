@@ -2,8 +2,7 @@
 
 import copy
 import inspect
-import threading
-import time
+import sys
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import narrowcast as nc
+from child_processes import output_of
 from interrupts import autocast_state
 from narrowcast.casting import PolicyRegion
 from narrowcast.casting._module_calls import calls_on
@@ -222,25 +222,41 @@ class TestCompiled:
             assert torch.compile(call, backend="aot_eager")(X).dtype == FP32
         assert autocast_state() == before
 
-    def test_policies_come_while_another_thread_runs_compiled_code(self):
-        served, stop, calls = torch.compile(make(), backend="eager"), threading.Event(), []
-        served(X)
 
-        def serve():
-            while not stop.is_set():
-                calls.append(served(X).dtype)
+# In a process of its own: where the graphs of a thread are freed under it, the process ends.
+SERVING = """
+import threading, time
+import torch
+import narrowcast as nc
+from torch import nn
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        for _ in range(20):
-            model = make()
-            with nc.apply(model, POLICY):
-                assert model(X).dtype == BF16
-            time.sleep(0.01)
-        stop.set()
-        thread.join()
-        assert len(calls) > 20
-        assert set(calls) == {FP32}
+def make():
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+
+def serve():
+    while not stop.is_set():
+        formats.add(served(x).dtype)
+
+x, formats, stop = torch.randn(4, 8), set(), threading.Event()
+served = torch.compile(make(), backend="eager")
+served(x)
+thread = threading.Thread(target=serve)
+thread.start()
+models = []
+for _ in range(60):
+    models.append(make())
+    nc.apply(models[-1], "bf16")
+    assert models[-1](x).dtype == torch.bfloat16
+    time.sleep(0.05)
+stop.set()
+thread.join()
+print(formats)
+"""
+
+
+@pytest.mark.long
+def test_policies_come_while_another_thread_runs_compiled_code():
+    assert output_of([sys.executable, "-c", SERVING]) == "{torch.float32}\n"
 
 
 def test_a_move_is_noticed():
