@@ -1,6 +1,7 @@
 """How far the region and the scale reach, and that they end there."""
 
 import gc
+import sys
 import threading
 import warnings
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import narrowcast as nc
-from narrowcast.attach import Attachment
+from narrowcast.attach import Attachment, _leaves
 from narrowcast.attach._torch_internals import register_hook_first
 from narrowcast.casting import autocast
 from narrowcast.errors import OrderError, ScaleError, UnsupportedError
@@ -191,6 +192,52 @@ def test_a_hook_registered_first_runs_first():
     order.clear()
     (leaf * 2).backward()
     assert order == ["first", "late"]
+
+
+@pytest.mark.parametrize("hooks_left", [3, 2, 1])
+def test_an_interrupt_while_a_hook_is_registered_first_loses_none(hooks_left):
+    leaf, order = torch.ones(1, requires_grad=True), []
+    leaf.register_hook(lambda g: order.append("early"))
+    leaf.register_hook(lambda g: order.append("late"))
+
+    def interrupt(frame, *_):
+        """Raise once, where so many hooks are left."""
+        if frame.f_code.co_name == "put_earlier_last" and len(leaf._backward_hooks) == hooks_left:
+            sys.settrace(tracing)
+            raise KeyboardInterrupt
+        return interrupt
+
+    tracing = sys.gettrace()
+    sys.settrace(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        register_hook_first(leaf, lambda g: order.append("first"))
+    (leaf * 2).backward()
+    assert order == ["first", "early", "late"]
+
+
+def test_an_interrupt_before_a_leaf_is_known_to_be_hooked_does_not_hook_it_twice():
+    """A Ctrl-C right after the hook was registered; a hook that runs twice would divide twice."""
+    register = _leaves.register_hook_first
+
+    def interrupted(*args):
+        register(*args)
+        raise KeyboardInterrupt
+
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+
+    def gradient(**options):
+        layer.zero_grad()
+        layer(x).square().sum().backward(**options)
+        return layer.weight.grad.clone()
+
+    with nc.attached("bf16", Dynamic(scale=2.0**10)):
+        expected = gradient()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_leaves, "register_hook_first", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                gradient(inputs=[layer.weight])
+        assert torch.equal(gradient(inputs=[layer.weight]), expected)
+    assert not layer.weight._backward_hooks
 
 
 class Seen(torch.autograd.Function):

@@ -54,10 +54,9 @@ _NONE = {type(None)}
 
 @dataclass(slots=True)
 class _Hook:
-    """The unscaling hook of a leaf."""
+    """A leaf that has the unscaling hook."""
 
     leaf: weakref.ref[torch.Tensor]
-    remove: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -223,12 +222,13 @@ class Leaves:
         with self._lock:
             for leaf in leaves:
                 if not self.is_hooked(leaf):
-                    handle = register_hook_first(leaf, self._unscale)
-                    self._hooks[id(leaf)] = _Hook(weakref.ref(leaf), handle.remove)
+                    # In this order a Ctrl-C between the two leaves no hook that nobody removes.
+                    self._hooks[id(leaf)] = _Hook(weakref.ref(leaf))
+                    register_hook_first(leaf, self._unscale)
 
     def is_hooked(self, leaf: torch.Tensor) -> bool:
-        hook = self._hooks.get(id(leaf))
-        return hook is not None and hook.leaf() is leaf
+        hooks = leaf._backward_hooks
+        return bool(hooks) and self._unscale in hooks.values()
 
     def _unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Divide a gradient by the scale of the running pass: the hook of each leaf."""
@@ -587,7 +587,11 @@ class Leaves:
 
     def remove_hooks(self) -> None:
         for hook in self._hooks.values():
-            hook.remove()
+            leaf = hook.leaf()
+            if leaf is not None and leaf._backward_hooks:
+                ours = [key for key, function in leaf._backward_hooks.items() if function == self._unscale]
+                for key in ours:
+                    del leaf._backward_hooks[key]
         for table in (self._hooks, self._overflows, self._watched, self._in_optimizers):
             table.clear()
         self._unread.clear()

@@ -73,16 +73,24 @@ def register_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any
     """Call ``tensor.register_hook`` on a leaf so that the hook runs before those that it already has.
 
     The engine calls a leaf's hooks in the order of ``_backward_hooks``, and ``register_hook`` cannot prepend.
-    Handles of the reordered hooks keep working, since they go by key.
+    Handles of the reordered hooks keep working, since they go by key. A Ctrl-C loses none of them.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_hook.cpp
     handle: RemovableHandle = _register_hook(tensor, hook)
     hooks = tensor._backward_hooks
     assert hooks is not None
     earlier = [(key, hooks[key]) for key in hooks if key != handle.id]
-    for key, _ in earlier:
-        del hooks[key]
-    hooks.update(earlier)
+
+    def put_earlier_last() -> None:
+        for key, _ in earlier:
+            hooks.pop(key, None)
+        hooks.update(earlier)
+
+    try:
+        put_earlier_last()
+    except KeyboardInterrupt:
+        put_earlier_last()
+        raise
     return handle
 
 
