@@ -44,7 +44,6 @@ _SAMPLES = 16_384  # values compared of a tensor, evenly spaced
 # A pass may reach hundreds of leaves. ``map`` with these reads an attribute of all of them at the speed of C.
 _GRADIENT = attrgetter("grad")
 _VERSION = attrgetter("_version")
-_DTYPE = attrgetter("dtype")
 _LAYOUT = attrgetter("layout")
 _NBYTES = attrgetter("nbytes")
 _HOOKS = attrgetter("_backward_hooks")
@@ -304,9 +303,11 @@ class Leaves:
 
         # One operator cannot write to all where kinds differ, or where two lie in one memory.
         found_inf = []
-        in_place = gradients
-        if not _are_dense_and_apart(gradients):
+        groups = by_device_and_dtype(gradients) if gradients else []
+        in_fp32 = all(dtype is torch.float32 for _, dtype, _, _ in groups)
+        if not (in_fp32 and _are_dense_and_apart(gradients)):
             in_place = _dense_and_apart(gradients)
+            groups = by_device_and_dtype(in_place) if in_place else []
             kept = set(map(id, in_place))
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 if id(gradient) not in kept:
@@ -316,7 +317,7 @@ class Leaves:
             gradients = list(map(_GRADIENT, leaves))
 
         inverse = 1.0 / self._together_factor
-        for device, _, _, members in by_device_and_dtype(in_place) if in_place else ():
+        for device, _, _, members in groups:
             bad = torch.zeros((), device=device)
             multiply_and_check(members, bad, torch.full((), inverse, device=device))
             found_inf.append(bad)
@@ -604,10 +605,8 @@ def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _are_dense_and_apart(gradients: Sequence[torch.Tensor]) -> bool:
-    """Return whether all are dense, in fp32, and have memory of their own."""
+    """Return whether all are dense, and have memory of their own."""
     if not {torch.strided}.issuperset(map(_LAYOUT, gradients)):
-        return False
-    if not {torch.float32}.issuperset(map(_DTYPE, gradients)):
         return False
     # The engine leaves dense gradients without gaps. They are apart if each ends before the next one starts.
     addresses = list(map(torch.Tensor.data_ptr, gradients))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Protocol, Self
 
 from narrowcast.errors import ScaleError, near_names
@@ -169,15 +169,28 @@ class Dynamic:
             left = max(self.hysteresis_left - 1, 0 if self.rule in ("apex", "megatron") else 1)
             lower = max(to_float32(scale * self.backoff_factor), to_float32(self.min_scale))
             scale = lower if self.hysteresis_left <= 1 else self.scale
-            return replace(self, scale=scale, good_steps=0, hysteresis_left=left)
+            return self._moved_to(scale, 0, left)
         if good_steps < self._steps_to_grow:
             resets = self.rule in _RESET_BY_A_GOOD_STEP
             left = self.hysteresis if resets else self.hysteresis_left
-            return replace(self, good_steps=good_steps, hysteresis_left=left)
+            return self._moved_to(self.scale, good_steps, left)
         grown = to_float32(scale * self.growth_factor)
         grown = self.scale if math.isinf(grown) else min(grown, to_float32(self.max_scale))
         good_steps = 1 if self.rule in _DEEPSPEED else 0
-        return replace(self, scale=grown, good_steps=good_steps, hysteresis_left=self.hysteresis)
+        return self._moved_to(grown, good_steps, self.hysteresis)
+
+    def _moved_to(self, scale: float, good_steps: int, hysteresis_left: int) -> Self:
+        """Return the same with other values.
+
+        At each step of a training, so without the checks: what a rule makes of valid values is valid.
+        """
+        moved = object.__new__(type(self))
+        for name in _DYNAMIC_FIELDS:
+            object.__setattr__(moved, name, getattr(self, name))
+        object.__setattr__(moved, "scale", scale)
+        object.__setattr__(moved, "good_steps", good_steps)
+        object.__setattr__(moved, "hysteresis_left", hysteresis_left)
+        return moved
 
     def _check_rule(self) -> None:
         if self.rule not in RULES:
@@ -200,6 +213,9 @@ class Dynamic:
     @property
     def _steps_to_grow(self) -> int:
         return self.growth_interval + 1 if self.rule in _DEEPSPEED else self.growth_interval
+
+
+_DYNAMIC_FIELDS = tuple(field.name for field in fields(Dynamic))
 
 
 def parse(text: str) -> LossScale:

@@ -115,10 +115,6 @@ class OptimizerGroup:
         gradients = map(_GRAD, parameters_of(*self.optimizers))
         return [gradient for gradient in gradients if gradient is not None]
 
-    def _has_gradients(self) -> bool:
-        """Return the same as ``bool(self._gradients())``; after a backward pass it reads one gradient."""
-        return any(gradient is not None for gradient in map(_GRAD, parameters_of(*self.optimizers)))
-
     # ---- backward
 
     def backward(
@@ -132,7 +128,8 @@ class OptimizerGroup:
 
         Only ``inputs`` get gradients, if given. With ``one_rank`` no other rank computes gradients of them.
         """
-        self._check_gradients()
+        parameters = parameters_of(*self.optimizers)
+        self._check_gradients(parameters)
         if inputs is not None and not self._saw_graph and loss.grad_fn is not None:
             # Of the first backward alone: it is a walk over the whole graph.
             if any(node.name() == "CheckpointFunctionBackward" for node in nodes_below([loss.grad_fn])):
@@ -147,7 +144,9 @@ class OptimizerGroup:
         torch.autograd.backward(scaled, inputs=inputs)
         for held in self.held:
             held.take_gradients()
-        if one_rank and self.scaler.process_group is None and not self._has_gradients():
+        # After a backward pass it mostly reads one gradient.
+        got_gradients = any(parameter.grad is not None for parameter in parameters)
+        if one_rank and self.scaler.process_group is None and not got_gradients:
             raise OrderError(
                 f"no parameter of this {type(self.optimizers[0]).__name__} got a gradient from this loss: "
                 "compute it from the model that the Stepper was given, with parameters that require gradients"
@@ -156,9 +155,9 @@ class OptimizerGroup:
         if self.filled < self.accumulate:
             self._written = _versions(self._gradients())
 
-    def _check_gradients(self) -> None:
+    def _check_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Refuse to add to gradients of another origin: these are scaled, others are not."""
-        if not self.filled and not self.held and set(map(_GRAD, parameters_of(*self.optimizers))) == {None}:
+        if not self.filled and not self.held and set(map(_GRAD, parameters)) == {None}:
             return  # as at every step, so in the fastest way
         present = self._gradients()
         by_hand = [low.grad for held in self.held for low, _ in held.parameters if low.grad is not None]
