@@ -227,7 +227,7 @@ class Leaves:
 
     def is_hooked(self, leaf: torch.Tensor) -> bool:
         hooks = leaf._backward_hooks
-        return bool(hooks) and self._unscale in hooks.values()
+        return hooks is not None and self._unscale in hooks.values()
 
     def _unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Divide a gradient by the scale of the running pass: the hook of each leaf."""

@@ -18,7 +18,7 @@ from narrowcast.casting._autocast import (
 from narrowcast.casting._bake import bake
 from narrowcast.casting._compile import compile
 from narrowcast.casting._scopes import PROMOTING, rule_that_casts
-from narrowcast.casting._torch_internals import traced_only_inline
+from narrowcast.casting._torch_internals import skipped_by_dynamo, traced_only_inline
 from narrowcast.casting._tree import cast_floating, cast_where, modules_by_path, tensors_inside, undo_on_error
 from narrowcast.casting._watching import ops_under_way, watch_ops
 from narrowcast.casting._weight_casts import drop_casts
@@ -42,6 +42,7 @@ __all__ = [
     "modules_by_path",
     "ops_under_way",
     "rule_that_casts",
+    "skipped_by_dynamo",
     "tensors_inside",
     "traced_only_inline",
     "undo_on_error",

@@ -291,7 +291,7 @@ class Iteration:
             "an optimizer whose step takes grad_scaler unscales by itself; torch is going to hand it the "
             "tensors grad_scale and found_inf instead",
             FutureWarning,
-            stacklevel=5,  # out of here, the scaler's step, and the two frames of @untraced
+            stacklevel=3,  # out of here, and of the scaler's step
         )
         returned = optimizer.step(*args, **kwargs)
         check = self._unscaled_check(state, optimizer)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from narrowcast.casting import skipped_by_dynamo
+
 # Of torch's GradScaler: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
 OptState = torch.amp.grad_scaler.OptState
 
@@ -23,13 +25,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def untraced(method: Method) -> Method:
-    """Decorate a method that ``torch.compile`` calls without tracing it.
-
-    Loads the compiler at the first call, as torch's own optimizers do; ``torch.compiler.disable`` at once.
-    """
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_compile.py
-    hidden: Method = vars(torch)["_disable_dynamo"](method)
-    return hidden
+    """Decorate a method that ``torch.compile`` calls without tracing it; this adds nothing to a call."""
+    return skipped_by_dynamo(method)
 
 
 def nodes_below(roots: Iterable[Any]) -> list[Any]:
