@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from dispatch_table import changes_since, whole_table
 from torch import nn
+from torch.distributions import Beta, Gamma, kl_divergence
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
@@ -37,6 +38,11 @@ def blend(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 blend.register_autograd(lambda ctx, gradient: (gradient / 2, gradient / 2))
+
+
+def concentrations(y, factor):
+    return (1 + factor * F.softplus(y)).chunk(2, dim=1)
+
 
 # x is fp32, y is the result of a linear layer, w and v are parameters.
 PATTERNS = {
@@ -71,6 +77,10 @@ PATTERNS = {
     "det": lambda x, y, w, v: torch.linalg.det(y[:3, :3]),
     "pinv": lambda x, y, w, v: torch.linalg.pinv(y[:3, :3] + 3 * torch.eye(3)),
     "matrix_exp": lambda x, y, w, v: torch.linalg.matrix_exp(y[:3, :3]),
+    "entropy of a Beta": lambda x, y, w, v: Beta(*concentrations(y, 3)).entropy(),
+    "divergence of Gammas": lambda x, y, w, v: kl_divergence(
+        Gamma(*concentrations(y, 20)), Gamma(torch.ones(ROWS, 1), torch.ones(ROWS, 1))
+    ),
     "masked_fill": lambda x, y, w, v: (
         y.masked_fill(x > 0, -1e9).softmax(1) * y.masked_fill_(x > 1, 1e6).tanh()
     ),

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import narrowcast as nc
 from narrowcast.attach import Attachment
 from narrowcast.errors import PolicyError
-from narrowcast.observe.capture import read_capture
+from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
 
 rule = nc.rule
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -47,6 +47,63 @@ def test_a_format_that_is_slow_here_is_said_before_the_first_step(monkeypatch):
         model(torch.ones(2, 8))
     assert said == ["bf16", "fp16", "cpu", "computed"]
     assert attached.notes[:3] == said[:3]
+
+
+def test_notes_that_were_told_are_marked_in_the_capture(monkeypatch, tmp_path):
+    monkeypatch.setattr("narrowcast.attach._regions.slow_formats", lambda *_: ["bf16 is slow here"])
+    writer = CaptureWriter(tmp_path / "capture.jsonl")
+    writer.write(start_event(["train.py"], "bf16"))
+    with Attachment("bf16", writer=writer):
+        Classifier()(torch.ones(2, 8))
+    notes = read_capture(writer.path).of("note")
+    assert [note.get("told") for note in notes] == [True]
+
+
+def test_notes_of_attached_speak_of_its_arguments(monkeypatch):
+    said = ["bf16 on this CPU is slow: use --policy fp32"]
+    monkeypatch.setattr("narrowcast.attach._regions.slow_formats", lambda *_: said)
+    run = nc.attached("bf16")
+    assert repr(run) == "<nc.attached bf16, not entered: steps=0, skipped_steps=0>"
+    with run:
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        assert repr(run) == "<nc.attached bf16, in force: steps=1, skipped_steps=0>"
+    assert repr(run) == "<nc.attached bf16, left: steps=1, skipped_steps=0>"
+    assert run.notes == ["bf16 on this CPU is slow: use policy fp32"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        (
+            rule.module("model.head", compute="fp32"),
+            '(did you mean "head"? paths start at the module that is',
+        ),
+        (rule.module("net.model.he*", compute="fp32"), '(did you mean "he*"? paths start at the module that'),
+        (rule.module("model.tail", compute="fp32"), "called (Classifier)"),
+        (rule.op("mm", compute="fp32"), "was reached by no call: nn.Linear calls linear and @ calls matmul"),
+        (rule.op("bmm", compute="fp32"), "was reached by no call: nn.Linear calls linear and @ calls matmul"),
+        (rule.op("cumsum", compute="fp32"), "the rule for cumsum was reached by no call"),
+    ],
+)
+def test_a_rule_without_effect_names_what_would_have_one(asked, hint):
+    with Attachment(policy(asked)) as attached:
+        Classifier()(torch.ones(2, 8))
+    (found,) = attached.notes
+    assert hint in found
+    if asked.op == "cumsum" or asked.module == "model.tail":
+        assert found.endswith(hint)
+
+
+@pytest.mark.parametrize("op", ["linear", "matmul"])
+def test_what_the_note_on_mm_names_is_reached(op):
+    model = nn.Linear(8, 8)
+    model.forward = lambda x: nn.functional.linear(x, model.weight) @ model.weight
+    with Attachment(policy(rule.op(op, compute="fp32"), rule.op("mm", compute="fp32"))) as attached:
+        model(torch.ones(2, 8))
+    assert [note.partition(" was reached")[0] for note in attached.notes] == ["the rule for mm"]
 
 
 def policy(*rules):

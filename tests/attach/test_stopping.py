@@ -39,6 +39,14 @@ def assert_stopped(ended, steps):
     assert ended.at_end_was_called
 
 
+def test_a_script_that_imports_apex_is_told_what_runs_it(runs):
+    for text, told in ("import apex", True), ("from apex import amp", True), ("import apexes", False):
+        ended = runs.run(text)
+        assert ended.code == 1
+        last = ended.stderr.splitlines()[-1]
+        assert last.startswith("narrowcast: python -m narrowcast.apex SCRIPT runs scripts") == told
+
+
 def test_it_ends_as_a_script_that_exits(runs):
     """What is open is closed, ``finally`` and ``with`` are left, and exit handlers are called."""
     ended = runs.run(

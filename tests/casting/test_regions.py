@@ -411,6 +411,7 @@ def test_a_checkpoint_keeps_the_region_inside_it():
         (("CPU",), DeviceError, 'Did you mean "cpu"'),
         (("mpss",), DeviceError, 'Did you mean "mps"'),
         (("meta",), DeviceError, "unknown device type 'meta'"),
+        (("bf16",), DeviceError, r'got the policy \'bf16\': nc.autocast\("(cpu|cuda)", policy="bf16"\)'),
         ((torch.device("cpu"),), ValueError, "Expected `device_type` of type `str`"),
         (("cpu", "bf16"), PolicyError, 'write policy="bf16" for a preset'),
         (("cpu", BF16, True, None, "bf16"), PolicyError, "expected a dtype or a policy, got both"),

@@ -2,8 +2,9 @@
 
 import copy
 import gc
+import sys
 import weakref
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from casting_cases import BF16, FP16, FP32, Calls, assert_same, eager, has_no_ho
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.casting import _apply
 from narrowcast.errors import OrderError, PolicyError, UnsupportedError
 
 rule = nc.rule
@@ -175,10 +177,11 @@ def test_rules_that_name_nothing():
 def test_a_model_has_one_policy():
     model = Model()
     with nc.apply(model, "bf16"):
+        assert model(X)["head"].dtype == BF16
         with pytest.raises(PolicyError, match="has a policy already"):
             nc.apply(model, "fp16")
         with pytest.raises(PolicyError, match=r"Model 'part' in this model has another policy already"):
-            nc.apply(nn.ModuleDict({"part": model}), "fp16")
+            nc.apply(nn.Sequential(OrderedDict(part=model)), "fp16")
     with nc.apply(model, "fp16"):
         assert model(X)["head"].dtype == FP16
 
@@ -243,6 +246,7 @@ def test_a_copy_keeps_the_policy_and_may_have_another(again):
         assert twin(X).dtype == FP32
 
 
+@pytest.mark.filterwarnings("ignore:nothing in this process called")
 def test_a_deep_copy_loses_the_policy_with_the_model():
     model = Model()
     with nc.apply(model, rules(rule.module("norm", compute="fp16"))):
@@ -250,6 +254,7 @@ def test_a_deep_copy_loses_the_policy_with_the_model():
     assert (twin(X)["norm"].dtype, twin(X)["head"].dtype) == (FP32, FP32)
 
 
+@pytest.mark.filterwarnings("ignore:nothing in this process called")
 @pytest.mark.parametrize("when", ["before a call", "in a call"])
 def test_remove_leaves_no_hook(when):
     model = Model()
@@ -458,3 +463,105 @@ def test_a_layer_norm_that_hands_on_bf16_saves_fewer_bytes():
     assert before - after == 3 * x.numel() * 2
     # Three layers of numbers below 4, a rounding of 2**-9 more in each.
     assert torch.allclose(ruled.float(), plain.float(), atol=3 * 4 * 2.0**-8)
+
+
+class Mapping(dict):
+    pass
+
+
+def test_a_container_that_is_not_cast_is_said_at_the_line_of_the_call():
+    model = nn.Identity()
+    expected = pytest.warns(UserWarning, match=r"Mapping were not cast")
+    with nc.apply(model, rules(rule.module("", compute="fp16"))), expected as said:
+        model(Mapping(x=X))
+    (warning,) = said
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("make", [nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Module])
+def test_what_has_no_forward_is_refused(make):
+    class Holder(make):
+        def loss(self):
+            pass
+
+    for model in (make(), Holder()):
+        with pytest.raises(
+            PolicyError, match=f"got {type(model).__name__}, which has none: call nc.apply on"
+        ):
+            nc.apply(model, "bf16")
+        assert has_no_hooks(model)
+        model.forward = lambda x: x
+        nc.apply(model, "bf16").warns_if_not_called = False
+
+
+UNCALLED = "nothing in this process called the Model with the policy of nc.apply, which cast nothing"
+
+
+def test_parts_of_what_has_no_forward_follow_their_rules():
+    parts = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    x = torch.ones(1, 4)
+    with nc.apply(parts, rules(rule.module("head", compute="fp16"))):
+        assert (parts["body"](x).dtype, parts["head"](x).dtype) == (FP32, FP16)
+
+
+def test_a_model_called_by_another_method_is_said_at_the_end():
+    class WithLoss(Model):
+        def loss(self, x):
+            return self.forward(x)["head"]
+
+    model = WithLoss()
+    handle = nc.apply(model, "bf16")
+    assert model.loss(X).dtype == FP32
+    with pytest.warns(UserWarning, match=UNCALLED.replace("Model", "WithLoss")) as said:
+        handle.remove()
+    assert said[0].filename == __file__
+    with pytest.warns(UserWarning, match="called the WithLoss"), nc.apply(model, "bf16"):
+        model.loss(X)
+
+
+def test_it_is_said_at_the_end_of_the_process_too(monkeypatch):
+    called, uncalled = Model(), Model()
+    handles = [nc.apply(called, "bf16"), nc.apply(uncalled, "bf16")]
+    called(X)
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    _apply.warn_of_uncalled()
+    monkeypatch.delattr(sys, "last_value")
+    with pytest.warns(UserWarning, match=UNCALLED) as said:
+        _apply.warn_of_uncalled()
+    assert len(said) == 1
+    for handle in handles:
+        handle.remove()
+
+
+HOW_TO_CALL = {
+    "the model": lambda model: model(X),
+    "a copy": lambda model: copy.deepcopy(model)(X),
+    "a part with a rule": lambda model: model.head(X),
+    "compiled": lambda model: torch.compile(model, backend="eager")(X),
+}
+
+
+@pytest.mark.parametrize("how", HOW_TO_CALL)
+def test_nothing_is_said_of_a_model_that_was_called(how):
+    model = Model()
+    for _ in range(2):  # compiled code may be there already
+        handle = nc.apply(model, rules(rule.module("head", compute="fp32")))
+        HOW_TO_CALL[how](model)
+        handle.remove()
+        handle.remove()
+
+
+def test_nothing_is_said_after_an_error():
+    def fails():
+        with nc.apply(Model(), "bf16"):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+
+
+def test_a_path_with_a_prefix_is_named_without_it():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    asked = nc.Policy(compute="bf16").with_rules(rule.module("model.1.0", compute="fp32"))
+    with pytest.raises(PolicyError, match=r'Did you mean "1.0"\? Paths start at the model'):
+        nc.apply(model, asked)

@@ -147,6 +147,18 @@ def test_a_setting_behind_the_script_is_said_to_be_the_scripts(workplace, capsys
         assert "went to" not in capsys.readouterr().err
 
 
+def test_a_short_policy_behind_the_script_is_told_from_a_port(workplace, capsys):
+    assert main(["run", "missing.py", "--size", "2", "-p", "bf16"]) == 2
+    assert capsys.readouterr().err.startswith("narrowcast: note: -p went to missing.py; before the name")
+    for words in (
+        ["missing.py", "-p", "8080"],
+        ["-p", "bf16", "missing.py"],
+        ["--", "missing.py", "-p", "bf16"],
+    ):
+        assert main(["run", *words]) == 2
+        assert "went to" not in capsys.readouterr().err
+
+
 def test_a_folder_that_holds_the_working_folder_is_refused(workplace, capsys):
     assert main(["explain", "--policy", "bf16", "--run-dir", ".", "good.py"]) == 2
     assert "holds the working folder; name another one with --run-dir" in capsys.readouterr().err

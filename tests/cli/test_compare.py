@@ -8,8 +8,10 @@ import made_captures
 import pytest
 
 from narrowcast.cli import _output, main
+from narrowcast.cli.compare import _compare
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.capture import read_capture, read_comparison
+from narrowcast.verify.compare import ComparisonSettings
 from narrowcast.verify.compare._runs import RunSettings
 
 # A script that saves and never reads what it saved; its order of draws is that of torch alone.
@@ -337,3 +339,27 @@ def test_a_slow_format_is_said_before_the_first_run(compared, monkeypatch):
 def test_strict_counts_losses_from_three_repeats_on_or_far_off(compared, make, repeats, code):
     assert compared(make, "--strict", "--repeats", repeats) == (code, [])
     assert compared(make, "--repeats", repeats) == (0, [])
+
+
+# ---- what is said before the runs
+
+
+def test_that_a_format_is_slow_is_said_once(tmp_path, monkeypatch, capsys):
+    """Before the runs; the page and the JSON have it among the notes."""
+    slow = "bf16 on this CPU is slow"
+    folder = made_captures.comparison(
+        tmp_path / "kept",
+        made_captures.both(range(1), made_captures.training),
+        made_captures.certificate(),
+        made_captures.note(slow),
+        made_captures.note("another"),
+    )
+    monkeypatch.setattr("narrowcast.verify.compare.slow_here", lambda _: [slow])
+    monkeypatch.setattr("narrowcast.verify.compare.compare", lambda *_, **__: read_comparison(folder))
+    settings = ComparisonSettings(target=("train.py",), policy="bf16", folder=folder)
+    for as_json in (False, True):
+        _compare(settings, as_json=as_json, strict=False)
+        said = capsys.readouterr()
+        assert said.err.startswith(f"narrowcast: note: {slow}\n")
+        assert said.out.count(slow) == as_json
+        assert said.out.count("another") == 1

@@ -1,5 +1,6 @@
 """Where a run leaves what it leaves."""
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -55,6 +56,25 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch, asked
     assert str(refused.value) == f"cannot write in the folder {tmp_path / asked}: {why}; {ADVICE}"
     with pytest.raises(FileError, match=r"cannot write in the folder .*file/runs/train-.*: Not a directory"):
         make_run_folder("train", cache=tmp_path / "file")
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_cache_that_is_read_only_or_full_stops_nothing(tmp_path, monkeypatch, code):
+    mkdir, said = Path.mkdir, []
+
+    def refuse(path, *args, **kwargs):
+        if "cache" in path.parts:
+            raise OSError(code, os.strerror(code))
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = make_run_folder("train", cache=tmp_path / "cache", tell=said.append)
+    assert made.is_dir()
+    why = os.strerror(code)
+    where = f"NARROWCAST_CACHE_DIR, {tmp_path / 'cache'}"
+    assert said == [f"cannot write in {where}: {why}; using {made} instead"]
+    assert made.parent == tmp_path
 
 
 @pytest.mark.parametrize(

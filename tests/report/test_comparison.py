@@ -128,6 +128,14 @@ on one line
 note: b"""
 
 
+def test_a_run_that_was_ended_is_told_from_one_that_printed_nothing():
+    silent = {"last_line": "", "stopped": True}
+    found = FULL | {"fp32": FULL["fp32"] | silent, "mixed": FULL["mixed"] | silent | {"stopped": False}}
+    lines = comparison_table(found).splitlines()
+    assert "  FP32   (nothing until it was ended; --steps 0 runs it whole)" in lines
+    assert "  mixed  (it printed nothing)" in lines
+
+
 def test_the_table_of_a_training():
     table = comparison_table(FULL)
     assert squeezed(table) == squeezed(TRAINING_TABLE)

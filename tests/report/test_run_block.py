@@ -94,6 +94,13 @@ def test_the_block_that_ends_a_run(what):
     assert run_block(Capture(events=(START, *events))).splitlines() == expected
 
 
+def test_a_note_that_was_told_before_training_is_not_repeated():
+    told, other = note("bf16 is slow here") | {"told": True}, note("a loss is NaN")
+    capture = Capture(events=(START, CPU, told, other, end()))
+    assert run_block(capture, with_told=False).splitlines()[2:] == ["  note: a loss is NaN"]
+    assert run_block(capture).splitlines()[2:] == ["  note: bf16 is slow here", "  note: a loss is NaN"]
+
+
 def test_the_path_of_the_capture_stays_on_one_line():
     path = "/a folder/" * 20 + "capture.jsonl"
     block = run_block(Capture(events=(START, CPU, end())), capture_path=path)

@@ -79,11 +79,17 @@ def test_two_steppers_of_one_model_take_one_policy():
     model = mlp()
     first = nc.Stepper(model, torch.optim.SGD(model[0].parameters(), 0.1), WIDE_HEAD)
     second = nc.Stepper(model, torch.optim.SGD(model[2].parameters(), 0.1), WIDE_HEAD)
-    with pytest.raises(PolicyError, match="has another policy already"):
+    to_do = "already: delete the nc.Stepper that holds the model first"
+    with pytest.raises(PolicyError, match=f"has another policy {to_do}, or give that policy"):
         nc.Stepper(model, torch.optim.SGD(model[2].parameters(), 0.1), FP16_HEAD)
+    with pytest.raises(PolicyError, match=f"has a policy {to_do}"):
+        nc.apply(model, "bf16")
     for stepper in (first, second):
         with stepper.autocast():
             assert model(batches(1)[0]).dtype == FP32
+    del stepper, first, second
+    gc.collect()
+    nc.apply(model, "bf16").remove()
 
 
 def norm_first() -> nn.Module:

@@ -1,11 +1,16 @@
 """``nc.explain`` of a call of a model."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.errors import PolicyError, SettingError
+from narrowcast.errors import FileError, PolicyError, SettingError
+from narrowcast.observe.capture import start_event
+from narrowcast.verify import ScriptSettings, explain_script
 
 
 def made():
@@ -87,3 +92,20 @@ def test_bad_input_is_one_clear_error():
         nc.explain(made(), "bf61", 1)
     with pytest.raises(PolicyError, match=r"holds the model's weights in a low format"):
         nc.explain(made(), "O2", 1)
+
+
+def test_a_full_disk_is_named_where_it_cut_the_explanation_short(tmp_path, monkeypatch):
+    settings = ScriptSettings(target=("train.py",), policy="bf16", folder=tmp_path)
+
+    def start(*_, **__):
+        (tmp_path / "explain.jsonl").write_text(json.dumps(start_event(["x"], "bf16", kind="explain")) + "\n")
+        return tmp_path
+
+    monkeypatch.setattr("narrowcast.verify.compare._runs.ScriptRuns.start", start)
+    with pytest.raises(FileError, match="was cut short"):
+        explain_script(settings)
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    where = f"no space left on device \\(ENOSPC\\) in {tmp_path}, for explain.jsonl"
+    with pytest.raises(FileError, match=f"^the explanation is incomplete: {where}$"):
+        explain_script(settings)

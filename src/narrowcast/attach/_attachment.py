@@ -27,7 +27,7 @@ from narrowcast.attach._steps import Steps
 from narrowcast.errors import NarrowcastError, OrderError, not_copied
 from narrowcast.machine import first_line
 from narrowcast.observe.capture import CaptureWriter, start_event
-from narrowcast.policy import Policy, with_fp32_weights
+from narrowcast.policy import Policy, policy_name, with_fp32_weights
 from narrowcast.scaling import Dynamic, LossScale, Off, check_loss_scale
 
 _INTERRUPTED = 130
@@ -89,6 +89,13 @@ class Attachment:
         capture = None if writer is None else writer.path
         settings = (self.policy, loss_scale, capture, stop_after, seed_shift)
         self._processes = _Processes(self.recorder, settings)
+
+    def __repr__(self) -> str:
+        counts = f"steps={self.recorder.steps}, skipped_steps={self.recorder.skipped_steps}"
+        state = "left" if self.facts else "not entered"
+        if Attachment._in_force is self:
+            state = "in force"
+        return f"<nc.attached {policy_name(self.policy)}, {state}: {counts}>"
 
     def __enter__(self) -> Self:
         if Attachment._in_force is not None:
@@ -190,6 +197,7 @@ class Attachment:
         if recorder.left_alone is not None:
             return
         self._steps.note_what_was_lost()
+        self._regions.note_many_calls()
         if self._backward.before_modules and self._regions.called_a_module:
             recorder.note(
                 "backward was called before any module, so what it trains ran in fp32: module(x) runs in "
@@ -228,7 +236,9 @@ def attached(policy: Policy | str = "auto", loss_scale: LossScale | None = None)
         UnsupportedError: inside, before training that fp16 would get wrong (updates by hand, FSDP).
         ScaleCollapseError: inside, after 25 skipped steps of one optimizer in a row.
     """
-    return Attachment(policy, loss_scale)
+    made = Attachment(policy, loss_scale)
+    made.recorder.in_python = True
+    return made
 
 
 # ---- a whole script

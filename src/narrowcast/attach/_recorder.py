@@ -56,6 +56,7 @@ class Recorder:
         self.steps = 0
         self.skipped_steps = 0
         self.left_alone: str | None = None
+        self.in_python = False  # of nc.attached, which has arguments in place of options
         self.shared: Any = None  # steps taken and skipped, for the process that started this one
 
     @property
@@ -128,12 +129,21 @@ class Recorder:
         if now - self._last_flush > patience_s or len(self._unwritten) >= _FLUSH_EVERY:
             self.flush()
 
-    def note(self, text: str, *, at_once: bool = False) -> None:
-        """Record a note for the user, once however often it is given; ``at_once``: also show it now."""
+    def note(self, text: str, *, at_once: bool = False, told: bool = False) -> None:
+        """Record a note for the user, once however often it is given.
+
+        Args:
+            text: a sentence without its period.
+            at_once: whether to show it now.
+            told: whether that is enough, so that the end of ``run`` does not repeat it.
+        """
+        if self.in_python:
+            text = text.replace("--policy ", "policy ").replace("--loss-scale ", "loss_scale ")
         with self._lock:
             if text not in self.notes:
                 self.notes.append(text)
-                self._write_at_once({"event": "note", "text": text})
+                event: dict[str, Any] = {"event": "note", "text": text}
+                self._write_at_once(event | {"told": True} if told else event)
                 if at_once:
                     self._tell(text)
 

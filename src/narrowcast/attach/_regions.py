@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils.data import get_worker_info
 
+from narrowcast.attach._fast_path import FastPath
 from narrowcast.attach._run import Call, Nesting, Patches, Run
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, gradient_dtypes, graph_task_id, is_jit_tracing
 from narrowcast.casting import (
@@ -43,6 +44,14 @@ _STUCK = (
     "a sigmoid in {} returned exactly 0 or 1 where the target differs; its gradient is lost there, which can "
     "stop training: use binary_cross_entropy_with_logits, or a rule that computes sigmoid in fp32"
 )
+_MANY_CALLS = 500  # a backward pass; torchdiffeq's examples take 50 to 86 in fp32 and 1,500 to 5,000 in bf16
+_SOLVER = (
+    "modules were called {:,.0f} times for each backward pass: if an adaptive solver calls them (of an ODE, "
+    "as torchdiffeq has), it may take many more steps in a low format than in fp32, as rounding is an error "
+    "to it; narrowcast compare counts the calls in both formats"
+)
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+_WHOLE = ": nn.Linear calls linear and @ calls matmul, each decided about as a whole by a rule of that name"
 _FORMAT_WORDS = ("BFloat16", "Half", "dtype", "scalar type")
 
 
@@ -72,6 +81,7 @@ class Regions:
         self._called: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._titles: Counter[str] = Counter()
         self._rules = _ModuleRules(run.policy)
+        self._fast_path = FastPath(run)
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
 
         # Dynamo calls it while it traces, so that operators promote in that trace already.
@@ -84,9 +94,11 @@ class Regions:
         self._inputs: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque(maxlen=8)  # of the latest calls
         self._region_on: dict[str, PolicyRegion] = {}
         self._sigmoids = 0
+        self._training_calls = 0  # outermost ones with gradients, in a low format
+        self._tell_now = functools.partial(run.recorder.note, at_once=True)
 
     def install(self, patches: Patches) -> None:
-        self._fastpath = torch.backends.mha.get_fastpath_enabled()
+        self._fast_path.install(patches)
         patches.replace(nn.Module, "__call__", self._module_call(nn.Module.__call__))
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         patches.wrap(torch.autograd.function.BackwardCFunction, "apply", self._function_backward)
@@ -102,9 +114,10 @@ class Regions:
         if any(self._dtypes.values()) and self._recorder.left_alone is None:
             for rule in unreached(self._policy):
                 if not any(note.startswith(f"{RULE_NOTE}{rule.target} ") for note in missed):
-                    self._recorder.note(f"{RULE_NOTE}{rule.target} was reached by no call")
+                    whole = _WHOLE if rule.op in _MATMULS else ""
+                    self._recorder.note(f"{RULE_NOTE}{rule.target} was reached by no call{whole}")
         self._region_on.clear()
-        torch.backends.mha.set_fastpath_enabled(self._fastpath)
+        self._fast_path.restore()
 
     def continue_in_fp32(self) -> None:
         """Open no region from now on."""
@@ -122,6 +135,12 @@ class Regions:
     @property
     def called_a_module(self) -> bool:
         return bool(self._dtypes or self._titles)
+
+    def note_many_calls(self) -> None:
+        """Note where an adaptive solver may have called a module: one that rounds makes it go on longer."""
+        backwards = self._recorder.backwards
+        if backwards and self._training_calls > _MANY_CALLS * backwards:
+            self._recorder.note(_SOLVER.format(self._training_calls / backwards))
 
     def _module_call(self, original: Call) -> Call:
         thread, recorder = self._thread, self._recorder
@@ -152,6 +171,8 @@ class Regions:
 
         # In a backward, an open region belongs to a recomputed forward.
         in_backward = graph_task_id() != NO_GRAPH_TASK
+        if dtype is not None and (in_backward or torch.is_grad_enabled()):
+            self._training_calls += 1
         if in_backward and torch.is_autocast_enabled(device_type):
             return call()
         if in_backward or thread.observed:
@@ -221,7 +242,7 @@ class Regions:
         finally:
             thread.depth = depth
         self._watch_sigmoid(output)
-        return cast_floating(output, torch.float32)
+        return cast_floating(output, torch.float32, tell=self._tell_now)
 
     def _watch_sigmoid(self, output: Any) -> None:
         """Note where a loss needs the gradient of a sigmoid that a low format rounded to exactly 0 or 1."""
@@ -294,11 +315,10 @@ class Regions:
         name = format_name(dtype)
         self._recorder.saw_device(device_type, name, because)
         for slow in slow_formats([name, *(rule.compute for rule in self._policy.rules)], device_type):
-            self._recorder.note(slow, at_once=True)
+            self._recorder.note(slow, at_once=True, told=True)
         self.expect_on([device_type])
         if dtype != torch.float32:
-            # The fast path of nn.TransformerEncoder in evaluation raises on operands of two formats.
-            torch.backends.mha.set_fastpath_enabled(False)
+            self._fast_path.turn_off()
         if dtype == torch.float32 and self._policy.is_plain:
             return None
         self._region_on[device_type] = PolicyRegion(self._policy, {device_type: dtype}, self._recorder.note)
@@ -482,7 +502,13 @@ class _ModuleRules:
             self._applied.pop(part).remove()
         kind = type(model).__name__
         self._models.add(kind)
-        applied = self._applied[model] = Applied(model, self._policy, opens=False, strict=False)
+        applied = self._applied[model] = Applied(
+            model,
+            self._policy,
+            opens=False,
+            strict=False,
+            how_to_end="narrowcast run and nc.attached hold it until they end; give them the rules",
+        )
         for rule in applied.missed:
             self._unmatched.setdefault(rule, set()).add(kind)
             if not self._guesses.get(rule):

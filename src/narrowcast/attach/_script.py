@@ -28,6 +28,10 @@ from narrowcast.attach._run import Nesting, Patches
 from narrowcast.errors import NarrowcastError, ScriptError
 
 _TOO_LARGE_FOR_NUMPY = 2**32
+_FOR_APEX = (
+    "narrowcast: python -m narrowcast.apex SCRIPT runs scripts that import apex.amp, apex.optimizers or "
+    "apex.parallel, without apex"
+)
 _OUR_FOLDER = str(Path(narrowcast.__file__).parent) + os.sep
 
 
@@ -226,7 +230,9 @@ def run_script(script: Script) -> None:
         exec(script.code, main.__dict__)
     except SystemExit:
         raise
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "apex":
+            error.add_note(_FOR_APEX)
         # Set only now, so that the script sees Python's own hook and may set another.
         sys.excepthook = _without_our_frames(sys.excepthook)
         raise

@@ -7,6 +7,11 @@ that it is there in whatever thread calls the module: if no region of it is open
 
 from __future__ import annotations
 
+import atexit
+import functools
+import inspect
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,6 +29,7 @@ from narrowcast.casting._tree import (
     scopes_by_path,
     undo_on_error,
 )
+from narrowcast.casting._warnings import stacklevel_outside
 from narrowcast.casting.fp8 import apply_fp8, is_fp8, unconverted
 from narrowcast.errors import OrderError, PolicyError, near_names, not_copied
 from narrowcast.policy import (
@@ -37,6 +43,7 @@ from narrowcast.policy import (
     names_module,
     policy_name,
     with_fp32_weights,
+    without_prefix,
 )
 
 _applied: weakref.WeakKeyDictionary[torch.nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -59,15 +66,48 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
         policy: the name of a preset, a ``Policy``, or the path of one.
 
     Returns:
-        A handle, whose ``remove()`` ends the policy; as a context manager it does so at its end.
+        A handle, whose ``remove()`` ends the policy; as a context manager it does so at its end. If nothing
+        had called the model until then, or until the process ends, a warning says so: methods other than
+        the call open no region.
 
     Raises:
         PolicyError: the policy does not exist, names modules that the model does not have, or needs weights
-            in a low format; or the model has a policy already.
+            in a low format; or the model has a policy already, or no ``forward``, as ``ModuleList``, and no
+            rule for its parts.
         OrderError: in a call, after a layer with an fp8 rule was added.
         UnsupportedError: in a call of a module whose ``forward`` is a generator.
     """
-    return Applied(model, with_fp32_weights(policy))
+    wanted = with_fp32_weights(policy)
+    # With rules its parts are called in regions of their own.
+    if isinstance(model, torch.nn.Module) and _has_no_forward(model) and not wanted.names_modules:
+        raise PolicyError(
+            f"expected a model with a forward, whose calls open the region, got {type(model).__name__}, "
+            "which has none: call nc.apply on the modules in it that are called, or open "
+            '"with nc.autocast(...)" around their calls'
+        )
+    applied = Applied(model, wanted)
+    # Layers in fp8 need no region.
+    applied.warns_if_not_called = not any(one.compute in FP8_RECIPES for one in wanted.rules)
+    _warn_at_exit()
+    return applied
+
+
+def _has_no_forward(model: torch.nn.Module) -> bool:
+    # As the class has it: that of a TorchScript module answers for instances only.
+    own = inspect.getattr_static(type(model), "forward")
+    return own is inspect.getattr_static(torch.nn.Module, "forward") and "forward" not in vars(model)
+
+
+def warn_of_uncalled() -> None:
+    """Warn at the end of the process of models that nothing called; not after an error."""
+    if getattr(sys, "last_value", None) is None:
+        for one in list(_applied.values()):
+            one.warn_if_not_called()
+
+
+@functools.cache
+def _warn_at_exit() -> None:
+    atexit.register(warn_of_uncalled)
 
 
 def is_applied(policy: Policy) -> bool:
@@ -82,6 +122,7 @@ class Applied:
         opens: whether the model's own call opens the region; False if the caller opens it.
         strict: raise if a rule selects nothing in the model.
         admits: called with the model at each of its calls; if it returns False, no region is opened.
+        how_to_end: what to do before the model can have another policy; by default to call ``remove()``.
 
     Attributes:
         policy: the policy that was applied.
@@ -97,14 +138,13 @@ class Applied:
         opens: bool = True,
         strict: bool = True,
         admits: Callable[[torch.nn.Module], bool] | None = None,
+        how_to_end: str | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise PolicyError(f"expected a torch.nn.Module to apply a policy to, got {type(model).__name__}")
         if model in _applied:
-            raise PolicyError(
-                f"this {type(model).__name__} has a policy already: call remove() on the handle of its "
-                "nc.apply first"
-            )
+            how = _applied[model].how_to_end
+            raise PolicyError(f"this {type(model).__name__} has a policy already: {how}")
         self.policy = as_policy(policy)
         self._model = weakref.ref(model)
         modules = all_paths(model)
@@ -113,6 +153,8 @@ class Applied:
             refuse_missed(self.missed)
             refuse_in_torchscript(self.policy, model)
         self._shared = Shared(self.policy, opens, admits)
+        if how_to_end is not None:
+            self._shared.how_to_end = how_to_end
         inside = RuledModules(self._shared)
         self._calls = inside.calls
         with undo_on_error([model]):
@@ -124,12 +166,32 @@ class Applied:
                     self._calls.add(_ModelCall(inside, rules, module, model))
             inside.follow(model)
             self._end_watching = _watch_moves_and_copies(self)
+        self.warns_if_not_called = False
         _applied[model] = self
+
+    @property
+    def how_to_end(self) -> str:
+        return self._shared.how_to_end
 
     @property
     def calls(self) -> list[ModuleCall]:
         """What stands in front of modules; copied along with the model, it stands in front of the copy."""
         return list(self._calls)
+
+    def warn_if_not_called(self) -> None:
+        """Warn if no call of the model has opened a region, since then nothing was cast."""
+        model = self._model()
+        if model is None or self._shared.called or not self.warns_if_not_called:
+            return
+        self.warns_if_not_called = False
+        kind = type(model).__name__
+        warnings.warn(
+            f"nothing in this process called the {kind} with the policy of nc.apply, which cast nothing: "
+            f"only calls of the model itself open a region, and not those of its other methods; open "
+            '"with nc.autocast(...)" around these',
+            UserWarning,
+            stacklevel=stacklevel_outside("narrowcast."),
+        )
 
     def remove(self, *, copies: bool = True) -> None:
         """End the policy, by default on copies of the model too; calls that are running end in it."""
@@ -141,6 +203,7 @@ class Applied:
         model = self._model()
         if model is not None and _applied.get(model) is self:
             del _applied[model]
+        self.warn_if_not_called()
 
     __reduce_ex__ = not_copied("the handle of nc.apply", "copy or save the model, which keeps its policy")
 
@@ -157,7 +220,9 @@ class Applied:
     def __enter__(self) -> Applied:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.warns_if_not_called = False
         self.remove()
 
 
@@ -283,8 +348,8 @@ def _remove_copied_calls(modules: Iterable[tuple[tuple[str, ...], torch.nn.Modul
                 call.detach()
             elif call.shared.policy != policy and not call.shared.compiled:
                 raise PolicyError(
-                    f"{type(module).__name__} {paths[0]!r} in this model has another policy already: call "
-                    "remove() on the handle of its nc.apply first"
+                    f"{type(module).__name__} {paths[0]!r} in this model has another policy already: "
+                    f"{call.shared.how_to_end}"
                 )
 
 
@@ -293,8 +358,7 @@ def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
     found = _applied.get(model)
     if found is not None and found.policy != policy:
         raise PolicyError(
-            f"this {type(model).__name__} has another policy already: call remove() on the handle of its "
-            "nc.apply first, or give that policy"
+            f"this {type(model).__name__} has another policy already: {found.how_to_end}, or give that policy"
         )
     return found
 
@@ -314,8 +378,12 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
             continue
         selected = [path for path, names in named if names_module(rule, path, names)]
         if rule.is_for_modules and not selected:
+            shorter = without_prefix(rule, named)
             if rule.module is not None:
                 guess = near_names(rule.module, [path for path, _ in modules if path][:40])
+                if shorter is not None:
+                    known = guess.partition("Known: ")[2]
+                    guess = f'Did you mean "{shorter}"? Paths start at the model itself. Known: {known}'
             else:
                 kinds = sorted({type(module).__name__ for _, module in modules})
                 guess = near_names(str(rule.module_type).rpartition(".")[2], kinds)

@@ -25,9 +25,9 @@ from narrowcast.casting._torch_internals import (
 )
 from narrowcast.casting._tree import cast_where
 from narrowcast.casting._weight_casts import drop_casts
-from narrowcast.errors import OrderError, PolicyError, UnsupportedError
+from narrowcast.errors import DeviceError, OrderError, PolicyError, UnsupportedError
 from narrowcast.machine import check_device
-from narrowcast.policy import FP8_RECIPES, Policy, Rule, Scope, as_policy, resolve
+from narrowcast.policy import FP8_RECIPES, PRESET_TABLE, Policy, Rule, Scope, as_policy, resolve
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _P = ParamSpec("_P")
@@ -211,6 +211,12 @@ def _check_device(device_type: Any, *, enabled: bool) -> None:
     if not isinstance(device_type, str):
         raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
     if device_type != "cpu":  # every build has it, and a region is opened at each step
+        if device_type in PRESET_TABLE:
+            here = "cuda" if torch.cuda.is_available() else "cpu"
+            raise DeviceError(
+                f"expected a device type first, got the policy {device_type!r}: "
+                f'nc.autocast("{here}", policy="{device_type}")'
+            )
         check_device(device_type, present=enabled)
 
 
@@ -290,7 +296,8 @@ class PolicyRegion:
         self._applied: _apply.Applied | None = None
         if model is not None and _apply.applied_to(model, policy) is None:
             if policy.names_modules:
-                self._applied = _apply.Applied(model, policy, opens=False)
+                how = "delete the nc.Stepper that holds the model first"
+                self._applied = _apply.Applied(model, policy, opens=False, how_to_end=how)
             else:
                 _apply.refuse_in_torchscript(policy, model)
 

@@ -122,7 +122,9 @@ class Baked:
         self._stored: dict[torch.nn.Parameter, _StoredWeight] = {}
         self._watch_optimizers()
         with undo_on_error([model]) as undo:
-            self._applied: Applied | None = Applied(model, policy)
+            self._applied: Applied | None = Applied(
+                model, policy, how_to_end="call restore() on the handle of its nc.bake first"
+            )
             undo.callback(self.restore)
             self._calls = self._applied.calls
             chosen = {

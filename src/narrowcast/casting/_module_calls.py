@@ -102,8 +102,10 @@ class Shared:
         opens: whether they open the policy's region.
         admits: called with the model; if it returns False, no region is opened. Lost when pickled.
         compiled: they belong to ``nc.compile``; the same modules may have others.
+        how_to_end: what to do before the model can have another policy, for messages.
         removed: the policy is removed, from copies too.
         ended: the policy is removed from the model itself.
+        called: whether a call, also of a copy, has opened a region in this process.
         traced_scopes: those that graphs enter. A graph holds no reference, and an equal policy that is freed
             earlier may own them.
     """
@@ -112,8 +114,10 @@ class Shared:
     opens: bool
     admits: Callable[[torch.nn.Module], bool] | None = None
     compiled: bool = False
+    how_to_end: str = "call remove() on the handle of its nc.apply first"
     removed: bool = False
     ended: bool = False
+    called: bool = False
     traced_scopes: set[Scope | None] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -321,6 +325,7 @@ class ModuleCall:
     def _devices_of(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
         """Return the device types to open regions on: those of the weights, found again after a move."""
         if self._devices_at != moves.count:
+            self.shared.called = True
             found = weight_device_types(module)
             self._devices = [device for device in found if device != "meta"]
             # Weights on "meta" are replaced by others without a move.
@@ -591,6 +596,7 @@ def _leave(opened: _Opened) -> None:
 @constant_while_tracing
 def _region_to_open(key: int, device: str) -> _State | None:
     call = _calls[key]
+    call.shared.called = True
     model = call._module()
     if model is not None:
         call.follow_model(model)

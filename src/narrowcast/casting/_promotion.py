@@ -60,7 +60,8 @@ _Kernel = Callable[..., Any]
 # Wrong in low formats (matrix_exp of bf16 is infinite), or without a backward pass: addr and pinv multiply
 # matrices of two formats there, and the others have no kernel.
 _FP32 = """linalg_matrix_exp addr addr_ linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
-    linalg_lu_solve pdist special_i1 special_i1e _sparse_mm _sparse_mm.reduce _sparse_addmm"""
+    linalg_lu_solve pdist special_i1 special_i1e _sparse_mm _sparse_mm.reduce _sparse_addmm
+    lgamma digamma polygamma mvlgamma special_gammaln special_digamma special_psi special_polygamma"""
 # No oneDNN kernel on this CPU in a format of the policy. PyTorch's table has what an LSTM calls, and below a
 # layer of torch.func it would be cast again.
 _LSTM = frozenset(("lstm.input", "mkldnn_rnn_layer"))

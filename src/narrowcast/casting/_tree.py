@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 import warnings
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from narrowcast.casting._torch_internals import one_level
+from narrowcast.casting._warnings import stacklevel_outside
 from narrowcast.policy import Policy, Rule, Scope, class_names, rules_for
 
 # The names by which DDP, DataParallel, torch.compile, FSDP and checkpoint wrappers hold a module.
@@ -31,7 +33,11 @@ _named: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def cast_floating(
-    value: _ValueT, dtype: torch.dtype, *, only: Iterable[torch.dtype] | None = None
+    value: _ValueT,
+    dtype: torch.dtype,
+    *,
+    only: Iterable[torch.dtype] | None = None,
+    tell: Callable[[str], object] | None = None,
 ) -> _ValueT:
     """Return the same structure with its floating tensors in ``dtype``.
 
@@ -44,6 +50,7 @@ def cast_floating(
         dtype: format of the cast tensors.
         only: formats that are cast; by default ``torch.float16`` and ``torch.bfloat16``. Integer, bool and
             complex tensors are never cast.
+        tell: called in place of that warning, at each such object.
 
     Returns:
         ``value`` itself where nothing was cast, else a copy of the containers on the way to what was cast;
@@ -60,10 +67,15 @@ def cast_floating(
         its = tensor.dtype
         return its in formats and its != dtype and its.is_floating_point
 
-    return cast_where(value, dtype, wants)
+    return cast_where(value, dtype, wants, tell)
 
 
-def cast_where(value: _ValueT, dtype: torch.dtype, wants: Callable[[torch.Tensor], bool]) -> _ValueT:
+def cast_where(
+    value: _ValueT,
+    dtype: torch.dtype,
+    wants: Callable[[torch.Tensor], bool],
+    tell: Callable[[str], object] | None = None,
+) -> _ValueT:
     """As ``cast_floating``, for the tensors of which ``wants`` is true."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if wants(value) else value  # type: ignore[return-value]
@@ -78,7 +90,7 @@ def cast_where(value: _ValueT, dtype: torch.dtype, wants: Callable[[torch.Tensor
         casts.append((tensor, tensor.to(dtype)))
         return casts[-1][1]
 
-    result: _ValueT = _map(value, cast)[0]
+    result: _ValueT = _map(value, cast, tell)[0]
     return result
 
 
@@ -94,7 +106,11 @@ def tensors_inside(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, bool]:
+def _map(
+    value: Any,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    tell: Callable[[str], object] | None = None,
+) -> tuple[Any, bool]:
     """Return ``value`` with ``function`` of each of its tensors, and whether anything changed.
 
     Where nothing changed it is ``value`` itself, which Dynamo cannot find out by ``is``.
@@ -107,10 +123,10 @@ def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[
     opened = _open(value)
     if opened is None:
         if not torch.compiler.is_compiling():
-            _name_unknown(value, function)
+            _name_unknown(value, function, tell)
         return value, False
     parts, rebuild = opened
-    mapped = [_map(part, function) for part in parts]
+    mapped = [_map(part, function, tell) for part in parts]
     if not any(changed for _, changed in mapped):
         return value, False
     return rebuild([part for part, _ in mapped]), True
@@ -144,23 +160,36 @@ def _with_attributes(value: Any, names: list[str], parts: list[Any]) -> Any:
     return made
 
 
-def _name_unknown(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Warn about an object whose tensors are not cast, once for its class."""
+def _name_unknown(
+    value: Any, function: Callable[[torch.Tensor], torch.Tensor], tell: Callable[[str], object] | None
+) -> None:
+    """Warn about an object whose tensors are not cast, once for its class, or ``tell`` it."""
     cls = type(value)
-    if cls in _named or isinstance(value, torch.nn.Module):
+    if (tell is None and cls in _named) or isinstance(value, torch.nn.Module):
         return
     inside = [*getattr(value, "__dict__", {}).values(), *_items(value)]
-    if any(function(part) is not part for part in inside if isinstance(part, torch.Tensor)):
-        _named.add(cls)
-        warnings.warn(
-            f"the tensors in a {cls.__module__}.{cls.__qualname__} were not cast, since narrowcast cannot "
-            "look into it: make it a dataclass, or call torch.utils._pytree.register_pytree_node",
-            UserWarning,
-            stacklevel=2,
+    if cls is types.GeneratorType:
+        text = (
+            f"what the generator {value.__qualname__} yields is not cast, since it computes when it is "
+            "iterated, outside of the region: return a list"
         )
+    elif any(function(part) is not part for part in inside if isinstance(part, torch.Tensor)):
+        text = (
+            f"the tensors in a {cls.__module__}.{cls.__qualname__} were not cast, since narrowcast cannot "
+            "look into it: make it a dataclass, or call torch.utils._pytree.register_pytree_node"
+        )
+    else:
+        return
+    if tell is not None:
+        tell(text)
+        return
+    _named.add(cls)
+    warnings.warn(text, UserWarning, stacklevel=stacklevel_outside(("narrowcast.", "torch.")))
 
 
 def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, UserDict):
+        value = value.data
     if isinstance(value, dict):
         return list(dict.values(value))
     return list(value) if isinstance(value, list | tuple | set) else ()

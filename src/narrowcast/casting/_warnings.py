@@ -19,8 +19,11 @@ from narrowcast.casting._torch_internals import is_proxy_tracing, is_tracing, is
 warned: list[str] = []  # once a process
 
 
-def stacklevel_outside(package: str) -> int:
-    """Return the ``stacklevel`` with which the calling function names the first line outside ``package``."""
+def stacklevel_outside(package: str | tuple[str, ...]) -> int:
+    """Return the ``stacklevel`` with which the calling function names the first line outside ``package``.
+
+    That is the beginning of the names of modules, or several.
+    """
     level, frame = 2, sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
         level, frame = level + 1, frame.f_back

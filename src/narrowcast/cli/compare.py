@@ -23,6 +23,7 @@ from narrowcast.cli.run import (
     check_policy,
     check_seed,
     find_script,
+    tell,
 )
 from narrowcast.errors import SettingError
 from narrowcast.scaling import parse
@@ -122,7 +123,7 @@ def compare(
         options=_words(given, module=module),
         time_limit_s=time_limit,
         fp32_because=why,
-        folder=make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir),
+        folder=make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir, tell=tell),
         **given,
     )
     return _compare(settings, as_json=as_json, strict=strict)
@@ -155,7 +156,8 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
     from narrowcast.verify.compare import compare as run_both
     from narrowcast.verify.compare import slow_here
 
-    for slow in slow_here(settings.policy):
+    told = slow_here(settings.policy)
+    for slow in told:
         talk(f"note: {slow}")
     try:
         with shown_progress() as progress:
@@ -165,7 +167,9 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
         raise
     page = save_page(comparison)
     result = summary(comparison, report=str(page))
-    show_result(result, lambda: comparison_table(result, color=sys.stdout.isatty()), as_json=as_json)
+    notes = [note for note in result["notes"] if note not in told]
+    shown = result | {"notes": notes}
+    show_result(result, lambda: comparison_table(shown, color=sys.stdout.isatty()), as_json=as_json)
     talk(f"report: {page}")
     return _exit_code(result, strict=strict, with_speed=settings.min_speedup is not None)
 

@@ -19,6 +19,7 @@ from narrowcast.cli.run import (
     RunDirOption,
     check_policy,
     find_script,
+    tell,
     tell_outputs,
 )
 from narrowcast.errors import FileError
@@ -79,7 +80,7 @@ def doctor(
         from narrowcast.observe.capture import make_run_folder
         from narrowcast.verify import ScriptSettings
 
-        folder = make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, cache=cache_dir)
+        folder = make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, cache=cache_dir, tell=tell)
         target = (script, *(arguments or []))
         settings = ScriptSettings(target=target, is_module=module, policy=policy, folder=folder)
         return _diagnose(found, settings, as_json=as_json)

@@ -20,6 +20,7 @@ from narrowcast.cli.run import (
     ScriptArgument,
     check_policy,
     find_script,
+    tell,
     tell_outputs,
 )
 from narrowcast.errors import PolicyError
@@ -102,7 +103,8 @@ def explain(
         check_policy(wanted)
     require_torch()
     name = find_script(script, arguments, module=module).name
-    folder, pages = make_run_folder(f"explain-{name}", asked=run_dir, cache=cache_dir), list[str]()
+    folder = make_run_folder(f"explain-{name}", asked=run_dir, cache=cache_dir, tell=tell)
+    pages = list[str]()
 
     def watch(policy: str, folder: Path = folder) -> dict[str, Any]:
         from narrowcast.verify import ScriptSettings, explain_script

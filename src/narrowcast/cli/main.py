@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from narrowcast.cli.doctor import doctor
 from narrowcast.cli.explain import explain
 from narrowcast.cli.migrate import migrate
 from narrowcast.cli.report import report
-from narrowcast.cli.run import launched, run, tell
+from narrowcast.cli.run import FOR_SCRIPTS, launched, run, tell
 from narrowcast.errors import NarrowcastError
 
 WRONG_USE = 2
 INTERRUPTED = 130
 # Options that change the result of a run, and that few scripts have under the same name.
 _TELLING = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict", "--repeats")
+_SHORT_POLICIES = frozenset(("-p", name) for name in FOR_SCRIPTS)
 # Everything after the script's name belongs to the script.
 _SCRIPT_LAST = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
@@ -92,6 +94,9 @@ class _Verb(TyperCommand):
         own = [name for option in self.params for name in option.opts if name in _TELLING]
         given = [word.partition("=")[0] for word in theirs]
         behind = [name for name in own if name in given]
+        # Many scripts have a -p of their own, as of a port.
+        if "--policy" in own and any(pair in _SHORT_POLICIES for pair in pairwise(theirs)):
+            behind.append("-p")
         meant = words[-len(theirs) - 2 : -len(theirs) - 1] == ["--"]  # the user says whose they are
         if behind and not meant and not ctx.resilient_parsing and launched("RANK", 0) == 0:
             names, script = " and ".join(behind), ctx.params["script"]

@@ -103,7 +103,7 @@ def run(
     found = find_script(script, arguments, module=module)
     rank = launched("RANK", 0)
     name = found.name if rank == 0 else f"{found.name}-rank{rank}"
-    folder = make_run_folder(name, asked=run_dir, cache=cache_dir)
+    folder = make_run_folder(name, asked=run_dir, cache=cache_dir, tell=tell)
     if rank == 0:
         if (folder / "capture.jsonl").is_file():
             tell(f"the capture of the earlier run in {folder} is replaced")
@@ -170,7 +170,7 @@ def _ending(writer: CaptureWriter) -> Callable[[], None]:
 
     def end() -> None:
         try:
-            text = run_block(read_capture(writer.path), capture_path=str(writer.path))
+            text = run_block(read_capture(writer.path), capture_path=str(writer.path), with_told=False)
         except Exception as error:  # a fault of ours: it must not look like one of the script
             said = error if isinstance(error, NarrowcastError) else repr(error)
             text = f"narrowcast: {said if writer.error is None else 'there is no summary'}"

@@ -40,6 +40,7 @@ from narrowcast.policy._resolved import (
     resolved,
     rules_for,
     unreached,
+    without_prefix,
 )
 from narrowcast.policy._rule import FP8_RECIPES, WIDEST, Rule, class_names
 from narrowcast.policy._toml import dumps as policy_text
@@ -87,4 +88,5 @@ __all__ = [
     "rules_for",
     "unreached",
     "with_fp32_weights",
+    "without_prefix",
 ]

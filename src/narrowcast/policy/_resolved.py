@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -230,6 +230,21 @@ def names_module(rule: Rule, path: str, names: tuple[str, ...]) -> bool:
     """Return whether ``rule`` selects the module at ``path`` with class and bases ``names``."""
     by_path = rule.module is None or fnmatch.fnmatchcase(path, rule.module)
     return by_path and (rule.module_type is None or rule.module_type in names)
+
+
+def without_prefix(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str | None:
+    """Return the end of ``rule.module`` that names one of these modules: ``"head"`` of ``"model.head"``.
+
+    Paths start at the model that is called, not at the variable or the module that holds it.
+    """
+    modules = list(named)
+    path = rule.module or ""
+    while "." in path:
+        path = path.partition(".")[2]
+        shorter = replace(rule, module=path)
+        if path.strip("*") and any(names_module(shorter, *module) for module in modules):
+            return path
+    return None
 
 
 def _decides(rule: Rule) -> bool:

@@ -50,7 +50,8 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     forward_time_s_interval (of a script that only computes), steps and skipped_steps (of all optimizers of
     the first run), final_scale, peak_tensor_bytes (CUDA's allocator; on a CPU the live tensors of a
     separate short run), peak_resident_bytes (of the process), final_loss (by call site, the mean of the
-    last tenth), calls_per_step (of all modules), wall_s, format, last_line, runs; ``mixed`` has policy too.
+    last tenth), calls_per_step (of all modules), wall_s, format, last_line, stopped (by ``--steps`` or a
+    time limit), runs; ``mixed`` has policy too.
     ``speedup`` and ``speedup_interval`` (95 %): FP32 time over mixed time; ``memory_ratio`` and
     ``process_memory_ratio``: mixed peak_tensor_bytes and peak_resident_bytes over those of FP32.
     ``certificate``, ``output`` (of a script that only computes) and ``loss`` each have a verdict and a
@@ -144,6 +145,7 @@ class _Side:
             "wall_s": statistics.median(walls) if walls else None,
             "format": ", ".join(formats) or None,
             "last_line": self.runs[0].last_line if self.runs else None,
+            "stopped": first.get("stopped"),
             "runs": [run.name for run in self.runs],
         }
         self.reasons = self._why_missing(kind, no_peak)

@@ -187,11 +187,11 @@ def _loss_rows(summary: Mapping[str, Any]) -> list[Row]:
     return found
 
 
-def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
+def run_block(capture: Capture, *, capture_path: str | None = None, with_told: bool = True) -> str:
     """Format the end of a run in a few lines: format, steps, skipped steps, final scale, and notes.
 
     Lines have at most 79 columns, but the path of the capture stays whole. A run that was killed gets the
-    numbers of the steps that it took.
+    numbers of the steps that it took. ``with_told=False`` leaves out notes that were shown before training.
     """
     totals = capture.totals()
     by = _policy_words(capture)
@@ -218,7 +218,7 @@ def run_block(capture: Capture, *, capture_path: str | None = None) -> str:
     lines.append(f"  {', '.join(numbers)}")
     if capture.end is None:
         lines.append("  note: the capture has no end: the run was killed or is still going on")
-    notes = [note["text"] for note in capture.of("note")]
+    notes = [note["text"] for note in capture.of("note") if with_told or not note.get("told")]
     for text in notes + _losses_not_finite(capture):
         lines.append(wrapped(f"note: {text}", "  ", " " * 8, whole_words=True))
     if capture_path:

@@ -12,7 +12,7 @@ import torch
 
 from narrowcast.attach import RULE_NOTE
 from narrowcast.casting import apply
-from narrowcast.errors import PolicyError, SettingError
+from narrowcast.errors import FileError, PolicyError, SettingError
 from narrowcast.machine import versions
 from narrowcast.observe.capture import EXPLANATION, Capture, CaptureWriter, start_event
 from narrowcast.observe.explanation import explained, explained_lines, read_explanation
@@ -20,7 +20,14 @@ from narrowcast.observe.op_trace import OpTrace, together, trace_events
 from narrowcast.policy import Policy, as_policy, format_name, policy_name, resolve, with_fp32_weights
 from narrowcast.verify._model_state import as_before
 from narrowcast.verify.compare._probes import StepProbe
-from narrowcast.verify.compare._runs import Purpose, RunSettings, ScriptRuns, ScriptSettings, why_unseen
+from narrowcast.verify.compare._runs import (
+    Purpose,
+    RunSettings,
+    ScriptRuns,
+    ScriptSettings,
+    full_disk,
+    why_unseen,
+)
 
 _NOTHING = "the script called no module with parameters: nothing to explain"
 _FIRST_ONLY = "the script ended before its second {unit}: only the first is shown, which sets much up"
@@ -121,7 +128,13 @@ def explain_script(
     """
     folder = ScriptRuns(settings, progress=progress).start("", "mixed", Purpose.EXPLAIN, watched_steps=steps)
     if (folder / EXPLANATION).is_file():
-        return explained(read_explanation(folder / EXPLANATION))
+        full = full_disk(folder, EXPLANATION)
+        try:
+            return explained(read_explanation(folder / EXPLANATION))
+        except FileError as error:
+            if not full:
+                raise
+            raise FileError(f"the explanation is incomplete{full}") from error
     advice = "watch its model with nc.explain(model, policy, batch)"
     unknown = ("device", "format", "unit", "steps", "complete", "totals")
     lists: dict[str, Any] = {name: [] for name in ("rules", "sites", "unreached", "notes")}

@@ -59,7 +59,8 @@ def initialize(
 
     Args:
         models: a ``torch.nn.Module`` or a list of them, on any device.
-        optimizers: an optimizer, a list of them, or None.
+        optimizers: an optimizer, a list of them, or None. Apex's LARC, and other wrappers that hold the
+            optimizer as ``optim`` and call its ``step`` in their own, are optimizers too.
         enabled: False leaves everything as it is; ``scale_loss`` then yields losses unchanged.
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
         cast_model_type: replaces the level's type of weights: ``torch.float16``, ``torch.bfloat16`` or

@@ -199,9 +199,17 @@ class PreparedOptimizer:
 
 
 def optimizer_of(given: Any) -> torch.optim.Optimizer:
-    """Return ``given``, or raise ``AmpError`` if it is no optimizer."""
+    """Return ``given``, or the optimizer inside a wrapper as apex's LARC is; else raise ``AmpError``.
+
+    Such a wrapper changes the gradients of ``param_groups`` in its ``step``, then calls that of ``optim``:
+    the gradients that it finds there are unscaled, and under O2 those of the masters, if ``optim`` is
+    prepared.
+    """
     if isinstance(given, torch.optim.Optimizer):
         return given
+    inside = getattr(given, "optim", None)
+    if isinstance(inside, torch.optim.Optimizer) and callable(getattr(given, "step", None)):
+        return inside
     raise AmpError(f"expected a torch.optim.Optimizer, got {type(given).__name__}: give the optimizer itself")
 
 

@@ -77,7 +77,7 @@ _START_OF_COMPARISON = _record(
 
 EVENTS: dict[str, Any] = {
     "start": _record(**_START),
-    "note": _record(text=str),  # for the user
+    "note": _record(text=str, told=NotRequired[bool]),  # for the user; ``told`` before the first step
     # ---- ``capture.jsonl`` of a run
     "device": _record(device_type=str, format=str, because=str),  # the first region on a device type
     # The one number that an outermost ``backward`` started from; site: file and line of the call.

@@ -5,6 +5,7 @@ A capture is written as the run goes, so that a killed run keeps what it had.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ PAGE = "report.html"
 # A comparison names the captures of its runs; a path that leads out of its folder is refused.
 _WITHIN = re.compile(r"[\w-]+(/[\w-]+)*\.jsonl")
 _OF_A_RANK = re.compile(r"capture-rank(\d+)")
+_READ_ONLY_OR_FULL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 # Characters take up to four bytes, and the names of a file system end at 255.
 _LONGEST_NAME = 40
 
@@ -264,24 +266,36 @@ def read_comparison(folder: Path) -> ComparisonCapture:
 # ---- folders
 
 
-def make_run_folder(name: str, *, asked: Path | None = None, cache: Path | None = None) -> Path:
+def make_run_folder(
+    name: str,
+    *,
+    asked: Path | None = None,
+    cache: Path | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Path:
     """Create and return the folder of one run: ``asked``, or a new one in ``cache`` that ``name`` names.
 
-    Without a cache it is in ``~/.cache/narrowcast``, or a temporary folder if that cannot be written, since a
-    run should not fail because of a folder that the user did not name.
+    Without a cache it is in ``~/.cache/narrowcast``. If that cannot be written, or if the cache is read-only
+    or full, it is a temporary folder: a run should not fail because of a folder that no option named.
+    ``tell`` is called where that is not the cache that was given.
 
     Raises:
-        FileError: ``asked`` or ``cache`` is given and cannot be written.
+        FileError: ``asked`` cannot be written, or ``cache`` cannot be a folder.
     """
     if asked is not None:
         return _writable(asked)
     stamp = f"{name[:_LONGEST_NAME]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    if cache is not None:
-        return _writable(cache / "runs" / stamp)
     try:
-        return _writable(Path.home() / ".cache" / "narrowcast" / "runs" / stamp)
-    except (FileError, RuntimeError):
-        return Path(tempfile.mkdtemp(prefix=f"narrowcast-{stamp}-"))
+        folder = Path.home() / ".cache" / "narrowcast" if cache is None else cache
+        return _writable(folder / "runs" / stamp)
+    except (FileError, RuntimeError) as error:
+        why = error.__cause__
+        if cache is not None and not (isinstance(why, OSError) and why.errno in _READ_ONLY_OR_FULL):
+            raise
+        made = Path(tempfile.mkdtemp(prefix=f"narrowcast-{stamp}-"))
+        if cache is not None and isinstance(why, OSError):
+            tell(f"cannot write in NARROWCAST_CACHE_DIR, {cache}: {why.strerror}; using {made} instead")
+        return made
 
 
 def discard_captures(folder: Path, *, from_rank: int = 0) -> None:

@@ -24,7 +24,16 @@ from narrowcast.observe.op_trace._operations import (
     OperationWatch,
     formats_of,
 )
-from narrowcast.policy import FP8_RECIPES, Policy, Rule, base_of, class_names, format_name, names_module
+from narrowcast.policy import (
+    FP8_RECIPES,
+    Policy,
+    Rule,
+    base_of,
+    class_names,
+    format_name,
+    names_module,
+    without_prefix,
+)
 
 _BORDER = "a rule for the module casts what goes in, or what comes out"
 _WIDE = ("fp32", "float64", "complex64", "complex128")
@@ -185,9 +194,13 @@ class OpTrace:
 
 def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str:
     """Return ``" (did you mean "encoder.*"?)"`` for a rule that names none of these modules, or ``""``."""
+    modules = list(named)
+    shorter = without_prefix(rule, modules)
+    if shorter is not None:
+        return f' (did you mean "{shorter}"? paths start at the module that is called)'
     by_path = rule.module is not None
     asked = rule.module if rule.module is not None else str(rule.module_type).rpartition(".")[2]
-    known = (path if by_path else names[0].rpartition(".")[2] for path, names in named)
+    known = (path if by_path else names[0].rpartition(".")[2] for path, names in modules)
     guess, meant, _ = near_names(asked, list(dict.fromkeys(known))[:_MOST_MODULES]).partition("? Known:")
     return f" ({guess[0].lower()}{guess[1:]}?)" if meant else ""
 

@@ -336,7 +336,7 @@ class LiveRun(ExitStack):
         self._process.wait()
         with suppress(OSError):
             (self.folder / _TURNS).unlink()
-        self._full = _full_disk(self.folder) if self.code else ""
+        self._full = full_disk(self.folder) if self.code else ""
 
     def go(self, until: int = 0, *, patience_s: float = math.inf, limit_s: float = math.inf) -> bool:
         """Go on until a step, by default to the end; return whether it pauses there.
@@ -422,9 +422,9 @@ def _start_process(settings: RunSettings) -> subprocess.Popen[bytes]:
         )
 
 
-def _full_disk(folder: Path) -> str:
-    """Say where the disk is full, if it is for the run in ``folder`` or a file that it wrote."""
-    for path in [*map(Path, reversed(changed_files(folder))), folder / "stderr.txt"]:
+def full_disk(folder: Path, name: str = "stderr.txt") -> str:
+    """Say where the disk is full, if it is for ``name`` in the folder of a run or a file that it wrote."""
+    for path in [*map(Path, reversed(changed_files(folder))), folder / name]:
         with suppress(OSError):
             if shutil.disk_usage(path.parent).free < _FULL_BYTES:
                 return f": no space left on device (ENOSPC) in {path.parent}, for {path.name}"

@@ -1,0 +1,98 @@
+"""The fast path of ``nn.TransformerEncoder`` in evaluation: turned off, but for the zeros that it writes.
+
+Its fused layers compute in fp32 whatever the region, and raise where two formats meet. The encoder itself
+defines a result with it, too: it packs the sequences without their padding, and fills up with zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowcast.attach._run import Call, Patches, Run
+
+_DEVICES = ("cpu", "cuda", "xpu")
+
+
+class FastPath:
+    """Turn torch's fast path off while regions are opened, and write the zeros that it defines."""
+
+    def __init__(self, run: Run) -> None:
+        self._recorder = run.recorder
+        self._is_off = False
+
+    def install(self, patches: Patches) -> None:
+        original, replacement = nn.TransformerEncoder.forward, self._encoder_forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        # torch.jit.script compiles the source of the original, whose names it finds in these globals.
+        made = types.FunctionType(forward.__code__, original.__globals__, closure=forward.__closure__)
+        patches.replace(nn.TransformerEncoder, "forward", functools.update_wrapper(made, original))
+
+    def turn_off(self) -> None:
+        """Turn the fast path off, unless the script has done so."""
+        if torch.backends.mha.get_fastpath_enabled():
+            torch.backends.mha.set_fastpath_enabled(False)
+            self._is_off = True
+
+    def restore(self) -> None:
+        """Turn it on again if ``turn_off`` turned it off."""
+        if self._is_off:
+            torch.backends.mha.set_fastpath_enabled(True)
+            self._is_off = False
+
+    def _encoder_forward(self, original: Call, encoder: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch takes no fast path in what it compiles, but for mask_check=False.
+        if torch.compiler.is_compiling() or not self._is_off:
+            return original(encoder, *args, **kwargs)
+        return self._uncompiled(original, encoder, *args, **kwargs)
+
+    def _uncompiled(
+        self,
+        original: Call,
+        encoder: Any,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Any:
+        left_in_autocast = self._recorder.left_alone is not None and torch.is_autocast_enabled()
+        if mask is not None or left_in_autocast or not _packs(encoder, src, src_key_padding_mask):
+            return original(encoder, src, mask, src_key_padding_mask, is_causal)
+
+        # As in torch's forward, with plain layers in place of fused ones on packed sequences.
+        output = src
+        for layer in encoder.layers:
+            output = layer(output, src_key_padding_mask=src_key_padding_mask)
+        assert src_key_padding_mask is not None
+        padded = src_key_padding_mask.to(torch.bool)  # minus infinity too, in a mask of numbers
+        output = output.masked_fill(padded.unsqueeze(-1), 0.0)
+        return output if encoder.norm is None else encoder.norm(output)
+
+
+def _packs(encoder: Any, src: Tensor, padding: Tensor | None) -> bool:
+    """Return whether ``encoder`` packs the sequences of ``src`` in FP32, by the conditions in its forward."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/transformer.py
+    first = encoder.layers[0]
+    if padding is None or not getattr(encoder, "use_nested_tensor", False) or first.training:
+        return False
+    if src.dim() != 3 or src.is_nested or src.device.type not in _DEVICES:
+        return False
+    tensors = (src, *first.parameters())
+    if torch.overrides.has_torch_function(tensors):
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    return not getattr(encoder, "mask_check", True) or _is_left_aligned(padding)
+
+
+def _is_left_aligned(padding: Tensor) -> bool:
+    """Return whether in each row of a mask nothing follows the first padded position but padding."""
+    padded = padding.to(torch.bool)
+    return bool((padded[:, 1:] >= padded[:, :-1]).all())
