@@ -68,6 +68,10 @@ PATTERNS = {
         torch.arange(6)[None], w, per_sample_weights=y[:1, :6], mode="sum"
     ),
     "bincount": lambda x, y, w, v: y + torch.bincount(INDEX, weights=y[:, 0].detach()).sum(),
+    "bincount in a linear layer": lambda x, y, w, v: (
+        y * F.linear(torch.bincount(INDEX, weights=y[:, 0].detach(), minlength=WIDTH), w)
+    ),
+    "complex": lambda x, y, w, v: torch.view_as_real(torch.complex(y, y) @ w.cfloat()).sum(-1),
     "computed slope": lambda x, y, w, v: F.batch_norm(x, None, None, y[0], y[1], training=True),
     "computed slopes of groups": lambda x, y, w, v: F.group_norm(x, 2, y[0], y[1]),
     "computed slope of instances": lambda x, y, w, v: F.instance_norm(x[None], weight=y[:, 0]),
@@ -206,17 +210,20 @@ def test_gradients_of_torch_func():
     close(flat(), expected, "bf16")
 
 
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "pattern",
     [
         lambda x, y, w, v: zeros().index_copy(0, torch.arange(ROWS), y),
         lambda x, y, w, v: torch.linalg.matrix_norm(y, 2),  # the table has it, PyTorch no low kernel
+        lambda x, y, w, v: (torch.view_as_complex(y.view(-1, 4, 2)) @ w[:4].cfloat()).abs(),
+        lambda x, y, w, v: (torch.fft.fft(y) @ w.cfloat()).abs(),
     ],
 )
-def test_a_table_that_leaves_an_operator_uncast_promotes(pattern):
+def test_a_table_that_leaves_an_operator_uncast_promotes(pattern, policy):
     expected = gradients(pattern)
-    with Attachment(nc.Policy(compute="bf16", tables="cuda")):
-        close(gradients(pattern), expected, "bf16")
+    with Attachment(nc.Policy(compute=policy, tables="cuda"), Static(scale=1.0)):
+        close(gradients(pattern), expected, policy)
 
 
 def test_a_recomputed_forward_and_one_that_loses_its_policy_promote():
@@ -366,32 +373,3 @@ def test_numpy_which_has_no_bf16_gets_fp32():
         assert (array == weights.float().numpy()).all()
     with pytest.raises(TypeError, match="ScalarType BFloat16"):
         weights.numpy()
-
-
-class _Product(torch.autograd.Function):
-    """Saves its inputs as they come: in a region a bf16 activation and an fp32 weight."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.t(), x.t() @ gradient
-
-
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_a_custom_functions_backward_may_mix_formats(policy):
-    """Its gradients are those of the operator that it stands for; outside of regions it stays in fp32."""
-    found = []
-    for product in (_Product.apply, torch.matmul):
-        with Attachment(policy, Static(scale=128.0) if policy == "fp16" else None):
-            found.append(gradients(lambda x, y, w, v, product=product: product(y, w)))
-    assert torch.equal(*found)
-    with Attachment(policy):
-        inputs = [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
-        Model(PATTERNS["lerp"])(torch.randn(ROWS, WIDTH))
-        _Product.apply(*inputs).sum().backward()
-    assert torch.equal(inputs[0].grad, torch.ones(4, 4) @ inputs[1].t())

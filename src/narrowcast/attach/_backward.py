@@ -20,7 +20,12 @@ from narrowcast.attach._leaves import Leaves, true_gradient
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import Call, Nesting, Patches, Run
-from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_functorch_wrapped
+from narrowcast.attach._torch_internals import (
+    NO_GRAPH_TASK,
+    graph_task_id,
+    is_functorch_wrapped,
+    without_layers,
+)
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags, untraced
 
@@ -83,8 +88,13 @@ class Backward:
             # Tensor subclasses make torch call itself by name: that is the same pass, not a nested one.
             if self._nesting.depth and graph_task_id() == NO_GRAPH_TASK:
                 return original(*args, **kwargs)
-            with self._nesting:
-                result = (replacement if self._recorder.left_alone is None else original)(*args, **kwargs)
+            run = replacement if self._recorder.left_alone is None else original
+            try:
+                with self._nesting:
+                    result = run(*args, **kwargs)
+            except (RuntimeError, TypeError) as error:
+                self._regions.note_formats_in_backward(error)
+                raise
             if graph_task_id() == NO_GRAPH_TASK:
                 ended()
             return result
@@ -223,7 +233,8 @@ class Backward:
         numbered = self._numbered([root.grad_fn for root in roots], self._returning, factor)
         with numbered, self._retained_unscaled(None, factor) as retained:
             scaled = self._torch_grad(roots, inputs, seeds, True, *rest, **options)
-            overflowed = any(nonfinite_flags([g for g in scaled if g is not None]).read())
+            # Under vmap over this function, all rows are checked together.
+            overflowed = any(nonfinite_flags([without_layers(g) for g in scaled if g is not None]).read())
             for tensor in retained if overflowed else ():
                 tensor.grad = None
         if overflowed:

@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 
 from narrowcast.attach._fast_path import FastPath
 from narrowcast.attach._run import Call, Nesting, Patches, Run
-from narrowcast.attach._torch_internals import NO_GRAPH_TASK, gradient_dtypes, graph_task_id, is_jit_tracing
+from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
 from narrowcast.casting import (
     PROMOTING,
     Applied,
@@ -101,7 +101,6 @@ class Regions:
         self._fast_path.install(patches)
         patches.replace(nn.Module, "__call__", self._module_call(nn.Module.__call__))
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
-        patches.wrap(torch.autograd.function.BackwardCFunction, "apply", self._function_backward)
         patches.wrap(torch.autocast, "__enter__", self._autocast_enter)
         patches.wrap(autocast, "__enter__", self._autocast_enter)
         patches.wrap(torch.amp.GradScaler, "__init__", self._scaler_init)
@@ -266,18 +265,6 @@ class Regions:
         if not output.is_cuda or self._sigmoids % 17 == 1:  # reading values waits for a GPU
             torch.Tensor.register_hook(output, note_if_stuck)  # type: ignore[no-untyped-call]
 
-    def _function_backward(self, original: Call, node: Any, *gradients: Any) -> Any:
-        """Run a custom Function's backward in a region if its forward met low formats, as ``custom_bwd``.
-
-        Otherwise operators there raise, since saved fp32 weights meet low gradients.
-        """
-        kind = getattr(type(node), "_forward_cls", type(node))
-        device = next((g.device.type for g in gradients if isinstance(g, torch.Tensor)), "cpu")
-        dtype = None if self.in_fp32 or self._recorder.left_alone else self._dtypes.get(device)
-        if dtype is None or kind.__module__.startswith("torch.") or dtype not in gradient_dtypes(node):
-            return original(node, *gradients)  # torch's checkpoints restore the region themselves
-        return self._region_on[device].around(functools.partial(original, node, *gradients))
-
     def _traced_call(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Do the same inside a function that ``torch.compile`` traces, in code that it can trace."""
         parameter = next(module.parameters(), None)
@@ -342,6 +329,17 @@ class Regions:
             self._rules.attach(module)
         self._titles[kind] += 1  # modules that were deleted, and other classes of that name, count too
         self._called[module] = f"{kind}-{self._titles[kind]}" if self._titles[kind] > 1 else kind
+
+    def note_formats_in_backward(self, error: Exception) -> None:
+        """Add to an error about formats that a backward pass raised which models ran in a low format."""
+        names = sorted({format_name(dtype) for dtype in self._dtypes.values() if dtype is not None})
+        if not names or not _is_about_formats(error):
+            return
+        error.add_note(
+            f"narrowcast: raised in the backward pass of what {few(sorted(self._titles))} computed in "
+            f'{" and ".join(names)}; in a policy, nc.rule.module("*", compute="fp32") keeps it in fp32, and '
+            "a path in place of the star one part of it (docs/policies.md)."
+        )
 
     def bad_input(self) -> str | None:
         """Return the class of a module that lately got NaN or infinity, if the tensor still exists."""
@@ -421,7 +419,7 @@ def first_parameter(module: nn.Module) -> nn.Parameter | None:
 
 def note_formats(error: Exception, model: nn.Module, dtype: torch.dtype) -> None:
     """Add to an error about formats where in ``model`` it was raised, and the rule that avoids it."""
-    if not any(word in str(error) for word in _FORMAT_WORDS) or getattr(error, "__notes__", None):
+    if not _is_about_formats(error):
         return
     paths = {id(module): path for path, module in model.named_modules()}
     trace, path = error.__traceback__, ""
@@ -434,6 +432,11 @@ def note_formats(error: Exception, model: nn.Module, dtype: torch.dtype) -> None
         f"narrowcast: raised in {where}, called in {format_name(dtype)}; in a policy, {keep} in fp32 "
         "(docs/policies.md)."
     )
+
+
+def _is_about_formats(error: Exception) -> bool:
+    """Return whether ``error`` is about formats, and has no note yet."""
+    return any(word in str(error) for word in _FORMAT_WORDS) and not getattr(error, "__notes__", None)
 
 
 def _numpy_of(original: Call) -> Call:

@@ -31,8 +31,16 @@ from typing import Any, Protocol
 import torch
 
 from narrowcast.casting import _operators, _promotion
+from narrowcast.casting._functions import FUNCTIONS
 from narrowcast.casting._operators import below_autocast, native_kernel, without_autocast_cache
-from narrowcast.casting._promotion import NORMS, promoted, promoted_on, promoting
+from narrowcast.casting._promotion import (
+    NORMS,
+    promoted,
+    promoted_on,
+    promoted_under_vmap,
+    promoting,
+    promoting_under_vmap,
+)
 from narrowcast.casting._scopes import make_room_for_marks, scope_on, scopes_here
 from narrowcast.casting._torch_internals import (
     decomposition_of,
@@ -92,6 +100,20 @@ class _AutocastKernels:
         self.native.pop(op, None)
 
 
+class _VmapKernels(_AutocastKernels):
+    """The kernels with which operators promote under ``vmap``, on any device type."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.key = _BATCHED
+
+    def add(self, op: str) -> None:
+        native = without_autocast_cache(torch.library.get_kernel(qualified(op), _BATCHED).call_boxed)
+        kernel = promoting_under_vmap(op, native)
+        self.libraries[op] = register_kernel(op, _BATCHED, kernel)
+        self.installed[op] = kernel
+
+
 def own_kernel(op: str, device_type: str) -> _Kernel | None:
     """Return our kernel of ``op``, to be called with a keyset first, or None.
 
@@ -111,7 +133,11 @@ class Overlay(Protocol):
 
 overlays: list[Overlay] = []
 _lock = threading.Lock()
-_libraries: dict[str, _AutocastKernels] = {}
+_FRONT = "FuncTorchDynamicLayerFrontMode"
+_BATCHED = "FuncTorchBatched"
+_DECOMPOSED = "FuncTorchBatchedDecomposition"
+_libraries: dict[str, _AutocastKernels] = {_BATCHED: _VmapKernels()}
+"""By device type, and those for ``vmap``."""
 _served: weakref.WeakSet[ResolvedPolicy] = weakref.WeakSet()
 # What is no longer needed: device type, operators, whether of rules. Only who holds the lock takes from it.
 _released: deque[tuple[str, tuple[str, ...], bool]] = deque()
@@ -143,12 +169,15 @@ class Promotion:
         words = {format_name(dtype), *(word for one in policy.rules for word in (one.compute, one.output))}
         ops = promoted_on(device_type, frozenset(words & {"bf16", "fp16"})) if device_type in TABLES else ()
         self._say, self._said = say, set[str]()
-        acquire(device_type, ops, of_rules=False)
+        under_vmap = promoted_under_vmap()
+        for where, kernels in ((device_type, ops), (_BATCHED, under_vmap)):
+            acquire(where, kernels, of_rules=False)
+            weakref.finalize(self, release, where, kernels, of_rules=False).atexit = False
         user = object()
-        NORMS.begin(user)
-        weakref.finalize(self, NORMS.end, user).atexit = False
+        for names in (NORMS, FUNCTIONS):
+            names.begin(user)
+            weakref.finalize(self, names.end, user).atexit = False
         _promotion.living.add(self)
-        weakref.finalize(self, release, device_type, ops, of_rules=False).atexit = False
 
     def __call__(self, op: str, what: str) -> None:
         if op not in self._said:
@@ -339,9 +368,6 @@ def _update_functorch() -> None:
             _functorch[op, key] = register_kernel(op, key, make(op, below, has_own))
 
 
-_FRONT = "FuncTorchDynamicLayerFrontMode"
-_BATCHED = "FuncTorchBatched"
-_DECOMPOSED = "FuncTorchBatchedDecomposition"
 _functorch: dict[tuple[str, str], Any] = {}  # operator and key -> the library of its kernel
 _composites = functools.cache(names_of_composites)
 
@@ -378,7 +404,14 @@ def _prepare_in_front(op: str, scope: Scope, has_own: bool) -> _operators.Action
     if has_own or not has_kernel(qualified(op), "CompositeImplicitAutograd"):
         return None
     decompose = decomposition_of(operator(op))
-    return lambda _keyset, args, kwargs: decompose(*args, **kwargs)
+    if op not in promoted():
+        return lambda _keyset, args, kwargs: decompose(*args, **kwargs)
+
+    def in_parts(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return decompose(*args, **kwargs)
+
+    promote = promoting(op, in_parts, library.device_type)
+    return lambda keyset, args, kwargs: promote(keyset, *args, **kwargs)
 
 
 def _kernel_inside(op: str, below: _Kernel, _has_own: bool) -> _Kernel:

@@ -14,6 +14,10 @@ in place with fp16's largest number.
 So no result changes that PyTorch computes, except for the operators of ``_IN_FP32``. Fake tensors raise no
 such error, and casts below a layer of ``torch.func`` would not be recorded by it: there the formats decide.
 
+Backward passes run outside of regions, and mostly need no promotion, since what they differentiate was called
+with one format. Under ``vmap`` those of norms do, which otherwise take an fp32 weight beside a low input. The
+kernels for ``vmap`` promote as long as a promotion lives, in whatever region the forward ran.
+
 Norms raise only where their weights are low, which no ordinary model has, and are called often. A kernel in
 Python would cost each call some 6 microseconds. So they have none: the functions of ``torch`` that Python
 calls, from ``torch.nn`` too, are replaced by ones that do the same when PyTorch raises. While a promotion
@@ -29,7 +33,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -51,6 +55,7 @@ from narrowcast.casting._torch_internals import (
     is_transforming,
     let_dynamo_trace,
     scripted_as,
+    skipped_by_dynamo,
     traced_only_inline,
     without_key,
 )
@@ -62,29 +67,42 @@ _Kernel = Callable[..., Any]
 _FP32 = """linalg_matrix_exp addr addr_ linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
     linalg_lu_solve pdist special_i1 special_i1e _sparse_mm _sparse_mm.reduce _sparse_addmm
     lgamma digamma polygamma mvlgamma special_gammaln special_digamma special_psi special_polygamma"""
+# Give a third format for a low one, beside which the next operator raises: fp64, or complex32 for fp16.
+# tests/policy/scripts/formats_with_promotion.py finds them. CUDA's table has no Fourier transforms, and those
+# of fp16 compute there if sizes are powers of two: https://docs.pytorch.org/docs/stable/fft.html
+_THIRD_FORMAT = """bincount complex view_as_complex stft stft.center
+    fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn
+    fft_ihfft fft_ihfft2 fft_ihfftn"""
 # No oneDNN kernel on this CPU in a format of the policy. PyTorch's table has what an LSTM calls, and below a
 # layer of torch.func it would be cast again.
 _LSTM = frozenset(("lstm.input", "mkldnn_rnn_layer"))
-_IN_FP32 = frozenset(_FP32.split()) | _LSTM
+_IN_FP32 = frozenset((*_FP32.split(), *_THIRD_FORMAT.split())) | _LSTM
 # Found by tests/policy/scripts/mixed_inputs.py, which calls every operator with mixed formats, besides those
 # of policy.PROMOTED, for which preset "safe" has rules.
 _MIXED = """_chunk_cat _foreach_lerp.List _foreach_lerp_.List addbmm_ addmm_ addmv addmv_ allclose baddbmm_
-    bincount binomial chain_matmul inner linalg_multi_dot masked_fill.Tensor mv rrelu"""
+    binomial chain_matmul inner linalg_multi_dot masked_fill.Tensor mv rrelu"""
 # Not clamp_min and hardtanh, which each ReLU and ReLU6 calls.
 _NUMBERS = """clamp clamp_ clamp_max constant_pad_nd fill_.Scalar full_like
     index_fill.int_Scalar index_fill_.int_Scalar masked_fill.Scalar masked_fill_.Scalar new_full pow.Scalar
     scatter.value scatter_.value threshold"""
 _WITH_NUMBERS = frozenset(_NUMBERS.split())
-_NO_LOW_KERNEL = """_linalg_det _linalg_slogdet _linalg_solve_ex _pdist_forward _sample_dirichlet
-    _sparse_log_softmax _sparse_mm_reduce_impl _sparse_softmax _standard_gamma _upsample_bicubic2d_aa
-    _upsample_bilinear2d_aa fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn histc linalg_ldl_factor_ex
-    linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_matrix_norm linalg_matrix_norm.str_ord
-    linalg_solve_triangular linalg_vander logdet sparse_sampled_addmm sspaddmm"""
+_NO_LOW_KERNEL = """_dirichlet_grad _linalg_det _linalg_slogdet _linalg_solve_ex _pdist_forward
+    _sample_dirichlet _sparse_log_softmax _sparse_mm_reduce_impl _sparse_softmax _standard_gamma
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn histc
+    linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_matrix_norm
+    linalg_matrix_norm.str_ord linalg_solve_triangular linalg_vander logdet sparse_sampled_addmm sspaddmm"""
 _SPECIAL = re.compile("airy|bessel|erfcx|log_ndtr|ndtri|polynomial")
 # The table of the CPU has these, that of CUDA has not.
 _ON_CPU_ALONE = re.compile(
     "linalg|fft|chol|lu_|qr|quantile|svd|inverse|triangular|polar|complex|grid_s|stft|ctc"
 )
+# What the rules of vmap for these decompose them into takes one format, where the operator itself takes an
+# fp32 weight beside a low input. They run in backward passes, outside of regions:
+# https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/functorch/BatchRulesNorm.cpp
+_UNDER_VMAP = """cudnn_batch_norm_backward miopen_batch_norm_backward native_batch_norm_backward
+    native_group_norm_backward native_layer_norm_backward"""
+# As these, which otherwise cast what they write.
+_WRITING_UNDER_VMAP = frozenset(("select_scatter", "slice_scatter"))
 _NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
 # Where a norm has its running statistics, and whether it writes to them, among its arguments.
 _STATISTICS = {"batch_norm": (slice(3, 5), 5), "instance_norm": (slice(3, 5), 5)}
@@ -179,22 +197,41 @@ def _again(name: str, device: str) -> Callable[..., Any]:
             dtype = _dtype_written(args, device)
         elif len(formats) > 1 and not in_fp32:
             dtype = widest(inputs, device)
-        if not in_fp32 and (formats == {dtype} or dtype not in CASTABLE):
-            raise _Unchanged  # the error is the script's own, and a second call would write twice
-        if by_formats and not in_fp32 and _is_fine(inputs, name, no_low):
-            raise _Unchanged
+        # Below a layer of torch.func it falls into a matmul, which would be cast: see _lower_is.
+        stays_fp32 = by_formats and name == "mv" and formats == {torch.float32}
+        if not (in_fp32 or stays_fp32):
+            if formats == {dtype} or dtype not in CASTABLE:
+                raise _Unchanged  # the error is the script's own, and a second call would write twice
+            if by_formats and _is_fine(inputs, name, no_low):
+                raise _Unchanged
         if statistics is not None and args[statistics[1]]:
             written = tensors_in(args[statistics[0]])
             if any(one.dtype != dtype for one in written):
                 raise _Unchanged  # the norm writes to its running statistics: a cast would lose that
-        with off():
+        with off(), _lower_is(dtype, device) if is_transforming() else nullcontext():
             cast_args, cast_kwargs = cast_all(args, kwargs, dtype, device)
             result = call(*cast_args, **cast_kwargs)
-        if raised is not None and (len(formats) == 1 or in_fp32):
+        if raised is not None and (len(formats) == 1 or in_fp32) and not stays_fp32:
             _report("lstm" if name in _LSTM else name, raised)
         return result
 
     return again
+
+
+@contextmanager
+def _lower_is(dtype: torch.dtype | None, device: str) -> Iterator[None]:
+    """Have a region on ``device`` cast to ``dtype`` meanwhile.
+
+    Below a layer of ``torch.func`` autocast is on again, for the parts into which an operator falls there.
+    The layer has recorded the operator in ``dtype``, and its backward pass cannot mix that with another.
+    """
+    before = torch.get_autocast_dtype(device)
+    if dtype is not None:
+        torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype(device, before)
 
 
 def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
@@ -233,6 +270,35 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
         return go_on(keyset, *args, **kwargs)
 
     return fp32_kernel if name in _IN_FP32 else kernel
+
+
+def promoted_under_vmap() -> tuple[str, ...]:
+    """Return the operators whose kernels for ``vmap`` promote while there are promotions."""
+    return tuple(op for op in (*_UNDER_VMAP.split(), *sorted(_WRITING_UNDER_VMAP)) if _exists(op))
+
+
+def promoting_under_vmap(name: str, go_on: _Kernel) -> _Kernel:
+    """Return a kernel that calls ``go_on``, PyTorch's for ``vmap``, and promotes where that raises."""
+
+    @skipped_by_dynamo
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return go_on(keyset, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            device = args[0].device.type
+            dtype = args[0].dtype
+            if name not in _WRITING_UNDER_VMAP:
+                dtype = widest(tensors_in(args), device)
+            inputs = [one for one in tensors_in(args) if is_eligible(one, device)]
+            if {one.dtype for one in inputs} <= {dtype}:
+                raise  # the error is the script's own
+            # Autograd casts gradients to the formats of what they belong to.
+            wide, kwargs = cast_all(args, kwargs, dtype, device)
+            return go_on(keyset, *wide, **kwargs)
+
+    return kernel
 
 
 def _promoting_norm(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

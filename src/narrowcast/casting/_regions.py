@@ -17,7 +17,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from narrowcast.casting._torch_internals import (
     skipped_by_dynamo,
 )
 from narrowcast.errors import OrderError
-from narrowcast.policy import Scope
+from narrowcast.policy import TABLES, Scope
 
 
 class _Process:
@@ -248,23 +248,44 @@ def discard_regions(regions: list[OpenRegion]) -> None:
 # ---- recomputation
 
 
+def state_here(
+    promotion: Callable[[str, str], None] | None = None,
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function whose contexts have the current autocast state, in any thread.
+
+    Args:
+        promotion: of the region that a compiled graph has entered, which is not among those of this thread.
+    """
+    cache = torch.is_autocast_cache_enabled()
+    found = {*scopes_here(), *(region.device for region in thread.regions)}
+    if promotion is None:
+        promotion = promotion_here()
+    else:
+        found.update(device for device in TABLES if torch.is_autocast_enabled(device))
+    devices = sorted(found)
+    states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), scope_on(d)) for d in devices]
+
+    def again() -> AbstractContextManager[None]:
+        absent = [(d, torch.get_autocast_dtype(d), False, None) for d in scopes_here() if d not in devices]
+        return regions([*absent, *states], cache, promotion)
+
+    return again
+
+
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` bound to the current autocast state, for later calls in any thread.
 
     A call raises OrderError if the policy that computed a model in that state was removed.
     """
     checks = [getattr(region.owner, "check_recomputation", None) for region in thread.regions]
-    cache, promotion = torch.is_autocast_cache_enabled(), promotion_here()
-    devices = sorted({*scopes_here(), *(region.device for region in thread.regions)})
-    states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), scope_on(d)) for d in devices]
+    state = state_here()
 
     @functools.wraps(function)
     def in_that_state(*args: Any, **kwargs: Any) -> Any:
         for check in checks:
             if check is not None:
                 check()
-        absent = [(d, torch.get_autocast_dtype(d), False, None) for d in scopes_here() if d not in devices]
-        with regions([*absent, *states], cache, promotion):
+        with state():
             return function(*args, **kwargs)
 
     return in_that_state

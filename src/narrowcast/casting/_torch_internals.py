@@ -253,6 +253,21 @@ LOADED_KEYS = (vars(torch.nn.modules.module)["_IncompatibleKeys"], "__new__")
 # torch.autograd.backward and torch.autograd.grad look this name up at each call, whoever imported the two.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/__init__.py
 ENGINE = (torch.autograd, "_engine_run_backward")
+NODE_OF_FUNCTION: Any = torch.autograd.function.BackwardCFunction
+"""The class of which each custom Function has a subclass for its contexts, which are nodes of the graph.
+
+PyTorch makes one at each call of the Function, and calls its ``apply`` in the backward pass:
+"""
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_function.cpp
+
+
+def gradient_dtypes(node: Any) -> set[torch.dtype]:
+    """Return the dtypes of the gradients that a node of a graph takes and passes on."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.cpp
+    passed_on = {below._input_metadata[i].dtype for below, i in node.next_functions if below is not None}
+    return passed_on | {taken.dtype for taken in node._input_metadata}
+
+
 # Checkpointing restores neither rules nor a region in float32 on a CPU, and has no hook for it.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py
 CHECKPOINT: Any = torch.utils.checkpoint

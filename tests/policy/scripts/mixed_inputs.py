@@ -78,13 +78,13 @@ def own_samples():
     )
 
 
-def every_sample():
+def every_sample(most=SAMPLES):
     for op in op_db:
         if FP32 not in op.dtypes:
             continue
         torch.manual_seed(0)
         try:
-            samples = list(itertools.islice(op.sample_inputs("cpu", FP32, requires_grad=False), SAMPLES))
+            samples = list(itertools.islice(op.sample_inputs("cpu", FP32, requires_grad=False), most))
         except Exception:  # some need packages that are not here
             continue
         for sample in samples:
@@ -210,4 +210,5 @@ def main():
     print(json.dumps(found | {"with promotion": left_with_promotion, "tried": tried}))
 
 
-main()
+if __name__ == "__main__":
+    main()
