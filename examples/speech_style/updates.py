@@ -71,7 +71,8 @@ class TorchUpdates(Fp32Updates):
         norm = clip_grad_norm_(self.masters(), self.max_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.scheduler.step()  # after a skipped update too: torch does not say that it was one
+        # After a skipped update too: torch does not say that it was one.
+        self.scheduler.step()  # narrowcast: ignore[scheduler-on-skip]
         self.optimizer.zero_grad()
         return norm
 

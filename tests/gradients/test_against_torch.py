@@ -7,6 +7,8 @@ Where ours departs on purpose (docs/deviations.md), the machine says so here and
 - a step of a fused optimizer that is skipped leaves no state here, and torch's zero or uninitialised one;
 - gradients that were finite when they were unscaled and are not when they are clipped skip the step here;
 - gradients that came after ``unscale_`` are refused; torch's fused optimizers raise half-way through;
+- gradients that ``unscale_`` or ``step`` meets after ``update``, and before another ``scale``, are refused;
+- a step without gradients warns, if there were some before, and ``update`` ends it;
 - a fused optimizer under a scale below 1 that is no power of two: the division is a product here.
 """
 
@@ -33,6 +35,7 @@ from pairs import (
 )
 
 import narrowcast as nc
+from narrowcast.errors import OrderError
 from narrowcast.gradients import _check
 
 SCALES = st.integers(-6, 20).map(lambda power: 2.0**power) | st.floats(0.01, 1e5)
@@ -59,6 +62,8 @@ class TwoScalers(RuleBasedStateMachine):
         self.fused = ["fused" in kind for kind in kinds]
         self.near = set()  # models whose gradients are torch's to CLIPPED only
         self.scaled = set()  # of these: models whose gradients are still scaled here
+        self.trained = set()  # models that had gradients
+        self.updated = False  # since the last scale
 
     # ---- doing the same on both sides
 
@@ -88,6 +93,18 @@ class TwoScalers(RuleBasedStateMachine):
     def between_iterations(self):
         return not self.theirs.scaler._per_optimizer_states
 
+    def refuses(self, model):
+        """Whether ours refuses gradients that were scaled before the last update."""
+        if self.updated:
+            for do in (self.ours.scaler.unscale_, self.ours.scaler.step):
+                with pytest.raises(OrderError, match=r"^no loss was scaled since the last update"):
+                    do(self.ours.optimizers[model])
+        return self.updated
+
+    def has_no_more(self, model):
+        """Whether a model that had gradients before has none."""
+        return model in self.trained and all(p.grad is None for p in self.theirs.models[model])
+
     # ---- gradients
 
     @rule(
@@ -98,9 +115,13 @@ class TwoScalers(RuleBasedStateMachine):
         nested=st.booleans(),
     )
     def backward(self, models, seed, planted, where, nested):
-        models = sorted({model % len(self.kinds) for model in models} - self.near)
+        states = self.theirs.scaler._per_optimizer_states
+        unscaled = [key for key, state in states.items() if state["stage"].name == "UNSCALED"]
+        models = {model % len(self.kinds) for model in models} - self.near
+        models = sorted(m for m in models if id(self.theirs.optimizers[m]) not in unscaled)
         if not models:
             return
+        self.updated = False
 
         def run(side):
             if nested:
@@ -122,7 +143,8 @@ class TwoScalers(RuleBasedStateMachine):
     @rule(model=MODEL)
     def unscale(self, model):
         model %= len(self.kinds)
-        self.both(lambda side: side.scaler.unscale_(side.optimizers[model]))
+        if not self.refuses(model) and not self.has_no_more(model):
+            self.both(lambda side: side.scaler.unscale_(side.optimizers[model]))
 
     @rule(model=MODEL, max_norm=st.sampled_from([0.0, 1e-3, 0.5, 1e3, math.inf]))
     def clip_as_torch_does(self, model, max_norm):
@@ -138,7 +160,7 @@ class TwoScalers(RuleBasedStateMachine):
     )
     def clip_norm(self, model, max_norm, order):
         model %= len(self.kinds)
-        if self.theirs.sparse[model] or self.stepped(model):
+        if self.updated or self.has_no_more(model) or self.theirs.sparse[model] or self.stepped(model):
             return
         if self.stage(model) == "READY":
             self.theirs.scaler.unscale_(self.theirs.optimizers[model])
@@ -159,7 +181,7 @@ class TwoScalers(RuleBasedStateMachine):
     @rule(model=MODEL, value=st.sampled_from([0.0, 0.05, 10.0, math.inf]))
     def clip_value(self, model, value):
         model %= len(self.kinds)
-        if self.theirs.sparse[model] or self.stepped(model):
+        if self.updated or self.has_no_more(model) or self.theirs.sparse[model] or self.stepped(model):
             return
         if self.stage(model) == "READY":
             self.theirs.scaler.unscale_(self.theirs.optimizers[model])
@@ -221,6 +243,8 @@ class TwoScalers(RuleBasedStateMachine):
     @rule(model=MODEL)
     def step(self, model):
         model %= len(self.kinds)
+        if self.refuses(model) or self.has_no_more(model):
+            return
         optimizer = self.theirs.optimizers[model]
         before = copy.deepcopy(state_of(optimizer))
         values = [p.detach().clone() for p in self.theirs.models[model]]
@@ -232,6 +256,8 @@ class TwoScalers(RuleBasedStateMachine):
         if done is None:
             put_state(optimizer, before)  # where torch raised from inside a fused step
             return
+        if any(p.grad is not None for p in self.theirs.models[model]):
+            self.trained.add(model)
         result, returned = done
         assert result.returned is returned is None
         states = self.theirs.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -249,6 +275,10 @@ class TwoScalers(RuleBasedStateMachine):
 
     @rule()
     def update(self):
+        states = self.theirs.scaler._per_optimizer_states.values()
+        checked = any(state["found_inf_per_device"] for state in states)
+        if not checked and any(state["stage"].name == "STEPPED" for state in states):
+            return  # torch's later steps raise too, and ours go on
         if self.both(lambda side: side.scaler.update()) is not None:
             self.forget_near()
 
@@ -259,7 +289,8 @@ class TwoScalers(RuleBasedStateMachine):
             self.forget_near()
 
     def forget_near(self):
-        """An iteration ended without the step that would have divided what was clipped."""
+        """An iteration ended, perhaps without the step that would have divided what was clipped."""
+        self.updated = True
         for model in self.near:
             self.go_on_from_theirs(model)
         self.near.clear()
@@ -304,6 +335,7 @@ class TwoScalers(RuleBasedStateMachine):
         ours, theirs = self.ours.scaler.state_dict(), self.theirs.scaler.state_dict()
         self.ours.scaler = nc.GradScaler("cpu", 2.0, 3.0, 0.1, 7, patience=None)
         self.theirs.scaler = torch.amp.GradScaler("cpu", 2.0, 3.0, 0.1, 7)
+        self.updated = False
         self.ours.scaler.load_state_dict(theirs)
         self.theirs.scaler.load_state_dict(ours)
 
@@ -312,7 +344,8 @@ class TwoScalers(RuleBasedStateMachine):
         def run(side):
             side.scaler = how(side.scaler)
 
-        self.both(run)
+        if self.both(run) is not None:
+            self.updated = False
 
     # ---- what holds after every event
 

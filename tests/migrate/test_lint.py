@@ -169,6 +169,116 @@ STEP
 """,
         "scaler.unscale_(optimizer)",
     ),
+    "backward without the scaler": (
+        "backward-without-scale", 4,
+        """\
+for x in loader:
+    with autocast(device, torch.float16):
+        loss = model(x).sum()
+    loss.backward()
+    STEP
+""",
+        "scaler.scale(loss).backward()",
+    ),
+    "the scaled loss is thrown away": (
+        "backward-without-scale", 3,
+        """\
+for x in loader:
+    loss = model(x).sum()
+    scaler.scale(loss)
+    loss.backward()
+    STEP
+""",
+        "scaler.scale(loss).backward()",
+    ),
+    "another backward after unscale_": (
+        "backward-after-unscale", 4,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.scale(model.weight.norm()).backward()
+    STEP
+""",
+        "scaler.unscale_(optimizer) after the last backward pass",
+    ),
+    "unscaled to log and to clip": (
+        "unscale-twice", 5,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(optimizer)
+    print(model.weight.grad.norm())
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    STEP
+""",
+        "once a step",
+    ),
+    "both step": (
+        "step-twice", 4,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    optimizer.step()
+    scaler.update()
+""",
+        "scaler.step(optimizer) alone",
+    ),
+    "zeroed before the step": (
+        "zeroed-before-step", 3,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    optimizer.zero_grad()
+    STEP
+""",
+        "optimizer.zero_grad() before the backward pass",
+    ),
+    "the scheduler moves in any case": (
+        "scheduler-on-skip", 5,
+        """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+""",
+        "if not result.skipped: scheduler.step()",
+    ),
+    "update at each micro-batch": (
+        "outside-accumulation", 5,
+        """\
+for i, x in enumerate(loader):
+    scaler.scale(model(x).sum() / 4).backward()
+    if (i + 1) % 4 == 0:
+        scaler.step(optimizer)
+    scaler.update()
+""",
+        "scaler.update() inside the condition of scaler.step(optimizer)",
+    ),
+    "unscale_ at each micro-batch": (
+        "outside-accumulation", 3,
+        """\
+for i, x in enumerate(loader):
+    scaler.scale(model(x).sum() / 4).backward()
+    scaler.unscale_(optimizer)
+    if (i + 1) % 4 == 0:
+        STEP
+""",
+        "scaler.unscale_(optimizer) inside the condition",
+    ),
+    "a scaler for each step": (
+        "scaler-in-loop", 2,
+        """\
+for x in loader:
+    scaler = GradScaler(device)
+    scaler.scale(model(x).sum()).backward()
+    STEP
+""",
+        "scaler = GradScaler(device) before the loop",
+    ),
 }  # fmt: skip
 
 
@@ -181,11 +291,157 @@ def test_a_mistake_is_reported_with_the_mended_line(name):
     assert mended in message
 
 
+FP16 = """\
+import torch
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x in loader:
+    with {region}:
+        loss = model(x).sum()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("region", "is_wrong"),
+    [
+        ("torch.autocast(device, torch.float16)", True),
+        ("torch.amp.autocast(device_type=device, dtype=torch.half)", True),
+        ('torch.autocast("cuda")', True),
+        ("torch.autocast(device, dtype=torch.bfloat16)", False),
+        ("torch.autocast(device, dtype=dtype)", False),
+        ('torch.autocast("cpu")', False),
+        ("torch.autocast(device, torch.float16, enabled=False)", False),
+    ],
+)
+def test_fp16_without_a_scaler_is_reported(region, is_wrong):
+    text = FP16.format(region=region)
+    outcome = migrate_text(text, "torch")
+    assert [(one.rule, one.line) for one in outcome.findings] == [("fp16-without-scaler", 8)] * is_wrong
+    if is_wrong:
+        assert "scaler.step(optimizer)" in outcome.findings[0].message
+    scaled = text.replace("loss.backward()", "scale_loss(loss).backward()")
+    assert migrate_text(scaled, "torch").findings == ()
+
+
 def test_every_rule_has_a_wrong_program():
-    assert {case[0] for case in WRONG.values()} == set(RULES)
+    assert {case[0] for case in WRONG.values()} | {"fp16-without-scaler"} == set(RULES)
 
 
-@pytest.mark.parametrize("rule", RULES)
+CLASS = """\
+import contextlib
+import torch
+from torch.amp import GradScaler, autocast
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+
+class Trainer{bases}:
+    def __init__(self, model, other, args):
+        self.use_amp = args.amp
+        self.model, self.other = model, other
+        self.loss_of = torch.nn.MSELoss()
+        self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        self.second = torch.optim.SGD(other.parameters(), 0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.scaler = {scaler}
+
+    def train(self, loader, device):
+"""
+# How a class may get its scaler, and how its lines may depend on a setting.
+SCALERS = [
+    "GradScaler(device)",
+    "GradScaler(device, enabled=self.use_amp)",
+    "GradScaler(device) if self.use_amp else None",
+    "args.scaler",
+]
+CONDITIONS = ["", "if self.use_amp:", "if self.scaler is not None:", "if not self.use_amp:\n    pass\nelse:"]
+ANYWHERE = [
+    name
+    for name, case in WRONG.items()
+    if not case[2].startswith(("class", "def", "@")) and case[0] not in ("scaler-in-loop", "update-missing")
+]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("name", ANYWHERE)
+def test_a_mistake_in_a_class_and_behind_a_condition_is_found(name, condition):
+    """With the attributes of ``self``, each line behind the condition, and other calls in between."""
+    rule, _, wrong, _ = WRONG[name]
+    wrong = re.sub(r"( *)STEP\n", r"\1scaler.step(optimizer)\n\1scaler.update()\n", wrong)
+    wrong = re.sub(r"\b(model|other|optimizer|second|scheduler|scaler)\b(?=[.()])", r"self.\1", wrong)
+    lines = []
+    for line in wrong.splitlines():
+        code = line.lstrip()
+        indent = line[: len(line) - len(code)]
+        if condition and re.match(r"self\.(scaler|optimizer|second|scheduler)\.", code):
+            lines += [indent + one for one in condition.split("\n")] + [f"{indent}    {code}"]
+        else:
+            lines.append(line)
+        if code.endswith(".sum()"):
+            lines.append(f"{indent}self.loss_of(loss, loss)")
+    body = "".join(f"        {line}\n" for line in lines)
+    for scaler in SCALERS:
+        for bases in ("", "(Base)"):
+            text = CLASS.format(scaler=scaler, bases=bases) + body
+            assert rule in [one.rule for one in migrate_text(text, "torch").findings], text
+
+
+REGIONS = {
+    "a region or nothing": "with autocast(device) if args.amp else contextlib.nullcontext():",
+    "a region by name": "region = autocast(device, enabled=args.amp)\nwith region:",
+    "a region or nothing by name": (
+        "region = autocast(device) if args.amp else contextlib.nullcontext()\nwith region:"
+    ),
+    "one more with": "with torch.no_grad(), autocast(device):",
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_backward_pass_in_any_region_is_found(name):
+    text = HEAD + REGIONS[name] + "\n    scaler.scale(model(x).sum()).backward()\n"
+    assert [one[0] for one in found(text + "STEP\n")] == ["backward-in-region"]
+
+
+METHODS = """\
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler(device)
+
+    def go_back(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def clip(self, max_norm):
+        {unscale}
+        clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def finish(self, optimizer):
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def train_step(self, x):
+        self.go_back(self.model(x).sum())
+        self.clip(1.0)
+        self.finish(self.optimizer)
+"""
+
+
+def test_methods_are_followed():
+    assert found(HEAD + METHODS.format(unscale="self.scaler.unscale_(self.optimizer)")) == []
+    ((rule, line, _),) = found(HEAD + METHODS.format(unscale="pass"))
+    assert (rule, line) == ("clip-before-unscale", 10)
+
+
+def test_what_cannot_be_followed_is_said():
+    text = HEAD + RIGHT["a trainer whose base class may unscale"]
+    text = re.sub(r"( *)STEP\n", r"\1scaler.step(optimizer)\n\1scaler.update()\n", text)
+    (finding,) = migrate_text(text, "torch").findings
+    assert (finding.rule, finding.line - LINES) == ("not-followed", 8)
+    assert finding.message.startswith("self.before_step is not in this file, and may unscale the gradients")
+
+
+@pytest.mark.parametrize("rule", dict.fromkeys(case[0] for case in WRONG.values()))
 def test_a_comment_on_the_line_switches_its_rule_off(rule):
     line, wrong = next((case[1], case[2]) for case in WRONG.values() if case[0] == rule)
     lines = wrong.splitlines(keepends=True)
@@ -215,8 +471,10 @@ for i, x in enumerate(loader):
     if (i + 1) % n == 0:
         scaler.unscale_(optimizer)
         clip_grad_norm_(model.parameters(), 1.0)
+        scale = scaler.get_scale()
         STEP
-        scheduler.step()
+        if scaler.get_scale() >= scale:
+            scheduler.step()
         optimizer.zero_grad()
 """,
     "a other model in fp32 beside": """\
@@ -394,6 +652,144 @@ class Scales:
 
     def optimizer_step(self, one):
         self.amp.step(one)
+""",
+    "gradients unscaled before the loss of the next optimizer": """\
+for x in loader:
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.scale(other(x).sum()).backward()
+    scaler.unscale_(second)
+    scaler.step(optimizer)
+    scaler.step(second)
+    scaler.update()
+""",
+    "one scaler for two networks in turn": """\
+for x in loader:
+    optimizer.zero_grad()
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    second.zero_grad()
+    scaler.scale(other(x).sum()).backward()
+    scaler.step(second)
+    scaler.update()
+""",
+    "a scheduler of epochs": """\
+for epoch in range(3):
+    for x in loader:
+        optimizer.zero_grad()
+        scaler.scale(model(x).sum()).backward()
+        STEP
+    scheduler.step()
+""",
+    "a scheduler that waits": """\
+own = nc.GradScaler(device)
+for x in loader:
+    own.scale(model(x).sum()).backward()
+    result = own.step(optimizer)
+    own.update()
+    if not result.skipped:
+        scheduler.step()
+""",
+    "a closure": """\
+own = nc.GradScaler(device)
+for x in loader:
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        own.scale(loss).backward()
+        return loss
+    own.step(optimizer, closure)
+    own.update()
+""",
+    "scaled under a condition": """\
+for x in loader:
+    loss = model(x).sum()
+    loss = scaler.scale(loss) if args.amp else loss
+    loss.backward()
+    if args.amp:
+        scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer) if args.amp else optimizer.step()
+    if args.amp:
+        scaler.update()
+""",
+    "no mixed precision": """\
+def train_step(x, use_amp):
+    if not use_amp:
+        model(x).sum().backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        return
+    scaler.scale(model(x).sum()).backward()
+    STEP
+""",
+    "scaled by the caller": """\
+def go_back(loss):
+    loss.backward()
+    STEP
+
+for x in loader:
+    go_back(scaler.scale(model(x).sum()))
+""",
+    "one network steps more often than the other": """\
+for i, x in enumerate(loader):
+    optimizer.zero_grad()
+    scaler.scale(model(x).sum()).backward()
+    scaler.step(optimizer)
+    if i % 5 == 0:
+        second.zero_grad()
+        scaler.scale(other(x).sum()).backward()
+        scaler.step(second)
+    scaler.update()
+""",
+    "backward by its full name": """\
+for x in loader:
+    torch.autograd.backward(scaler.scale(model(x).sum()))
+    STEP
+""",
+    "backward of an engine": """\
+for x in loader:
+    engine.backward(model(x).sum())
+    STEP
+""",
+    "backward in a method": """\
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler(device)
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def train_step(self, x):
+        self.backward(self.model(x).sum())
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+""",
+    "another loss in fp32, stepped before": """\
+for x in loader:
+    other(x).sum().backward()
+    second.step()
+    scaler.scale(model(x).sum()).backward()
+    STEP
+""",
+    "a scaler for each fold": """\
+for fold in range(5):
+    scaler = GradScaler(device)
+    for x in loader:
+        scaler.scale(model(x).sum()).backward()
+        STEP
+""",
+    "update at each batch, of which some step": """\
+for i, x in enumerate(loader):
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(optimizer)
+    if i % 100 == 0:
+        print(i)
+    if clip_grad_norm_(model.parameters(), 1.0) < 10:
+        scaler.step(optimizer)
+    scaler.update()
 """,
     "a step by itself on gradients that are new": """\
 class Trainer:

@@ -28,6 +28,7 @@ from narrowcast.gradients._torch_internals import (
     multiply_and_check,
     needs_closure,
     nodes_below,
+    steps_twice,
     untraced,
 )
 
@@ -54,6 +55,7 @@ __all__ = [
     "nonfinite_flags",
     "parameters_of",
     "step_or_restore",
+    "steps_twice",
     "unscale_by",
     "untraced",
 ]

@@ -110,6 +110,10 @@ class GradientCheck:
                 "clip_grad_norm_(optimizer, ...), or clip with torch.nn.utils.clip_grad_norm_"
             )
 
+    def written(self) -> list[int]:
+        """Identify the gradients and count the writes to them."""
+        return _versions(self.gradients)
+
     def replace_flag(self, found_inf: torch.Tensor) -> None:
         """Decide by another flag from now on."""
         self.found_inf, self.overflowed = found_inf, known_on_host(found_inf)

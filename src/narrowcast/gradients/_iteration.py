@@ -15,12 +15,19 @@ import torch
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import _check, _torch_internals
 from narrowcast.gradients._check import GradientCheck, Scaling
+from narrowcast.gradients._misuse import (
+    SchedulersAfterSkips,
+    StepsByHand,
+    leaves_below,
+    warn_at_script,
+)
 from narrowcast.gradients._optimizer_gradients import (
     FlatCopies,
     OptimizerGradients,
     check_apart,
     gradients_of,
     labels_of,
+    parameters_of,
 )
 from narrowcast.gradients._scales import DeviceScale, check_optimizer
 from narrowcast.gradients._steps import (
@@ -42,7 +49,17 @@ _UNSCALED_TWICE = (
     "unscale_() has already been called on this optimizer since the last update(): call it once, after the "
     "last backward; clip_grad_norm_ and clip_grad_value_ do it themselves"
 )
+_UPDATED_BEFORE = (
+    "no loss was scaled since the last update(), so these gradients do not have the scale of now: call "
+    "scaler.update() once, after scaler.step of every optimizer, and scaler.scale(loss).backward() before"
+)
+_BACKWARD_AFTER_UNSCALE = (
+    "scaled gradients were added to gradients that unscale_ had unscaled: call unscale_, clip_grad_norm_ and "
+    "clip_grad_value_ after the last scaler.scale(loss).backward() of the step"
+)
 State = dict[str, Any]
+_ITERATIONS: weakref.WeakSet[Iteration] = weakref.WeakSet()
+"""Those of every scaler that exists."""
 
 
 def fresh_state() -> State:
@@ -51,7 +68,12 @@ def fresh_state() -> State:
 
 
 class Iteration:
-    """The optimizers of a scaler, from the first ``scale`` to ``update``."""
+    """The optimizers of a scaler, from the first ``scale`` to ``update``.
+
+    Attributes:
+        stepping: whether the scaler calls the step of an optimizer now.
+        steps_by_hand: watches the first iteration; None before it.
+    """
 
     def __init__(
         self,
@@ -71,11 +93,68 @@ class Iteration:
         self.names: dict[int, str] = {}
         self._flat: weakref.WeakKeyDictionary[torch.optim.Optimizer, FlatCopies]
         self._flat = weakref.WeakKeyDictionary()
+        self.stepping = False
+        _ITERATIONS.add(self)
+        # Whether ``update`` came, and no ``scale`` since.
+        self._updated = False
+        # Whether a CUDA graph holds a call of ``scale``, whose replays nobody sees.
+        self._replayed = False
+        # Ids of the optimizers that had gradients in some iteration.
+        self._trained: set[int] = set()
+        self.steps_by_hand: StepsByHand | None = None
+        self.schedulers = SchedulersAfterSkips()
+
+    def loss_scaled(self, scaled: Any) -> None:
+        """Note that a loss was scaled; costs next to nothing after the first iteration."""
+        self._updated = False
+        if torch.compiler.is_compiling():
+            return
+        if self.states:
+            self._note_unscaled(scaled)
+        # A Stepper, which names parameters, watches its optimizers itself.
+        if self.steps_by_hand is None and not self.stepping and not self.names and self._loss_scale.scales:
+            self.steps_by_hand = StepsByHand(scaled, weakref.WeakMethod(self.stage_outside))
+        if _torch_internals.is_capturing():
+            self._replayed = True
+
+    def _note_unscaled(self, scaled: Any) -> None:
+        """Note how often unscaled gradients were written, to which this loss may add scaled ones."""
+        root = getattr(scaled, "grad_fn", None)
+        for state in self.states.values():
+            check: GradientCheck | None = state.get("check")
+            if state["stage"] is OptState.UNSCALED and check is not None and root is not None:
+                state["later"] = (root, check.written())
+
+    def _refuse_later_backward(
+        self, optimizer: torch.optim.Optimizer, state: State, check: GradientCheck
+    ) -> None:
+        """Refuse gradients that were unscaled, and then got more from a loss that was scaled afterwards."""
+        root, written = state.pop("later")
+        same = len(self._gradients(optimizer).values) == len(check.gradients.values)
+        if same and written == check.written():
+            return
+        leaves = leaves_below(root)
+        if any(id(parameter) in leaves for parameter in parameters_of(optimizer)):
+            raise OrderError(_BACKWARD_AFTER_UNSCALE)
+
+    def stage_outside(self, optimizer: torch.optim.Optimizer) -> OptState | None:
+        """Return the stage of an optimizer that steps now; None if a scaler steps it."""
+        if any(iteration.stepping for iteration in _ITERATIONS):
+            return None
+        state = self.states.get(id(optimizer))
+        return OptState.READY if state is None else state["stage"]
+
+    def scale_was_read(self) -> None:
+        """The script knows the scale, and may unscale by hand: watch its optimizers no longer."""
+        if self.steps_by_hand is not None:
+            self.steps_by_hand.end()
 
     def state(self, method: str, optimizer: torch.optim.Optimizer) -> State:
         """Return the optimizer's state; OrderError if ``method`` may not be called now."""
         self._loss_scale.factor_for(method)
         check_optimizer(optimizer)
+        if self._updated and self._loss_scale.scales:
+            raise OrderError(_UPDATED_BEFORE)
         state = self.states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise OrderError(
@@ -90,9 +169,22 @@ class Iteration:
         flags = [flag for state in self.states.values() for flag in state["found_inf_per_device"].values()]
         return [flag.to(device, non_blocking=True) for flag in flags]
 
+    def may_lack_checks(self) -> bool:
+        """Return whether all that happened is that optimizers which were trained before had no gradients."""
+        return any(key in self._trained for key in self.states)
+
+    def forget_steps(self) -> None:
+        """Let optimizers that stepped without any gradient step again, though ``update`` raised."""
+        for key, state in [*self.states.items()]:
+            if state["stage"] is OptState.STEPPED:
+                del self.states[key]
+
     def end(self) -> None:
         """Forget the state of each optimizer."""
         self.states = defaultdict(fresh_state)
+        self._updated = not self._replayed
+        if self.steps_by_hand is not None:
+            self.steps_by_hand.end()
 
     # ---- gradients
 
@@ -229,12 +321,31 @@ class Iteration:
             check.replace_flag(torch.stack([flag.to(device) for flag in flags]).amax())
             check.any_checked, check.flags = True, check.gradients.flags()
 
-        if not check.any_checked and not (by_itself and not self._gradients(optimizer).values):
-            raise OrderError(_NO_GRADIENTS)
+        if check.any_checked:
+            self._trained.add(id(optimizer))
+        else:
+            self._without_gradients(optimizer, may_be_first=by_itself)
+        if "later" in state:
+            self._refuse_later_backward(optimizer, state, check)
         if check.ranks_differ is not None and check.ranks_differ.device.type == "cpu" and check.ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)
         check.refuse_changes()
         return check
+
+    def _without_gradients(self, optimizer: torch.optim.Optimizer, *, may_be_first: bool) -> None:
+        """Warn of a batch without gradients; raise if the optimizer never had any, or they came too late.
+
+        As in torch, a fused optimizer may step without gradients at first, and only ``update`` raises.
+        """
+        came_late = bool(self._gradients(optimizer).values)
+        if not came_late and id(optimizer) in self._trained:
+            warn_at_script(
+                f"no parameter of this {type(optimizer).__name__} had a gradient in this step, as they had "
+                "before: the loss did not depend on them, and the scale does not change"
+            )
+        elif came_late or not may_be_first:
+            self.states.pop(id(optimizer), None)
+            raise OrderError(_NO_GRADIENTS)
 
     def _defers_unscaling(self, optimizer: torch.optim.Optimizer, scaling: Scaling) -> bool:
         """Return whether the step of an optimizer that can divide gradients is to do so.
@@ -305,6 +416,8 @@ class Iteration:
         """Step with a closure that computes scaled gradients; the optimizer gets unscaled, finite ones."""
         if self.states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise OrderError(_STEPPED_TWICE)
+        if self.steps_by_hand is not None:
+            self.steps_by_hand.end()  # the gradients are computed inside the step
         if getattr(optimizer, "holds_low_weights", False):
             raise UnsupportedError(
                 f"a closure of a {type(optimizer).__name__} whose weights are held in a low format could not "
@@ -315,14 +428,17 @@ class Iteration:
         def evaluate() -> Any:
             begun = self.states[id(optimizer)] = fresh_state()
             loss = closure()
-            state = self.state("step", optimizer)
-            if state is not begun:
+            if self.states.get(id(optimizer)) is not begun:
+                self._loss_scale.factor_for("step")
                 raise OrderError("update() was called inside the closure of a step: call it after the step")
+            state = self.state("step", optimizer)
             if state["stage"] is OptState.READY:
                 self.unscale(optimizer)
             check = self._unscaled_check(state, optimizer)
-            if not check.any_checked:
-                raise OrderError(_NO_GRADIENTS)
+            if check.any_checked:
+                self._trained.add(id(optimizer))
+            else:
+                self._without_gradients(optimizer, may_be_first=False)
             checks.append(check)
             overflowed = check.overflowed
             if overflowed is None:
@@ -379,6 +495,8 @@ class Iteration:
         if _torch_internals.is_capturing():
             return result  # the host sees this step once, but the graph is replayed many times
         number, differ = self._outcomes.next_number(), check.ranks_differ
+        if skipped:
+            self.schedulers.skipped(optimizer)
         if skipped is not None:
             self._outcomes.report(optimizer, result, number, ranks_differ=bool(differ))
             return result

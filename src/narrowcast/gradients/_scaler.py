@@ -71,6 +71,7 @@ class TorchNames:
 
     @property
     def _scale(self) -> torch.Tensor | None:
+        self._iteration.scale_was_read()
         return self._loss_scale.shared_factor()
 
     @_scale.setter
@@ -204,7 +205,11 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         Raises:
             ValueError: something inside is not a tensor.
         """
-        return self._loss_scale.times(outputs) if self._enabled else outputs
+        if not self._enabled:
+            return outputs
+        scaled = self._loss_scale.times(outputs)
+        self._iteration.loss_scaled(scaled)
+        return scaled
 
     @untraced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -213,7 +218,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         Afterwards clip or inspect ``p.grad``. Call it once for each ``step``, after the last backward.
 
         Raises:
-            OrderError: before ``scale``, twice, or after ``step``.
+            OrderError: twice, after ``step``, or without a ``scale`` since the last ``update``.
             ScaleError: gradients in fp16, without ``allow_fp16_gradients``.
         """
         if self._enabled:
@@ -271,13 +276,15 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
 
         A closure, positional or keyword, calls ``zero_grad`` and ``scale(loss).backward()`` and returns the
         loss; its gradients are unscaled and checked at each evaluation. An evaluation that is not finite ends
-        the step and restores parameters and state from a copy.
+        the step and restores parameters and state from a copy. Without gradients, where there were some in
+        earlier steps, it warns, and ``update`` leaves the scale.
 
         Returns:
             The result; ``.returned`` is what the optimizer's ``step`` returned.
 
         Raises:
-            OrderError: before ``scale``, twice, or without any gradient.
+            OrderError: twice, without a ``scale`` since the last ``update``, without any gradient so far, or
+                with gradients that came after ``unscale_``.
             ScaleCollapseError: ``patience`` steps of this optimizer in a row were skipped.
             ScaleError: gradients in fp16, without ``allow_fp16_gradients``.
             UnsupportedError: ranks of ``process_group`` hold different gradients.
@@ -287,12 +294,19 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             self._outcomes.report(optimizer, result, self._outcomes.next_number())
             return result
         self._outcomes.report_pending()
+        iteration = self._iteration
+        if iteration.schedulers:
+            iteration.schedulers.stepping(optimizer)
         closure = closure_of(args, kwargs)
-        if closure is not None:
-            return self._iteration.step_with_closure(optimizer, closure, args, kwargs)
-        if wants_the_scaler(optimizer):
-            return self._iteration.step_by_itself(optimizer, args, {**kwargs, "grad_scaler": self})
-        return self._iteration.step(optimizer, args, kwargs)
+        iteration.stepping = True
+        try:
+            if closure is not None:
+                return iteration.step_with_closure(optimizer, closure, args, kwargs)
+            if wants_the_scaler(optimizer):
+                return iteration.step_by_itself(optimizer, args, {**kwargs, "grad_scaler": self})
+            return iteration.step(optimizer, args, kwargs)
+        finally:
+            iteration.stepping = False
 
     @untraced
     def step_together(self, optimizers: Iterable[torch.optim.Optimizer]) -> tuple[StepResult, ...]:
@@ -308,7 +322,11 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if not self._enabled or not every:
             return tuple(self.step(optimizer) for optimizer in every)
         self._outcomes.report_pending()
-        return self._iteration.step_together(every)
+        self._iteration.stepping = True
+        try:
+            return self._iteration.step_together(every)
+        finally:
+            self._iteration.stepping = False
 
     @untraced
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -328,12 +346,14 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             self._loss_scale.change(scale=_scales.one_number(new_scale))
         else:
             found = self._iteration.found(factor.device)
-            if not found:
+            if not found and not self._iteration.may_lack_checks():
+                self._iteration.forget_steps()
                 raise OrderError(
                     "No inf checks were recorded prior to update: call step(optimizer), or "
                     "unscale_(optimizer), after backward and before update"
                 )
-            self._loss_scale.move(found[0] if len(found) == 1 else torch.stack(found).amax())
+            if found:
+                self._loss_scale.move(found[0] if len(found) == 1 else torch.stack(found).amax())
         self._iteration.end()
 
     def report_pending(self) -> None:
@@ -368,7 +388,10 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
 
     def get_scale(self) -> float:
         """Return the loss scale, 1.0 if disabled; waits for the device."""
-        return float(self._loss_scale.read().scale) if self._enabled else 1.0
+        if not self._enabled:
+            return 1.0
+        self._iteration.scale_was_read()
+        return float(self._loss_scale.read().scale)
 
     @property
     def process_group(self) -> Any | None:

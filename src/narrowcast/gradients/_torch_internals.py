@@ -170,9 +170,18 @@ def starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether its step needs a closure, as LBFGS does."""
+    """Return whether its step needs a closure, as those of LBFGS and SAM do."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    return closure is not None and (closure.default is inspect.Parameter.empty or steps_twice(optimizer))
+
+
+def steps_twice(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it has the two steps of SAM: one with the gradients that are there before ``step``.
+
+    The other takes those of the closure, whose default is None all the same.
+    """
+    # The usual form of it: https://github.com/davda54/sam/blob/main/sam.py
+    return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
 
 
 def copied(value: Any) -> Any:
@@ -195,3 +204,9 @@ def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Keep schedulers from warning that the optimizer has not stepped, after a skipped first step."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a scheduler of torch was made for it: that wraps its ``step``."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -1,7 +1,8 @@
-"""Find mistakes in hand-written mixed precision from the order of calls in one function.
+"""Find mistakes in hand-written mixed precision, from the order of calls and from where they stand.
 
-A mistake is reported only if it holds for every branch. Nothing is reported if it depends on a function of
-this file, or on another function that gets the scaler.
+Functions and methods of the file are followed where they are called. Conditions on mixed precision, such as
+``if self.use_amp:``, are taken to hold; under any other condition a mistake is reported only if it holds for
+every branch. Where it depends on a function of another file, that is said instead (``not-followed``).
 """
 
 from __future__ import annotations
@@ -9,30 +10,22 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from copy import copy
-from dataclasses import dataclass
 
+from narrowcast.migrate._order import DEFINES, SCALED_ELSEWHERE, Found, Order
 from narrowcast.migrate.source._edits import Changes, Target
 from narrowcast.migrate.source._tree import (
     Function,
     Source,
     argument,
-    children,
     is_constant,
     method_of,
     receiver_of,
-    suites_of,
     walk,
 )
 
 _TELLING = re.compile(r"GradScaler|autocast|unscale_|\.scale\(")
-_OPTIMIZER = re.compile(r"(?<![a-z])opt(im(izers?)?)?(?![a-z])|optim", re.IGNORECASE)
-_SCALER = re.compile(r"scaler$", re.IGNORECASE)
-_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
-# Not linear in the gradient, so wrong for a scaled one.
-_MEASURES = ("norm", "vector_norm", "get_total_norm", "clamp", "clamp_", "pow")
+_STEPS = re.compile(r"\.step\(")
 _REGIONS = ("torch.autocast", "torch.amp.autocast", "narrowcast.autocast")
-_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _IGNORE = re.compile(r"#\s*narrowcast:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 
@@ -66,7 +59,53 @@ RULES = {
         "the backward pass runs inside the autocast region, where its own operators may be cast once more",
         "{code} behind the region, with the indentation of its with",
     ),
+    "backward-without-scale": (
+        "the gradients are not multiplied by the loss scale, and the scaler's step divides them by it",
+        "{scaler}.scale(loss).backward()",
+    ),
+    "backward-after-unscale": (
+        "scaled gradients are added to gradients that are unscaled already",
+        "{scaler}.unscale_({optimizer}) after the last backward pass of the step",
+    ),
+    "unscale-twice": (
+        "the gradients are divided by the loss scale a second time, for which torch raises",
+        "{scaler}.unscale_({optimizer}) once a step, after its last backward pass",
+    ),
+    "step-twice": (
+        "the scaler has stepped this optimizer, which steps again on the same gradients, even if they are "
+        "not finite",
+        "{scaler}.step({optimizer}) alone",
+    ),
+    "zeroed-before-step": (
+        "the gradients are gone before the scaler's step can use them",
+        "{code} before the backward pass, or after {scaler}.step({optimizer})",
+    ),
+    "scheduler-on-skip": (
+        "the scheduler moves on where the scaler skips the step because gradients overflowed",
+        "scale = {scaler}.get_scale() before {scaler}.update(), and if {scaler}.get_scale() >= scale: {code} "
+        "after it; of nc.GradScaler, if not result.skipped: {code}",
+    ),
+    "outside-accumulation": (
+        "gradients are accumulated over several backward passes, and this belongs to the step after the last",
+        "{code} inside the condition of {scaler}.step({optimizer})",
+    ),
+    "scaler-in-loop": (
+        "a new scaler is made for each step, and starts from the initial scale again",
+        "{code} before the loop",
+    ),
+    "fp16-without-scaler": (
+        "fp16 rounds gradients below 6e-8 to 0, and nothing in this file scales the loss",
+        "scaler = torch.amp.GradScaler(device) before the loop, scaler.scale(loss).backward(), "
+        "scaler.step({optimizer}) and scaler.update(); or take torch.bfloat16",
+    ),
 }
+
+# Where a mistake depends on a call that cannot be followed.
+NOT_FOLLOWED = (
+    "not-followed",
+    "{code} is not in this file, and may unscale the gradients: if it does not, they are still multiplied by "
+    "the loss scale here, and {scaler}.unscale_({optimizer}) belongs before this line",
+)
 
 
 def lint(source: Source, target: Target) -> Changes:
@@ -80,9 +119,13 @@ def lint(source: Source, target: Target) -> Changes:
         begin, end = source.lines(node)
         is_ignored = any(_is_ignored(rule, line) for line in source.text[begin:end].splitlines())
         if (node.lineno, rule) not in seen and not is_ignored:
-            reason, correction = RULES[rule]
-            told = correction.format(scaler=scaler, optimizer=scan.optimizer_after(node), code=code)
-            changes.report(source.start(node), rule, f"{reason}; write {told}", fixed=False)
+            names = {"scaler": scaler, "optimizer": scan.optimizer_after(node), "code": code}
+            if rule == NOT_FOLLOWED[0]:
+                message = NOT_FOLLOWED[1].format(**names)
+            else:
+                reason, correction = RULES[rule]
+                message = f"{reason}; write {correction.format(**names)}"
+            changes.report(source.start(node), rule, message, fixed=False)
         seen.add((node.lineno, rule))
     return changes
 
@@ -95,198 +138,19 @@ def _is_ignored(rule: str, line: str) -> bool:
     return found[1] is None or rule in {name.strip() for name in found[1].split(",")}
 
 
-Found = tuple[str, ast.expr, str, str]
-
-
-@dataclass(slots=True)
-class _State:
-    """Known state of the gradients at one point of a function.
-
-    Attributes:
-        scaled: the scaler of the last scaled backward pass since the last step; None if that is not certain.
-        mixed: whether gradients may have come in another way too.
-        unscaled: whether the gradients may have been unscaled since.
-        stepped: whether the scaler stepped since the last backward pass.
-        updated: the update since that step.
-    """
-
-    scaled: str | None = None
-    mixed: bool = False
-    unscaled: bool = False
-    stepped: bool = False
-    updated: ast.expr | None = None
-
-    def forget(self) -> None:
-        """Set everything to unknown."""
-        self.scaled, self.mixed, self.unscaled, self.stepped, self.updated = None, True, True, False, None
-
-
-class _Scan:
+class _Scan(Order):
     """The mistakes of one file."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self._functions = {node.name for node in source.nodes if isinstance(node, Function)}
-        self._made: dict[str, list[ast.expr]] = {}
-        for node in source.nodes:
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    self._made.setdefault(source.code(target), []).append(node.value)
-        self._scalers = self._find_scalers()
-        self._scaled_names = self._find_scaled_names()
-        self._reported: list[Found] = []
-
     def found(self) -> list[Found]:
-        """Return every mistake: its rule, its place, the scaler, and the text to write."""
-        bodies: list[ast.AST] = [self.source.tree]
-        bodies += [node for node in self.source.nodes if isinstance(node, Function)]
-        for body in bodies if self._scalers else ():
-            self._visit(body.body, _State())  # type: ignore[attr-defined]
-        return [*self._reported, *self._updates_missing(), *self._in_regions()]
-
-    # Scalers and optimizers
-
-    def _find_scalers(self) -> set[str]:
-        """Return the texts of scalers: made as one and not disabled, or used as only a scaler is."""
-        found = set()
-        for text, values in self._made.items():
-            for value in (one for one in values if isinstance(one, ast.Call)):
-                name = self.source.names.full(value.func) or ""
-                known = name.startswith(("torch.", "narrowcast.", "apex.")) and name.endswith("GradScaler")
-                if known and not is_constant(argument(value, 5, "enabled"), False):
-                    found.add(text)
-        for call in self.source.all_calls:
-            if method_of(call) in ("scale", "unscale_") and len(call.args) == 1:
-                text = self.source.code(receiver_of(call))
-                if text not in self._made and _SCALER.search(text):
-                    found.add(text)
-        return found
-
-    def _find_scaled_names(self) -> dict[str, str]:
-        """Return the names of scaled losses, each with its scaler: ``scaled = scaler.scale(loss)``."""
-        found = {}
-        for node in self.source.nodes:
-            value = node.value if isinstance(node, ast.Assign) else getattr(node, "iter", None)
-            if isinstance(value, ast.Call) and (scaler := self._scaler_of(value, "scale")):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[union-attr]
-                found.update({self.source.code(target): scaler for target in targets})
-        return found
-
-    def _scaler_of(self, node: ast.AST, *methods: str) -> str | None:
-        """Return the scaler on which one of these methods is called."""
-        if method_of(node) not in methods:
-            return None
-        text = self.source.code(receiver_of(node))  # type: ignore[arg-type]
-        return text if text in self._scalers else None
-
-    def _is_optimizer(self, node: ast.expr) -> bool:
-        code = self.source.code(node)
-        made = [one.func for one in self._made.get(code, []) if isinstance(one, ast.Call)]
-        if made:
-            names = [self.source.names.full(one) or "" for one in made]
-            return all(name.startswith("torch.optim.") and "lr_scheduler" not in name for name in names)
-        return bool(_OPTIMIZER.search(code)) and "sched" not in code.lower()
-
-    def optimizer_after(self, node: ast.AST) -> str:
-        """Return the optimizer that steps next after ``node``, for the corrected line."""
-        if method_of(node) == "step" and self._scaler_of(node, "step") is None:
-            return self.source.code(receiver_of(node))  # type: ignore[arg-type]
-        begin = self.source.start(node)
-        for call in self.source.all_calls:
-            if self._scaler_of(call, "step") and call.args and self.source.start(call) > begin:
-                return self.source.code(call.args[0])
-        return "optimizer"
-
-    # Order of calls
-
-    def _visit(self, suite: list[ast.stmt], state: _State) -> None:
-        """Follow the statements of a suite, changing ``state``."""
-        for statement in suite:
-            if isinstance(statement, _DEFINES):
-                continue
-            for node in self._own_nodes(statement):
-                self._event(node, state)
-            for inner in suites_of(statement):
-                if isinstance(statement, ast.If | ast.Try | ast.Match | ast.ExceptHandler | ast.match_case):
-                    branch = copy(state)
-                    self._visit(inner, branch)
-                    if branch != state:
-                        state.forget()
-                else:
-                    self._visit(inner, state)
-
-    def _own_nodes(self, statement: ast.stmt) -> Iterator[ast.AST]:
-        """Yield the expressions of a statement itself, innermost calls first."""
-        for child in children(statement):
-            if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
-                inner = [one for one in walk(child) if isinstance(one, ast.Call | ast.Attribute)]
-                yield from reversed(inner)
-
-    def _event(self, node: ast.AST, state: _State) -> None:
-        if self.source.sets_gradient(node):
-            state.mixed = True
-        elif isinstance(node, ast.Call):
-            self._call(node, method_of(node), state)
-
-    def _call(self, node: ast.Call, name: str, state: _State) -> None:
-        if name == "backward":
-            self._backward(node, state)
-        elif self._scaler_of(node, "unscale_", "clip_grad_norm_", "clip_grad_value_"):
-            state.unscaled = True
-        elif (scaler := self._scaler_of(node, "step", "step_together")) is not None:
-            if state.updated is not None:
-                self._reported.append(("update-between-steps", state.updated, scaler, ""))
-            state.scaled, state.mixed, state.unscaled, state.stepped = None, False, False, True
-        elif self._scaler_of(node, "update"):
-            state.updated = node if state.stepped else None
-        elif self._is_clip(node) or self._measures(node):
-            rule = "clip-before-unscale" if self._is_clip(node) else "grad-before-unscale"
-            if state.scaled and not state.unscaled and not state.mixed:
-                self._reported.append((rule, node, state.scaled, ""))
-        elif name == "step" and not node.args and self._is_optimizer(receiver_of(node)):
-            if state.scaled and not state.mixed:
-                self._reported.append(("step-without-scaler", node, state.scaled, ""))
-            state.scaled, state.mixed = None, False
-        elif self._may_decide(node) or (name == "get_scale" and self._computes(node)):
-            state.forget()
-
-    def _backward(self, node: ast.Call, state: _State) -> None:
-        loss = receiver_of(node)
-        scaler = self._scaler_of(loss, "scale") or self._scaled_names.get(self.source.code(loss))
-        state.stepped, state.updated = False, None
-        if scaler is None:
-            state.mixed = True
-        else:
-            state.scaled, state.unscaled = scaler, False
-
-    def _is_clip(self, call: ast.Call) -> bool:
-        name = (self.source.names.full(call.func) or self.source.code(call.func)).rpartition(".")[2]
-        uses_scaler = any(f"{scaler}." in self.source.code(call) for scaler in self._scalers)
-        return name in _CLIPS and not uses_scaler
-
-    def _measures(self, call: ast.Call) -> bool:
-        """Return whether a call computes a norm or a limit of a gradient."""
-        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
-        parts = [*call.args, *([receiver_of(call)] if isinstance(call.func, ast.Attribute) else [])]
-        grads = (one for part in parts for one in walk(part) if isinstance(one, ast.Attribute))
-        return name in _MEASURES and any(one.attr == "grad" for one in grads)
-
-    def _computes(self, call: ast.Call) -> bool:
-        """Return whether the value of a call may divide gradients: it is not only printed or compared."""
-        return isinstance(self.source.parents[call], ast.BinOp | ast.AugAssign | ast.Assign)
-
-    def _may_decide(self, call: ast.Call) -> bool:
-        """Return whether a call may scale, unscale or step out of sight."""
-        func = call.func
-        name = getattr(func, "attr", getattr(func, "id", ""))
-        if name in self._functions or (
-            isinstance(func, ast.Attribute) and self.source.code(func.value) == "self"
-        ):
-            return not self._scaler_of(call, name)
-        given = [self.source.code(one) for one in [*call.args, *(one.value for one in call.keywords)]]
-        return any(one in self._scalers for one in given)
-
-    # Mistakes that the position shows
+        """Return every mistake."""
+        return [
+            *self.in_order(),
+            *self._updates_missing(),
+            *self._in_regions(),
+            *self._outside_accumulation(),
+            *self._in_loops(),
+            *self._without_scaler(),
+        ]
 
     def _updates_missing(self) -> Iterator[Found]:
         """Report scalers of this file that step, and that nothing updates by any name."""
@@ -322,10 +186,100 @@ class _Scan:
                 opened = [item.context_expr for item in outer.items]
             elif isinstance(outer, Function):
                 opened = outer.decorator_list
-            for one in opened:
-                full = self.source.names.full(one.func) if isinstance(one, ast.Call) else None
-                if isinstance(one, ast.Call) and full in _REGIONS:
-                    return None if is_constant(argument(one, 2, "enabled"), False) else outer
+            for opening in opened:
+                made = self._made.get(self.source.code(opening), [])
+                for one in [self._chosen(value) for value in [opening, *made]]:
+                    full = self.source.names.full(one.func) if isinstance(one, ast.Call) else None
+                    if isinstance(one, ast.Call) and full in _REGIONS:
+                        return None if is_constant(argument(one, 2, "enabled"), False) else outer
             if isinstance(outer, Function | ast.Lambda | ast.ClassDef):
                 return None
         return None
+
+    def _outside_accumulation(self) -> Iterator[Found]:
+        """Report ``unscale_`` and ``update`` at each micro-batch, where ``step`` waits for the last."""
+        steps = [call for call in self.source.all_calls if self._scaler_of(call, "step") and call.args]
+        for step in steps:
+            scaler, waits = self._scaler_of(step, "step"), self._counted_around(step)
+            loop = self._loop_around(step)
+            if not waits or loop is None:
+                continue
+            here = [one for one in self.source.all_calls if self._loop_around(one) is loop]
+            outside = [one for one in here if not self._counted_around(one)]
+            unscales = [one for one in here if self._scaler_of(one, "unscale_") == scaler and one.args]
+            same = self.source.code(step.args[0])
+            for one in outside:
+                if one in unscales and self.source.code(one.args[0]) == same:
+                    yield "outside-accumulation", one, str(scaler), self.source.code(one)
+            # torch accepts an update after unscale_, or after the step of another optimizer.
+            if unscales or any(self._scaler_of(one, "step") == scaler for one in outside):
+                continue
+            for one in outside:
+                if self._scaler_of(one, "update") == scaler:
+                    yield "outside-accumulation", one, str(scaler), self.source.code(one)
+
+    def _counted_around(self, node: ast.AST) -> bool:
+        """Return whether ``node`` stands under a condition such as ``(i + 1) % 4 == 0``."""
+        return any(isinstance(one, ast.If) and _is_counted(one.test) for one in self.source.around(node))
+
+    def _in_loops(self) -> Iterator[Found]:
+        """Report scalers that are made in the loop that scales with them."""
+        for call in self.source.all_calls:
+            parent = self.source.parents[call]
+            if not isinstance(parent, ast.Assign) or not self._makes_scaler(call):
+                continue
+            text, loop = self.source.code(parent.targets[0]), self._loop_around(call)
+            here = [one for one in self.source.all_calls if self._loop_around(one) is loop]
+            scales = any(self._scaler_of(one, "scale") == text for one in here)
+            steps = [one for one in here if self._scaler_of(one, "step") == text and one.args]
+            # One for each of several optimizers is right.
+            made = set()
+            for one in self.source.nodes:
+                if isinstance(one, ast.Assign) and self._loop_around(one) is loop:
+                    made.add(self.source.code(one.targets[0]))
+            is_old = steps and self.source.code(steps[0].args[0]) not in made
+            if loop is not None and scales and is_old:
+                yield "scaler-in-loop", call, text, self.source.code(parent)
+
+    def _without_scaler(self) -> Iterator[Found]:
+        """Report a backward pass of a loss that was computed in fp16, in a file that scales none."""
+        code = "".join(re.sub(r"#.*", "", line) for line in self.source.text.splitlines())
+        if SCALED_ELSEWHERE.search(code) or not _STEPS.search(code):
+            return
+        regions = [one for one in self.source.all_calls if self._is_fp16_region(one)]
+        functions = [self.source.function(one) for one in regions]
+        steps = [
+            one
+            for one in self.source.all_calls
+            if method_of(one) == "step" and self._is_optimizer(receiver_of(one))
+        ]
+        stepping = [self.source.function(one) for one in steps]
+        for call in self.source.all_calls:
+            function = self.source.function(call)
+            if method_of(call) == "backward" and function in functions and function in stepping:
+                yield "fp16-without-scaler", call, "scaler", ""
+
+    def _is_fp16_region(self, call: ast.Call) -> bool:
+        """Return whether a call opens a region in fp16, by name or because that is CUDA's default."""
+        if self.source.names.full(call.func) not in _REGIONS:
+            return False
+        if is_constant(argument(call, 2, "enabled"), False):
+            return False
+        dtype = argument(call, 1, "dtype")
+        if dtype is None:
+            return is_constant(argument(call, 0, "device_type"), "cuda")
+        return self.source.names.full(dtype) in ("torch.float16", "torch.half")
+
+    def _loop_around(self, node: ast.AST) -> ast.AST | None:
+        """Return the innermost loop around ``node`` in its function."""
+        for outer in self.source.around(node):
+            if isinstance(outer, ast.For | ast.AsyncFor | ast.While):
+                return outer
+            if isinstance(outer, (*DEFINES,)):
+                return None
+        return None
+
+
+def _is_counted(test: ast.expr) -> bool:
+    """Return whether a condition holds once in so many passes, as ``(i + 1) % 4 == 0``."""
+    return any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod) for one in walk(test))

@@ -20,7 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowcast.casting import drop_casts
 from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError
-from narrowcast.gradients import GradScaler, StepResult, needs_closure, nodes_below, parameters_of
+from narrowcast.gradients import (
+    GradScaler,
+    StepResult,
+    needs_closure,
+    nodes_below,
+    parameters_of,
+    steps_twice,
+)
 from narrowcast.training._torch_internals import run_casts_of_leaves_soon
 from narrowcast.weights import HeldWeights, held_by
 
@@ -188,7 +195,7 @@ class OptimizerGroup:
         return self._guarded(self._clip_and_step)
 
     def step_with_closure(self, evaluate: Callable[[], torch.Tensor]) -> StepResult:
-        """Step an optimizer that evaluates the loss several times, such as LBFGS."""
+        """Step an optimizer that evaluates the loss several times, such as LBFGS and SAM."""
         (optimizer,) = self.optimizers
 
         def closure() -> torch.Tensor:
@@ -200,7 +207,12 @@ class OptimizerGroup:
             self._clip(optimizer)
             return loss
 
-        return self._guarded(lambda: self.scaler.step(optimizer, closure))
+        def step() -> StepResult:
+            if steps_twice(optimizer):
+                closure()  # its first step takes gradients that are there before
+            return self.scaler.step(optimizer, closure)
+
+        return self._guarded(step)
 
     def _guarded(self, step: Callable[[], StepResult]) -> StepResult:
         self.stepping = True

@@ -1,0 +1,134 @@
+"""Loops that misuse a scaler, as far as it sees them: they are warned of once, with the line to write.
+
+Nothing of torch is patched, and nothing here runs in a loop after its first iteration and its skips.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from narrowcast.gradients._optimizer_gradients import parameters_of
+from narrowcast.gradients._steps import closure_of
+from narrowcast.gradients._torch_internals import OptState, has_scheduler, leaf_of, nodes_below
+
+_INSIDE = ("narrowcast.", "torch.")
+
+
+def warn_at_script(message: str) -> None:
+    """Warn with the first line outside of this package and torch, which wrap the scaler's methods."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def leaves_below(root: Any) -> set[int]:
+    """Return the ids of the leaves whose gradients backward from ``root`` would accumulate."""
+    return {id(leaf_of(node)) for node in nodes_below([root]) if leaf_of(node) is not None}
+
+
+class StepsByHand:
+    """Warns of an ``optimizer.step()`` that leaves the scaler out, from the first ``scale`` to ``update``.
+
+    torch calls a hook before the step of every optimizer. It is removed after the first iteration, so that
+    later steps cost nothing.
+
+    Args:
+        scaled: the first loss that was scaled.
+        stage_of: returns the stage of an optimizer that steps now; None if a scaler steps it.
+    """
+
+    def __init__(self, scaled: Any, stage_of: weakref.WeakMethod[Any]) -> None:
+        self._root = getattr(scaled, "grad_fn", None)
+        if self._root is None:
+            return
+        watching = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            watch, stage_of_one = watching(), stage_of()
+            if watch is None or stage_of_one is None or closure_of(args[1:], kwargs) is not None:
+                return  # a closure computes the gradients inside the step
+            watch._look_at(optimizer, stage_of_one(optimizer))
+
+        handle = register_optimizer_step_pre_hook(before_step)
+        self._remove = weakref.finalize(self, handle.remove)
+
+    def _look_at(self, optimizer: torch.optim.Optimizer, stage: OptState | None) -> None:
+        """Warn if ``optimizer`` steps by itself on gradients of the first scaled loss."""
+        if stage is None or stage is OptState.UNSCALED:
+            return  # an unscaled step is right if the script checks gradients itself
+        name = type(optimizer).__name__
+        if stage is OptState.STEPPED:
+            self.end()
+            warn_at_script(
+                f"{name}.step was called by hand after scaler.step(optimizer), which steps it: leave "
+                "optimizer.step() out"
+            )
+            return
+        leaves = leaves_below(self._root)
+        if any(p.grad is not None and id(p) in leaves for p in parameters_of(optimizer)):
+            self.end()
+            warn_at_script(
+                f"{name}.step was called by hand on gradients of a loss that the GradScaler scaled: write "
+                "scaler.step(optimizer), which unscales and checks them, and scaler.update() after it"
+            )
+
+    def end(self) -> None:
+        """Watch no longer."""
+        if self._root is not None:
+            self._root = None
+            self._remove()
+
+
+class SchedulersAfterSkips:
+    """Warns once of a learning-rate scheduler that moves on although the optimizer's step was skipped.
+
+    It compares the learning rates of a skipped step and of the two steps after it. One that moved twice is of
+    a scheduler that moves at each step, not at the end of an epoch.
+    """
+
+    def __init__(self) -> None:
+        self._rates: dict[int, tuple[list[float], bool]] = {}
+        self._warned = False
+
+    def __bool__(self) -> bool:
+        return bool(self._rates)
+
+    def skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the learning rates of a step that was skipped."""
+        if not self._warned and id(optimizer) not in self._rates and has_scheduler(optimizer):
+            rates = _rates_of(optimizer)
+            if rates:
+                self._rates[id(optimizer)] = (rates, False)
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the learning rates with those of the step before."""
+        known = self._rates.pop(id(optimizer), None)
+        if known is None:
+            return
+        before, has_moved = known
+        rates = _rates_of(optimizer)
+        if rates == before:
+            return
+        if not has_moved:
+            self._rates[id(optimizer)] = (rates, True)
+            return
+        self._warned = True
+        self._rates.clear()
+        warn_at_script(
+            f"a scheduler changed the learning rate of {type(optimizer).__name__} after a step that was "
+            "skipped, and is ahead of the optimizer now: write result = scaler.step(optimizer), and after "
+            "scaler.update() if not result.skipped: scheduler.step()"
+        )
+
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the learning rates that are numbers; comparing tensors may need a host sync."""
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return [rate for rate in rates if isinstance(rate, float)]
