@@ -207,30 +207,6 @@ def test_a_policy_that_holds_low_weights_is_refused():
             Attachment(name)
 
 
-def test_a_sigmoid_rounded_against_its_target_is_noted():
-    """bf16 has nothing from 0.996 to 1, where the gradient is 0. If the target agrees, nothing is lost."""
-
-    def train(policy, logit, target):
-        said, model = [], nn.Sequential(nn.Linear(1, 1, bias=False), nn.Sigmoid())
-        nn.init.constant_(model[0].weight, logit)
-        with Attachment(policy, tell=said.append):
-            chances = model(torch.ones(4, 1)).squeeze(1)
-            nn.functional.binary_cross_entropy(chances, torch.full((4,), target)).backward()
-        return model[0].weight.grad.item(), [line for line in said if "sigmoid" in line]
-
-    gradient, (note,) = train("bf16", 9.0, 0.0)
-    assert gradient == 0
-    assert "bf16" in note
-    assert len(train("fp16", 9.0, 0.0)[1]) == 1
-    assert train("bf16", 9.0, 1.0) == (0, [])
-    assert train("fp16", 3.0, 0.0)[1] == train("bf16", 3.0, 0.0)[1] == []
-    expected = torch.tensor(9.0).sigmoid().item()
-    assert train(policy(rule.op("sigmoid", compute="fp32")), 9.0, 0.0) == (
-        pytest.approx(expected, rel=2**-8),
-        [],
-    )
-
-
 @pytest.mark.parametrize("batched", [torch.func.jacrev, lambda model: lambda x: torch.autograd.grad(
     model(x), x, torch.eye(3)[..., None], is_grads_batched=True
 )[0]], ids=["func", "autograd"])  # fmt: skip

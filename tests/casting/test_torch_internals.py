@@ -221,3 +221,29 @@ def test_kernels_of_pytorch_are_known():
         library.impl("linear", lambda *args: args, "AutocastCPU", allow_override=True)
         assert not internals.is_of_pytorch(fetch())
     """)
+
+
+def test_a_hook_on_a_tensor_is_seen():
+    tensor = X.clone().requires_grad_().exp()
+    assert not internals.has_hooks(tensor)
+    handle = tensor.register_hook(lambda gradient: gradient)
+    assert internals.has_hooks(tensor)
+    handle.remove()
+    assert not internals.has_hooks(tensor)
+    tensor.retain_grad()
+    assert internals.has_hooks(tensor)
+
+
+def test_each_frame_that_is_compiled_has_a_number():
+    numbers = []
+
+    def backend(_graph, _inputs):
+        numbers.append(internals.compile_id())
+        return _graph.forward
+
+    for function in (lambda x: x + 1, lambda x: x - 1):
+        torch.compile(function, backend=backend)(X)
+    torch._dynamo.reset()
+    assert len({str(number) for number in numbers}) == 2
+    assert None not in numbers
+    assert internals.compile_id() is None

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,11 +24,17 @@ from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_
 from narrowcast.casting import (
     PROMOTING,
     Applied,
+    DirectResults,
+    NotesOfResults,
     PolicyRegion,
     autocast,
+    begin_traced_model,
+    call_compiled,
     cast_floating,
     modules_by_path,
+    recomputed_while_traced,
     traced_only_inline,
+    with_what_it_wraps,
 )
 from narrowcast.errors import UnsupportedError, few
 from narrowcast.gradients import is_capturing
@@ -40,10 +46,6 @@ from narrowcast.scaling import Dynamic
 
 RULE_NOTE = "the rule for "
 """Beginning of the notes on rules that nothing in the script matched."""
-_STUCK = (
-    "a sigmoid in {} returned exactly 0 or 1 where the target differs; its gradient is lost there, which can "
-    "stop training: use binary_cross_entropy_with_logits, or a rule that computes sigmoid in fp32"
-)
 _MANY_CALLS = 500  # a backward pass; torchdiffeq's examples take 50 to 86 in fp32 and 1,500 to 5,000 in bf16
 _SOLVER = (
     "modules were called {:,.0f} times for each backward pass: if an adaptive solver calls them (of an ODE, "
@@ -80,6 +82,8 @@ class Regions:
         self._dtypes: dict[str, torch.dtype | None] = {}
         self._called: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._titles: Counter[str] = Counter()
+        self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._any_compiled = False
         self._rules = _ModuleRules(run.policy)
         self._fast_path = FastPath(run)
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -93,9 +97,9 @@ class Regions:
         self.in_fp32 = False
         self._inputs: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque(maxlen=8)  # of the latest calls
         self._region_on: dict[str, PolicyRegion] = {}
-        self._sigmoids = 0
         self._training_calls = 0  # outermost ones with gradients, in a low format
         self._tell_now = functools.partial(run.recorder.note, at_once=True)
+        self._notes_of_results: dict[str, NotesOfResults] = {}
 
     def install(self, patches: Patches) -> None:
         self._fast_path.install(patches)
@@ -117,6 +121,7 @@ class Regions:
                     self._recorder.note(f"{RULE_NOTE}{rule.target} was reached by no call{whole}")
         self._region_on.clear()
         self._fast_path.restore()
+        self._notes_of_results.clear()
 
     def continue_in_fp32(self) -> None:
         """Open no region from now on."""
@@ -232,38 +237,40 @@ class Regions:
             with thread if self.in_fp32 or self._is_fp32 else nullcontext():
                 return call()
         depth = thread.depth
+        results = DirectResults(module, functools.partial(self._say_low, module))
+        before = results.begin()
         try:
             thread.depth = depth + 1
+            if self._any_compiled and module in self._compiled:
+                call = functools.partial(call_compiled, call)
             output = self._region_on[device_type].around(call)
+            output = results.recomputed(output)
+            if results.compiled_low(output):
+                self._say_compiled(module)
         except (RuntimeError, TypeError) as error:
             note_formats(error, module, dtype)
             raise
         finally:
             thread.depth = depth
-        self._watch_sigmoid(output)
+            results.end(before)
         return cast_floating(output, torch.float32, tell=self._tell_now)
 
-    def _watch_sigmoid(self, output: Any) -> None:
-        """Note where a loss needs the gradient of a sigmoid that a low format rounded to exactly 0 or 1."""
-        if not isinstance(output, torch.Tensor) or output.dtype.itemsize != 2:
-            return
-        node = output.grad_fn
-        while node is not None and node.name().startswith(("View", "Squeeze", "Unsqueeze", "Reshape")):
-            node = node.next_functions[0][0]
-        if node is None or node.name() != "SigmoidBackward0":
-            return
-        values, name = output.detach(), format_name(output.dtype)
+    def _say_low(self, module: nn.Module, op: str, dtype: torch.dtype, why: str) -> None:
+        """Note that a result which ``module`` returns was not computed in fp32."""
+        kind, name = type(module).__name__, format_name(dtype)
+        self._recorder.note(
+            f"{kind} returned a {op} that was computed in {name}, since {why}: "
+            f'nc.rule.op("{op}", compute="fp32") computes it in fp32',
+            at_once=True,
+        )
 
-        def note_if_stuck(gradient: torch.Tensor) -> None:
-            # binary_cross_entropy has 1e12 there, over the number of elements, and 0 if the target agrees.
-            steep = gradient.abs().float() * gradient.numel() > 1e4 * self._run.scale.value.scale
-            with suppress(RuntimeError):  # values of batched gradients, as under vmap, cannot be read
-                if not is_capturing() and bool((steep & ((values == 0) | (values == 1))).any()):
-                    self._recorder.note(_STUCK.format(name), at_once=True)
-
-        self._sigmoids += 1
-        if not output.is_cuda or self._sigmoids % 17 == 1:  # reading values waits for a GPU
-            torch.Tensor.register_hook(output, note_if_stuck)  # type: ignore[no-untyped-call]
+    def _say_compiled(self, module: nn.Module) -> None:
+        self._recorder.note(
+            f"{type(module).__name__} calls sigmoid, softmax or log_softmax in compiled code: if it returns "
+            "what they compute, that may be rounded to the low format; compiled in one graph, by "
+            "torch.compile(model, fullgraph=True), it computes that in fp32",
+            at_once=True,
+        )
 
     def _traced_call(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Do the same inside a function that ``torch.compile`` traces, in code that it can trace."""
@@ -272,7 +279,13 @@ class Regions:
             return original(module, *args, **kwargs)
         device_type = parameter.device.type
         if torch.is_autocast_enabled(device_type):
-            return original(module, *args, **kwargs)
+            if not torch.is_autocast_enabled(PROMOTING[0]):
+                return original(module, *args, **kwargs)
+            # The whole of a compiled model, which the script calls.
+            begin_traced_model()
+            with torch.autocast(*PROMOTING, enabled=False):
+                output = original(module, *args, **kwargs)
+            return recomputed_while_traced(output)
         if not self._policy.is_plain:
             raise UnsupportedError(
                 f"a function that calls {type(module).__name__} is compiled as a whole, where the rules of a "
@@ -284,7 +297,7 @@ class Regions:
             return original(module, *args, **kwargs)
         with torch.autocast(device_type, dtype), torch.autocast(*PROMOTING, enabled=False):
             output = original(module, *args, **kwargs)
-        return cast_floating(output, torch.float32)
+        return cast_floating(recomputed_while_traced(output), torch.float32)
 
     def _dtype_on(self, device_type: str) -> torch.dtype | None:
         """Return the dtype of regions on this device; None: it needs none."""
@@ -309,6 +322,7 @@ class Regions:
         if dtype == torch.float32 and self._policy.is_plain:
             return None
         self._region_on[device_type] = PolicyRegion(self._policy, {device_type: dtype}, self._recorder.note)
+        self._notes_of_results[device_type] = NotesOfResults(device_type)
         return dtype
 
     def expect_on(self, device_types: Iterable[str]) -> None:
@@ -327,6 +341,9 @@ class Regions:
         kind = type(module).__name__
         if not self.in_fp32:
             self._rules.attach(module)
+        if any(type(inside).__name__ == "OptimizedModule" for inside in with_what_it_wraps(module)):
+            self._compiled.add(module)
+            self._any_compiled = True
         self._titles[kind] += 1  # modules that were deleted, and other classes of that name, count too
         self._called[module] = f"{kind}-{self._titles[kind]}" if self._titles[kind] > 1 else kind
 

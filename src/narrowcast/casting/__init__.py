@@ -17,22 +17,40 @@ from narrowcast.casting._autocast import (
 )
 from narrowcast.casting._bake import bake
 from narrowcast.casting._compile import compile
+from narrowcast.casting._direct_results import (
+    DirectResults,
+    begin_traced_model,
+    call_compiled,
+    recomputed_while_traced,
+)
+from narrowcast.casting._kernels import NotesOfResults
 from narrowcast.casting._scopes import PROMOTING, rule_that_casts
 from narrowcast.casting._torch_internals import skipped_by_dynamo, traced_only_inline
-from narrowcast.casting._tree import cast_floating, cast_where, modules_by_path, tensors_inside, undo_on_error
+from narrowcast.casting._tree import (
+    cast_floating,
+    cast_where,
+    modules_by_path,
+    tensors_inside,
+    undo_on_error,
+    with_what_it_wraps,
+)
 from narrowcast.casting._watching import ops_under_way, watch_ops
 from narrowcast.casting._weight_casts import drop_casts
 
 __all__ = [
     "PROMOTING",
     "Applied",
+    "DirectResults",
     "LastingRegion",
+    "NotesOfResults",
     "PolicyRegion",
     "ScopedRegion",
     "active_scopes",
     "apply",
     "autocast",
     "bake",
+    "begin_traced_model",
+    "call_compiled",
     "cast_floating",
     "cast_where",
     "compile",
@@ -41,10 +59,12 @@ __all__ = [
     "drop_casts",
     "modules_by_path",
     "ops_under_way",
+    "recomputed_while_traced",
     "rule_that_casts",
     "skipped_by_dynamo",
     "tensors_inside",
     "traced_only_inline",
     "undo_on_error",
     "watch_ops",
+    "with_what_it_wraps",
 ]

@@ -30,7 +30,8 @@ from typing import Any, Protocol
 
 import torch
 
-from narrowcast.casting import _operators, _promotion
+from narrowcast.casting import _direct_results, _operators, _promotion
+from narrowcast.casting._direct_results import GATHER, NOTED, noting
 from narrowcast.casting._functions import FUNCTIONS
 from narrowcast.casting._operators import below_autocast, native_kernel, without_autocast_cache
 from narrowcast.casting._promotion import (
@@ -90,6 +91,8 @@ class _AutocastKernels:
         go_on = native or below_autocast(operator(op), self.device_type)
         if op in promoted():
             go_on = promoting(op, go_on, self.device_type)
+        if op in NOTED or op == GATHER:
+            go_on = noting(op, go_on)
         kernel = _kernel(op, self.device_type, go_on)
         self.libraries[op] = register_kernel(op, self.key, kernel)
         self.installed[op] = kernel
@@ -183,6 +186,26 @@ class Promotion:
         if op not in self._said:
             self._said.add(op)
             self._say(f"{op} {what}")
+
+
+class NotesOfResults:
+    """As long as this lives, operators on a device note their results for ``DirectResults``."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._gathers = False
+        self._acquire(NOTED)
+        _direct_results.living.add(self)
+
+    def begin_gather(self) -> None:
+        """Have ``gather`` note its results too; it has no kernel in models without the other operators."""
+        if not self._gathers:
+            self._gathers = True
+            self._acquire((GATHER,))
+
+    def _acquire(self, ops: tuple[str, ...]) -> None:
+        acquire(self._device_type, ops, of_rules=False)
+        weakref.finalize(self, release, self._device_type, ops, of_rules=False).atexit = False
 
 
 def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:

@@ -13,6 +13,7 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -108,9 +109,15 @@ class _Thread(threading.local):
         regions: its open regions, outermost first.
         scopes: device type -> the scope that was set last, in force while the autocast state has its mark.
         casting_rule: the rule for a module whose inputs or outputs it is casting.
+        results: the ``DirectResults`` of the model that it calls under ``run``.
+        traced_results: those of the fake tensors that it traces.
+        traced_from: the compilation that began with the model which it calls.
     """
 
     casting_rule: Rule | None = None
+    results: Any = None
+    traced_results: Any = None
+    traced_from: Any = None
 
     def __init__(self) -> None:
         self.regions = _Regions()

@@ -178,6 +178,12 @@ def is_transforming() -> bool:
     return _C._functorch.peek_interpreter_stack() is not None
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether a hook of Python, or ``retain_grad``, waits for the gradient of ``tensor``."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_tensor.py (register_hook)
+    return bool(tensor._backward_hooks) or tensor.retains_grad
+
+
 def scripted_as(function: Callable[..., Any], name: str) -> None:
     """Have ``torch.jit.script`` take ``function`` for the operator ``name``."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_builtins.py
@@ -347,6 +353,12 @@ def let_dynamo_trace(function: Callable[..., Any]) -> Callable[[], None]:
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
 
     return let
+
+
+def compile_id() -> Any:
+    """Return the number of the frame that Dynamo compiles now in this thread, or None."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_guards.py
+    return torch._guards.CompileContext.current_compile_id()
 
 
 @constant_while_tracing

@@ -79,18 +79,30 @@ def cast_where(
     """As ``cast_floating``, for the tensors of which ``wants`` is true."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if wants(value) else value  # type: ignore[return-value]
-    casts: list[tuple[torch.Tensor, torch.Tensor]] = []  # searched by identity, which Dynamo can trace
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if wants(tensor) else tensor, tell)
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        if not wants(tensor):
-            return tensor
-        for original, made in casts:
+
+def map_tensors(
+    value: _ValueT,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    tell: Callable[[str], object] | None = None,
+) -> _ValueT:
+    """Return the same structure with ``function`` of each tensor, which it returns as it is or replaces.
+
+    ``tell`` gets a sentence about each container that is not known; without it there is a warning.
+    """
+    replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # searched by identity, which Dynamo can trace
+
+    def replacement(tensor: torch.Tensor) -> torch.Tensor:
+        for original, made in replaced:
             if original is tensor:
                 return made
-        casts.append((tensor, tensor.to(dtype)))
-        return casts[-1][1]
+        made = function(tensor)
+        if made is not tensor:
+            replaced.append((tensor, made))
+        return made
 
-    result: _ValueT = _map(value, cast, tell)[0]
+    result: _ValueT = _map(value, replacement, tell)[0]
     return result
 
 
@@ -102,8 +114,12 @@ def tensors_inside(value: Any) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    _map(value, note)
+    _map(value, note, say_nothing)
     return found
+
+
+def say_nothing(text: str) -> None:
+    """Take a sentence about what is not cast where nothing is cast."""
 
 
 def _map(
@@ -263,6 +279,17 @@ def _find_paths(
 def is_wrapper(module: torch.nn.Module) -> bool:
     """Return whether ``module`` only wraps another one."""
     return any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__)
+
+
+def with_what_it_wraps(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return ``module`` and, where it only wraps another one, that one and so on."""
+    found = [module]
+    while is_wrapper(found[-1]):
+        inside = [found[-1]._modules[name] for name in _WRAPPED if found[-1]._modules.get(name) is not None]
+        if not inside or inside[0] is None:
+            break
+        found.append(inside[0])
+    return found
 
 
 def scopes_by_path(model: torch.nn.Module, policy: Policy, root: Scope) -> dict[str, Scope]:
