@@ -215,7 +215,9 @@ def test_a_function_that_dynamo_gave_up_on_is_cast_all_the_same():
 def test_the_compiled_module_is_torchs():
     model = Block()
     ours, theirs = nc.compile(model, "bf16"), torch.compile(model)
-    assert type(ours) is type(theirs)
+    assert isinstance(ours, type(theirs))
+    assert repr(ours) == repr(theirs)
+    assert ours
     assert list(ours.state_dict()) == list(theirs.state_dict())
     ours.eval()
     assert not model.training

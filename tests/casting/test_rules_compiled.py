@@ -129,6 +129,44 @@ print(first, second)
     assert done.stdout.split() == ["torch.float16", "torch.bfloat16"], done.stderr
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("first", ["nothing", "torch.autocast", "a thread"])
+def test_gradients_of_an_fp32_island_from_the_first_region_on(first):
+    """In a process of its own: without rules, 65536 is infinite if the island's gradient is in fp16."""
+    script = """
+import contextvars, sys, threading, torch, narrowcast as nc
+
+x, w = torch.ones(2, 2), torch.nn.Parameter(torch.ones(2, 2))
+
+def island():
+    with torch.autocast("cpu", enabled=False):
+        return x @ w
+
+def compiled(region):
+    w.grad = None
+    with region:
+        output = torch.compile(island, backend="aot_eager")()
+    output.backward(torch.full((2, 2), 65536.0))
+
+fp16 = lambda: nc.autocast("cpu", torch.float16)
+first = sys.argv[1]
+if first == "nothing":
+    with fp16():
+        assert "torch._dynamo" not in sys.modules
+if first == "torch.autocast":
+    compiled(torch.autocast("cpu", torch.float16))
+if first == "a thread":
+    def elsewhere():
+        with fp16():
+            pass
+    threading.Thread(target=contextvars.copy_context().run, args=[elsewhere]).start()
+compiled(fp16())
+print(w.grad.tolist())
+"""
+    done = finished([sys.executable, "-c", script, first])
+    assert done.stdout.strip() == "[[131072.0, 131072.0], [131072.0, 131072.0]]", done.stderr
+
+
 # ---- a region inside
 
 

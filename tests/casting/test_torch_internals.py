@@ -161,6 +161,32 @@ def test_dynamo_traces_the_attribute():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_dynamo_traces_what_stands_for_a_compiled_function_or_module():
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    compiled = torch.compile(model, backend="eager")
+    assert internals.model_of(compiled) is internals.model_of(model) is model
+    compiled.forward = torch.compile(lambda x: x, backend="eager")
+    internals.stand_for(compiled.forward, lambda x: x + 1)
+    internals.module_that_is_traced_as_called(compiled)
+    assert torch.equal(torch.compile(lambda x: compiled(x) * 2, backend="eager")(X), (X + 1) * 2)
+    for one in (compiled, compiled.forward):
+        assert torch.equal(torch.compile(one, backend="eager")(X), X + 1)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_whether_dynamo_compiles_in_this_thread():
+    torch._dynamo.reset()
+    seen = []
+    note = torch.compiler.assume_constant_result(lambda: seen.append(internals.is_compiling_a_frame()) or 1)
+    torch.compile(lambda x: x + note(), backend="eager")(X)
+    assert seen == [True]
+    assert not internals.is_compiling_a_frame()
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_compiler_leaves_a_function_alone():
     seen = []
 
@@ -190,13 +216,29 @@ def test_the_compiler_leaves_a_function_alone():
 def test_the_settings_of_the_compiler_that_rules_change():
     """In a process of its own, where nobody changed them yet."""
     run_in_a_new_process("""
-        import torch._functorch.config
-        assert torch._functorch.config.backward_pass_autocast == "same_as_forward"
-        internals.trace_backward_outside_of_regions()
-        assert torch._functorch.config.backward_pass_autocast == "off"
-        torch._functorch.config.backward_pass_autocast = [{"device_type": "cpu"}]
-        internals.trace_backward_outside_of_regions()
-        assert torch._functorch.config.backward_pass_autocast == [{"device_type": "cpu"}]
+        import contextvars
+        from torch._functorch import config
+        assert config.backward_pass_autocast == "same_as_forward"
+        assert internals.trace_backward_outside_of_regions()
+        assert config.backward_pass_autocast == "off"
+        assert contextvars.Context().run(lambda: config.backward_pass_autocast) == "off"
+        config.backward_pass_autocast = [{"device_type": "cpu"}]
+        assert not internals.trace_backward_outside_of_regions()
+        assert config.backward_pass_autocast == [{"device_type": "cpu"}]
+    """)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("given", [None, "theirs"])
+def test_settings_for_every_thread(monkeypatch, given):
+    """In a process of its own, with and without an environment variable that sets it too."""
+    if given:
+        monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", given)
+    run_in_a_new_process("""
+        import contextvars, torch.compiler.config as config
+        internals.set_in_every_thread(config, "cache_key_tag", "ours")
+        assert config.cache_key_tag == "ours"
+        assert contextvars.Context().run(lambda: config.cache_key_tag) == "ours"
     """)
 
 

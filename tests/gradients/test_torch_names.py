@@ -228,3 +228,28 @@ def test_a_scaler_asks_an_optimizer_before_it_steps():
     scaler.scale(optimizer.param_groups[0]["params"][0].sum()).backward()
     with pytest.raises(KeyError):
         scaler.step(optimizer)
+
+
+def test_a_scaler_in_the_place_of_torchs(monkeypatch):
+    """As ``torch.amp.GradScaler = nc.GradScaler``."""
+    theirs = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", nc.GradScaler)
+
+    class Derived(torch.amp.GradScaler):
+        def step(self, *args, **kwargs):
+            return super().step(*args, **kwargs)
+
+    weights = []
+    for kind in (theirs, torch.amp.GradScaler, Derived):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], 0.5)
+        scaler = kind("cpu", init_scale=4.0, growth_interval=1)
+        for factor in (1.0, torch.inf, 3.0):
+            optimizer.zero_grad()
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert isinstance(scaler, theirs)
+        weights.append((weight.tolist(), scaler.get_scale()))
+    assert weights == [([-1.0, -1.0], 8.0)] * 3

@@ -21,6 +21,7 @@ import torch
 from narrowcast.casting._devices import device_types
 from narrowcast.casting._kernels import region_of
 from narrowcast.casting._module_calls import MOVES_AND_COPIES, ModuleCall, Shared, calls_on
+from narrowcast.casting._torch_internals import is_compiling_a_frame
 from narrowcast.casting._tree import (
     all_paths,
     is_wrapper,
@@ -325,9 +326,27 @@ def compiled_rules(policy: Policy) -> RuledModules:
 
     They have no effect except in a region of their policy, which the compiled model opens.
     """
+    _detach_freed()
     ruled = RuledModules(Shared(policy, opens=False, compiled=True))
-    weakref.finalize(ruled, _detach, ruled.calls).atexit = False
+    weakref.finalize(ruled, _detach_when_freed, ruled.calls).atexit = False
     return ruled
+
+
+_freed: list[
+    weakref.WeakSet[ModuleCall]
+] = []  # what stands in front of modules for an ``nc.compile`` that is gone
+
+
+def _detach_when_freed(calls: weakref.WeakSet[ModuleCall]) -> None:
+    _freed.append(calls)
+    # The garbage collector may run while Dynamo compiles, which guards what it found in front of a module.
+    if not is_compiling_a_frame():
+        _detach_freed()
+
+
+def _detach_freed() -> None:
+    while _freed:
+        _detach(_freed.pop())
 
 
 def _detach(calls: Iterable[ModuleCall]) -> None:

@@ -46,6 +46,7 @@ from narrowcast.casting._torch_internals import (
     keep_graphs_with_regions,
     skipped_by_dynamo,
     skipped_itself,
+    trace_backward_outside_of_regions,
     traced_only_inline,
 )
 from narrowcast.casting._tree import cast_where, tensors_inside
@@ -89,7 +90,7 @@ class _Inside(NamedTuple):
     output: Casts | None
 
 
-_State = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
+State = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
 """A region as a constant for Dynamo: its scope as the autocast format that stands for it."""
 
 
@@ -594,7 +595,7 @@ def _leave(opened: _Opened) -> None:
 
 
 @constant_while_tracing
-def _region_to_open(key: int, device: str) -> _State | None:
+def _region_to_open(key: int, device: str) -> State | None:
     call = _calls[key]
     call.shared.called = True
     model = call._module()
@@ -606,7 +607,9 @@ def _region_to_open(key: int, device: str) -> _State | None:
     region = call.region_to_open(device)
     if region is None:
         return None
-    return _state(device, region.dtype, region.enabled, region.scope, promotes=region.promotion is not None)
+    return traced_state(
+        device, region.dtype, region.enabled, region.scope, promotes=region.promotion is not None
+    )
 
 
 @constant_while_tracing
@@ -617,7 +620,7 @@ def _devices(key: int) -> tuple[str, ...]:
 @constant_while_tracing
 def _inside(
     key: int, device: str, by_inputs: torch.dtype | None
-) -> tuple[_State | None, torch.dtype | None, torch.dtype | None]:
+) -> tuple[State | None, torch.dtype | None, torch.dtype | None]:
     call = _calls[key]
     outside = scope_on(device)
     assert outside is not None
@@ -626,12 +629,16 @@ def _inside(
         return None, None, None
     call.shared.traced_scopes.add(inside.scope)
     dtypes = [None if one is None else one.dtype for one in (inside.casts, inside.output)]
-    state = _state(device, inside.dtype, inside.enabled, inside.scope, promotes=False)
+    state = traced_state(device, inside.dtype, inside.enabled, inside.scope, promotes=False)
     return state, dtypes[0], dtypes[1]
 
 
-def _state(device: str, dtype: torch.dtype, enabled: bool, scope: Scope | None, *, promotes: bool) -> _State:
+def traced_state(
+    device: str, dtype: torch.dtype, enabled: bool, scope: Scope | None, *, promotes: bool
+) -> State:
+    """Return a region as traced code enters it: an autocast format stands for its scope."""
     keep_graphs_with_regions()
+    trace_backward_outside_of_regions()
     state = (autocast_state_of(scope, device),)
     return device, dtype, enabled, (*state, PROMOTING) if promotes else state
 

@@ -37,6 +37,7 @@ from narrowcast.casting._torch_internals import (
     CHECKPOINT_GENERATOR,
     Replacements,
     skipped_by_dynamo,
+    torch_autocast,
 )
 from narrowcast.errors import OrderError
 from narrowcast.policy import TABLES, Scope
@@ -49,9 +50,12 @@ class _Process:
         self.lock = threading.Lock()
         self.caching: set[OpenRegion] = set()
         self.format_of_casts: torch.dtype | None = None
+        self.had_a_region = False
 
     def open(self, region: OpenRegion, *, cache: bool) -> None:
         with self.lock:
+            if not self.had_a_region:
+                self.prepare_compiler()
             if region.enabled_before and region.cache_before:  # perhaps by torch.autocast
                 self.hold_casts_of(region.dtype_before)
             if cache and self.may_cache(region):
@@ -62,6 +66,12 @@ class _Process:
                 _weight_casts.watch_writes(region)
             if region.propagates:
                 _CHECKPOINTING.begin(region)
+
+    def prepare_compiler(self) -> None:
+        """Have ``torch.compile`` compute gradients as eager code does, in graphs of earlier calls too."""
+        if _torch_internals.trace_backward_outside_of_regions():
+            _torch_internals.reset_compiled_code()
+        self.had_a_region = True
 
     def close(self, region: OpenRegion, *, drop: bool) -> None:
         with self.lock:
@@ -152,7 +162,7 @@ def traced_region(
     returns no cast of another region.
     """
     half = torch.float16 if dtype == torch.float32 and enabled else dtype
-    with torch.autocast(device, half, enabled, cache_enabled):
+    with torch_autocast(device, half, enabled, cache_enabled):
         if dtype != half:
             _torch_internals.let_dynamo_trace_autocast()
             _torch_internals.set_autocast_dtype(device, dtype)
@@ -160,7 +170,7 @@ def traced_region(
             yield
             return
         # One for the scope, and in promoting regions one more: the first twice does no harm.
-        with torch.autocast(*scope_state[0], enabled=False), torch.autocast(*scope_state[-1], enabled=False):
+        with torch_autocast(*scope_state[0], enabled=False), torch_autocast(*scope_state[-1], enabled=False):
             yield
 
 

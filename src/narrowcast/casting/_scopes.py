@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._torch_internals import reset_compiled_code, trace_backward_outside_of_regions
+from narrowcast.casting._torch_internals import reset_compiled_code, set_in_every_thread
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import ResolvedPolicy, Rule, Scope, dtype_of
 
@@ -226,7 +226,6 @@ def mark_of(scope: Scope) -> torch.dtype:
         if mark not in meanings:
             meanings[mark] = (identity, weakref.WeakSet())
             _tag_graphs_on_disk()
-            trace_backward_outside_of_regions()
         meanings[mark][1].add(scope)
         _carrier_of[device_type] = carrier
         scope.mark = mark
@@ -292,7 +291,7 @@ def _tag_graphs_on_disk() -> None:
     ours = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
     settings = torch.compiler.config
     others = (settings.cache_key_tag or "").partition("|narrowcast:")[0]
-    settings.cache_key_tag = f"{others}|narrowcast:{ours}"
+    set_in_every_thread(settings, "cache_key_tag", f"{others}|narrowcast:{ours}")
 
 
 def lower_dtype(scope: Scope) -> torch.dtype:

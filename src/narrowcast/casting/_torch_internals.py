@@ -25,6 +25,10 @@ _C: Any = torch._C
 
 # ---- state of autocast
 
+torch_autocast: Any = torch.amp.autocast_mode.autocast
+"""``torch.autocast`` itself, which a script may have replaced by ``nc.autocast``."""
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/autocast_mode.py
+
 without_autocast: Callable[[], AbstractContextManager[None]] = _C._DisableAutocast
 """Turns the autocast of every device type off, whatever regions are open; torch.autocast takes one type."""
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp
@@ -378,18 +382,35 @@ def keep_graphs_with_regions() -> None:
         config.unsafe_marked_cacheable_functions[f"torch.amp.autocast_mode.{name}"] = "narrowcast"
 
 
-def trace_backward_outside_of_regions() -> None:
+def trace_backward_outside_of_regions() -> bool:
     """Have ``torch.compile`` cast nothing in backward passes, as eager code whose backward is outside.
 
-    By default it casts there as in the forward: a matmul that a rule computes in fp32 would have gradients in
-    the region's format. Another setting than the default is kept.
+    By default it casts there as in the forward: a matmul that a region computes in fp32 would have gradients
+    in the region's format (https://github.com/pytorch/pytorch/issues/153044). Another setting than the
+    default is kept. Returns whether the setting was changed.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/config.py
     from torch._functorch import config
 
-    settings: Any = config
-    if getattr(settings, "backward_pass_autocast", None) == "same_as_forward":
-        settings.backward_pass_autocast = "off"
+    if getattr(config, "backward_pass_autocast", None) != "same_as_forward":
+        return False
+    set_in_every_thread(config, "backward_pass_autocast", "off")
+    return True
+
+
+def set_in_every_thread(settings: Any, name: str, value: Any) -> None:
+    """Set ``settings.name``, of a module of torch that holds settings, for the whole process.
+
+    Since 2.13 torch keeps what is assigned for the current context alone: another thread, an asyncio task or
+    the next cell of a notebook would have the default.
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_config_module.py
+    setattr(settings, name, value)
+    entry = settings._config[name]
+    entry.default = value
+    # What an environment variable set comes before the default.
+    if type(entry.env_value_default) is type(value):
+        entry.env_value_default = value
 
 
 def reset_compiled_code() -> bool:
@@ -420,11 +441,66 @@ def _is_in_compiled_call(frame: FrameType | None) -> bool:
 _COMPILE_WRAPPER = "compile_wrapper"
 
 
+def is_compiling_a_frame() -> bool:
+    """Return whether Dynamo traces in this thread, or builds the guards of what it traced."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_guards.py
+    return vars(torch)["_guards"].CompileContext.try_get() is not None
+
+
 def dynamo_error() -> type[Exception]:
     """Return the class of what ``torch.compile`` raises in place of an error that it meets."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/exc.py
     error: type[Exception] = sys.modules["torch._dynamo.exc"].TorchDynamoException
     return error
+
+
+def stand_for(compiled: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Have Dynamo take ``compiled`` for ``function``, in code around it and if it is compiled again.
+
+    As it takes what ``torch.compile`` returns for what it was given.
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
+    its: Any = compiled
+    its._torchdynamo_inline = its._torchdynamo_orig_callable = function
+    its._torchdynamo_wrapper_id = id(compiled)
+
+
+def module_that_is_traced_as_called(compiled: Any) -> None:
+    """Have Dynamo trace ``compiled.forward``, where it would trace the model that was compiled.
+
+    ``compiled`` is a module that ``torch.compile`` returned; its class becomes one of ours.
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/variables/builder.py
+    compiled.__class__ = _optimized_module()
+    compiled._torchdynamo_orig_callable = compiled.forward._torchdynamo_orig_callable
+
+
+@functools.cache
+def _optimized_module() -> type[torch.nn.Module]:
+    """Return a class of modules that Dynamo, which goes by the exact class, does not replace."""
+    base: Any = sys.modules["torch._dynamo"].OptimizedModule
+
+    class OptimizedModule(base):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return self.forward(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
+
+        # Dynamo 2.11 asks for it, and the base class has a __len__ that raises for most models.
+        def __bool__(self) -> bool:
+            return bool(self._orig_mod)
+
+    return OptimizedModule
+
+
+def model_of(compiled: torch.nn.Module) -> torch.nn.Module:
+    """Return the model in a module that ``torch.compile`` returned; another module as it is."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None or not isinstance(compiled, dynamo.OptimizedModule):
+        return compiled
+    model: torch.nn.Module = vars(compiled)["_modules"]["_orig_mod"]
+    return model
 
 
 # ---- containers

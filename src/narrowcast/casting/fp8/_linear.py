@@ -16,7 +16,7 @@ import torch
 
 from narrowcast.casting._operators import CASTABLE
 from narrowcast.casting._scopes import region_dtype
-from narrowcast.casting._torch_internals import has_autocast
+from narrowcast.casting._torch_internals import has_autocast, torch_autocast
 from narrowcast.casting.fp8._convert import Fp8Use, has_fp8
 from narrowcast.errors import MissingModuleError, UnsupportedError
 from narrowcast.policy import Rule
@@ -93,7 +93,7 @@ class Fp8Linear(torch.nn.Linear):
             return self._multiply(input)
         region = region_dtype(device)
         # Autocast would cast what already is in fp8, as would a rule for "mm".
-        with torch.autocast(device, enabled=False):
+        with torch_autocast(device, enabled=False):
             return self._multiply(input.to(region))
 
     def _multiply(self, input: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ class _Product(matmul_with_hp_or_float8_args):  # type: ignore[misc]
         if not has_autocast(device) or not torch.is_autocast_enabled(device):
             return matmul_with_hp_or_float8_args.backward(ctx, grad)
         # If backward is called inside a region, autocast would cast what already is in fp8.
-        with torch.autocast(device, enabled=False):
+        with torch_autocast(device, enabled=False):
             return matmul_with_hp_or_float8_args.backward(ctx, grad)
 
 
