@@ -51,6 +51,21 @@ def test_a_planted_overflow_is_skipped(fused):
     assert attached.facts["peak_tensor_bytes"] > 0
 
 
+def test_a_fused_step_in_bf16_is_skipped_on_the_device():
+    model, (x, y), told = network(), data(), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    with Attachment("bf16", tell=told.append) as attached:
+        for factor in (1.0, float("inf"), 1.0):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            (F.mse_loss(model(x), y) * factor).backward()
+            optimizer.step()
+            unchanged = all(torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
+            assert unchanged == (factor > 1)
+    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
+    assert any("step 2, of AdamW, was skipped" in note for note in told)
+
+
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_only_fp16_waits_and_once_a_step(policy, counted_waits):
     """fp16 decides on the host whether a step is taken, as torch's scaler does for optimizers of any kind."""

@@ -189,15 +189,10 @@ def test_a_check_that_stays_on_the_device_is_read_at_the_step(clamped, hooked, m
     assert attached.facts["final_scale"] == 2.0**7
 
 
-@pytest.mark.parametrize("make", [
-    lambda p: torch.optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"),
-    lambda p: torch.optim.LBFGS(p, max_iter=4),
-    lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
-    lambda p: torch.optim.Adam(p, 1e-3),
-], ids=["LBFGS strong_wolfe", "LBFGS", "SGD", "Adam"])  # fmt: skip
-def test_an_overflowing_closure_is_evaluated_at_a_lower_scale(make):
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_an_overflowing_closure_of_lbfgs_is_evaluated_again(search):
     model = network()
-    optimizer = make(model.parameters())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn=search)
     closure, losses = closure_for(model, optimizer), []
     with Attachment("fp16", Dynamic(scale=2.0**24)) as attached:
         for _ in range(4):
@@ -231,7 +226,7 @@ def test_too_many_skips_name_the_parameters():
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
         backward(model)
         optimizer.step()
-        with pytest.raises(ScaleCollapseError, match=f"{named}.*--policy bf16"):
+        with pytest.raises(ScaleCollapseError, match=f"{named}.*compare --policy bf16"):
             hopeless()
     assert attached.facts["skipped_steps"] == 25
     assert all_finite(optimizer)

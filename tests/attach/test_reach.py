@@ -230,7 +230,7 @@ def test_an_interrupt_before_a_leaf_is_known_to_be_hooked_does_not_hook_it_twice
         layer(x).square().sum().backward(**options)
         return layer.weight.grad.clone()
 
-    with nc.attached("bf16", Dynamic(scale=2.0**10)):
+    with nc.attached("bf16", Static(scale=2.0**10)):
         expected = gradient()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_leaves, "register_hook_first", interrupted)
@@ -312,7 +312,7 @@ def checked_at_once(run):
 @pytest.mark.usefixtures("no_hooks_of_others")
 def test_gradients_that_nobody_looks_at_are_unscaled_together():
     model, (x, y) = network(), data()
-    with Attachment("fp16", Dynamic(scale=SCALE)):
+    with Attachment("fp16", Static(scale=SCALE)):
         assert checked_at_once(lambda: F.mse_loss(model(x), y).backward()) == 1
         assert checked_at_once(lambda: F.mse_loss(model(x), y).backward()) == 0  # there are gradients already
         model.zero_grad()

@@ -144,11 +144,13 @@ def test_a_closure_is_evaluated_once_with_gradients_enabled(make, policy):
 
 
 def test_an_overflow_held_back_lowers_the_scale():
-    model, watcher = network(), Noting(hold_from=0)
+    model, watcher = network(), Noting(hold_from=1)
     optimizer = torch.optim.Adam(model.parameters())
     scales = []
-    watcher.held_back = lambda optimizer: scales.append(watcher.attachment.loss_scale)
+    watcher.held_back = lambda optimizer: scales.append(watcher.attachment.scale_of_gradients)
     with Attachment("fp16", Dynamic(scale=2.0**20), observer=watcher) as attached:
+        backward(model, 1e-6)
+        optimizer.step()  # until then an overflow would be run again
         for _ in range(30):
             optimizer.zero_grad()
             backward(model, 100.0)
@@ -158,7 +160,7 @@ def test_an_overflow_held_back_lowers_the_scale():
         final = watcher.attachment.loss_scale
     skipped = attached.facts["skipped_steps"]
     assert skipped > 0
-    assert attached.facts["steps"] == 1
+    assert attached.facts["steps"] == 2
     assert scales == [2.0 ** (20 - n) for n in range(skipped + 1)]
     assert final == scales[-1]
     assert all_finite(optimizer)

@@ -264,14 +264,17 @@ def test_later_weights_are_those_of_the_training_before(because, policy, runs, t
 
 def test_a_scale_that_starts_too_high_is_lowered_first(runs):
     """fp16's dynamic scale begins with overflows; the certificate is of the scale that it comes to."""
-    loss = "loss = (net(x) - x[:, :1]).square().sum()"
-    text = trains("nn.Linear(8, 1)", X, loss, optimizer="torch.optim.SGD(net.parameters(), 1e-6)")
-    made = runs(text, policy="fp16")
-    certificate = certify_script(made, format="fp16")
-    assert certificate["verdict"] == "pass", certificate["reason"]
-    assert certificate["loss_scale"] < 2.0**16
-    assert len(made.folders) > 3
-    fixed = certify_script(runs(text, policy="fp16", loss_scale="65536"), format="fp16")
+    loss = "loss = (net(x) - x[:, :1]).square().sum() * (1.0 if step else early)"
+    sgd = "torch.optim.SGD(net.parameters(), 1e-6)"
+    for at_step, early, more_runs in ((0, 1.0, False), (1, 1e-6, True)):
+        # The first pass is run again where it overflows; after a step a run starts at a lower scale.
+        text = trains("nn.Linear(8, 1)", X, loss.replace("early", str(early)), optimizer=sgd)
+        made = runs(text, policy="fp16")
+        certificate = certify_script(made, format="fp16", at_step=at_step)
+        assert certificate["verdict"] == "pass", certificate["reason"]
+        assert certificate["loss_scale"] < 2.0**16
+        assert (len(made.folders) > 3) == more_runs
+    fixed = certify_script(runs(text, policy="fp16", loss_scale="65536"), format="fp16", at_step=1)
     assert fixed["verdict"] == "fail"
     assert "Linear.weight" in fixed["reason"]
 

@@ -171,6 +171,11 @@ class Attachment:
         """That of the next backward; None if losses are not scaled."""
         return self.scale.value.scale if self.scale.active else None
 
+    @property
+    def scale_of_gradients(self) -> float | None:
+        """That of the latest backward; None if losses are not scaled."""
+        return self.scale.of_gradients if self.scale.active else None
+
     def stop(self) -> None:
         """End the script here by ``SystemExit(0)``, as after ``stop_after`` steps."""
         self._stopping.stop()

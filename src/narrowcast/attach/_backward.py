@@ -7,7 +7,6 @@ of the pass that it works for, so nested passes and other threads are told apart
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch.nn.modules import module as module_hooks
 
-from narrowcast.attach._leaves import Leaves, true_gradient
+from narrowcast.attach._leaves import Leaves, PassGradients, gradient_of, gradients_left_in, true_gradient
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import Call, Nesting, Patches, Run
@@ -27,7 +26,8 @@ from narrowcast.attach._torch_internals import (
     without_layers,
 )
 from narrowcast.errors import UnsupportedError
-from narrowcast.gradients import nonfinite_flags, untraced
+from narrowcast.gradients import is_capturing, nonfinite_flags, untraced
+from narrowcast.scaling import Dynamic
 
 _OF_EDGE = (
     "backward from a GradientEdge cannot be scaled for fp16: call backward on the tensor itself, or use "
@@ -51,6 +51,7 @@ class Backward:
         self._returning: dict[int, float] = {}
         self._retained: list[weakref.ref[torch.Tensor]] = []
         self._nested_leaves: list[torch.Tensor] = []
+        self.frees_graph = False
         self.leaves = Leaves(run.scale, run.recorder)
         self.before_modules = False  # a pass differentiated what no module computed
 
@@ -102,7 +103,13 @@ class Backward:
         return wrapper
 
     def backward(
-        self, tensors: Any, grad_tensors: Any = None, *rest: Any, inputs: Any = None, **options: Any
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
     ) -> None:
         """``torch.autograd.backward`` from scaled losses, leaves getting true gradients."""
         roots = _as_tuple(tensors)
@@ -119,7 +126,7 @@ class Backward:
         # The pass that encloses a nested one has scaled the gradients that it starts from.
         factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
         if factor is None or (outermost and not scaled):
-            self._torch_backward(tensors, grad_tensors, *rest, inputs=inputs, **options)
+            self._torch_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             return
         if not all(isinstance(root, torch.Tensor) for root in roots):
             raise UnsupportedError(_OF_EDGE)
@@ -128,32 +135,123 @@ class Backward:
         roots = tuple(root.view_as(root) if root.requires_grad and root.is_leaf else root for root in roots)
         nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         seeds = _as_seeds(grad_tensors, len(roots))
-        if outermost:
-            seeds = _scaled(roots, seeds, factor)
-        run = functools.partial(self._torch_backward, roots, seeds, *rest, inputs=inputs, **options)
         if not outermost:
+            options = (retain_graph, create_graph, grad_variables, inputs)
+            run = functools.partial(self._torch_backward, roots, seeds, *options)
             self._nested_pass(run, nodes, factor)
             return
 
         leaves, runs_python = self.leaves.reached_from(nodes)
         number = self._scale.next_backward()
         self.leaves.backward_begins(leaves)
-        # ``rest`` and ``options`` may make a graph of the gradients.
-        makes_graph = any(rest[1:]) or options.get("create_graph")
-        seen_early = bool(runs_python or _views or self._retained or inputs is not None or makes_graph)
-        with (
-            self._numbered(nodes, self.leaves.factors, factor),
-            self._retained_unscaled(inputs, factor),
-            self.leaves.unscaled(leaves, factor, seen_early) as together,
-        ):
-            run()
+        seen_early = bool(runs_python or _views or self._retained or inputs is not None or create_graph)
+        retained = create_graph if retain_graph is None else retain_graph
+
+        def one_pass(factor: float, keeps_graph: bool) -> PassGradients | None:
+            scaled_seeds = _scaled(roots, seeds, factor)
+            with (
+                self._numbered(nodes, self.leaves.factors, factor),
+                self._retained_unscaled(inputs, factor),
+                self.leaves.unscaled(leaves, factor, seen_early) as together,
+            ):
+                options = (keeps_graph, create_graph, grad_variables, inputs)
+                self._torch_backward(roots, scaled_seeds, *options)
+            return together[0] if together else None
+
+        if not runs_python and self._may_run_again(leaves, retained):
+            left = self._until_finite(one_pass, leaves, inputs, factor, number, create_graph)
+            if not retained:
+                self._free_graph(roots, inputs)
+        else:
+            left = one_pass(factor, retained)
 
         # Only now has DDP reduced what it reduces, so that every rank sees the same.
         if self._nested_leaves:
             nested, self._nested_leaves = self._nested_leaves, []
             leaves = list({id(leaf): leaf for leaf in [*leaves, *nested]}.values())
-        left = together[0] if together else None
-        self.leaves.backward_ended(leaves, number, loss, site, left)
+        self.leaves.backward_ended(leaves, number, factor, loss, site, left)
+
+    # ---- passes that are run again
+
+    def _may_run_again(self, leaves: Sequence[torch.Tensor], retained: bool) -> bool:
+        """Return whether a pass may be run again at a lower scale, if its gradients overflow.
+
+        ``p.grad`` may be what the script wants: it has not stepped yet. Not where code in Python would run
+        twice that may not be made for it: custom Functions, checkpoints, compiled graphs.
+        """
+        if not self.leaves.may_run_again(leaves, retained=retained) or self._regions.checkpoints:
+            return False
+        # What leaves hold is set aside meanwhile, and hooks might look at it.
+        if _views and any(leaf.grad is not None for leaf in leaves):
+            return False
+        known_hooks = all(
+            isinstance(hook, TrueView) or hook == self.leaves.unscale
+            for leaf in leaves
+            for hook in (leaf._backward_hooks or {}).values()
+        )
+        return known_hooks and isinstance(self._scale.value, Dynamic) and not is_capturing()
+
+    def _until_finite(
+        self,
+        one_pass: Callable[[float, bool], PassGradients | None],
+        leaves: Sequence[torch.Tensor],
+        inputs: Any,
+        factor: float,
+        number: int,
+        makes_graph: bool,
+    ) -> PassGradients | None:
+        """Run a pass, at lower scales until its gradients are finite; what leaves hold is added afterwards.
+
+        If they are not finite at a scale of 1 either, they stay so, as in FP32, and the scale falls once.
+        """
+        holders = [*leaves, *self._kept_in_graph(inputs)]
+        aside = [(tensor, gradient_of(tensor)) for tensor in holders]
+
+        def gradients_at(scale: float) -> PassGradients:
+            for tensor in holders:
+                tensor.grad = None
+            return one_pass(scale, True) or gradients_left_in(leaves)
+
+        try:
+            left = gradients_at(factor)
+            if not left.wait_if_finite() and factor > 1.0:
+                left = gradients_at(1.0)
+                if left.wait_if_finite():
+                    left = self._lowered(gradients_at, number)
+        finally:
+            self.leaves.put_together(aside, makes_graph=makes_graph)
+        accumulated = any(before is not None for _, before in aside)
+        return None if accumulated else left
+
+    def _lowered(self, gradients_at: Callable[[float], PassGradients], number: int) -> PassGradients:
+        """Lower the scale until a pass is finite, which it is at a scale of 1."""
+        value = self._scale.value
+        while True:
+            lower = value.after_step(overflow=True)
+            if lower == value or lower.scale <= 1.0:
+                break  # it falls no further, or a scale of 1 is known to do
+            falls = lower.scale < value.scale
+            value = lower
+            if falls:
+                left = gradients_at(value.scale)
+                if left.wait_if_finite():
+                    self._scale.lower_to(value, number)
+                    return left
+        self._scale.lower_to(lower, number)
+        return gradients_at(1.0)
+
+    def _free_graph(self, roots: Sequence[torch.Tensor], inputs: Any) -> None:
+        """Free what the graph saved for a pass that was run with ``retain_graph=True``.
+
+        A pass that receives no gradient visits the same nodes, computes nothing and frees them.
+        """
+        apply: Any = _NoGradient.apply
+        ends = [apply(root) for root in roots if root.grad_fn is not None]
+        self.frees_graph = True
+        try:
+            self._torch_backward(ends, [torch.zeros_like(end) for end in ends], inputs=inputs)
+        finally:
+            self.frees_graph = False
 
     def _nested_pass(self, run: Callable[[], None], nodes: Sequence[Any], factor: float) -> None:
         """Run a pass that a node of an outer pass begins; the end of that checks its gradients too."""
@@ -248,30 +346,40 @@ class Backward:
             self._retained.append(weakref.ref(tensor))
         original(tensor)
 
-    @contextmanager
-    def _retained_unscaled(self, inputs: Any, factor: float) -> Iterator[list[torch.Tensor]]:
-        """Unscale gradients of the tensors that keep theirs; what these held before is added afterwards."""
+    def _kept_in_graph(self, inputs: Any) -> list[torch.Tensor]:
+        """Return the tensors in the middle of a graph that keep their gradients in a pass."""
         self._retained = [kept for kept in self._retained if kept() is not None]
         named = [t for t in _as_tuple(inputs) if isinstance(t, torch.Tensor)] if inputs is not None else []
         kept = {id(t): t for ref in self._retained if (t := ref()) is not None}
         kept |= {id(t): t for t in named if t.grad_fn is not None}
-        earlier = [(tensor, _gradient_of(tensor)) for tensor in kept.values()]
+        return list(kept.values())
+
+    @contextmanager
+    def _retained_unscaled(self, inputs: Any, factor: float) -> Iterator[list[torch.Tensor]]:
+        """Unscale gradients of the tensors that keep theirs; what these held before is added afterwards."""
+        kept = self._kept_in_graph(inputs)
+        earlier = [(tensor, gradient_of(tensor)) for tensor in kept]
         for tensor, _ in earlier:
             tensor.grad = None
         try:
-            yield list(kept.values())
+            yield kept
         finally:
             for tensor, before in earlier:
-                scaled = _gradient_of(tensor)
+                scaled = gradient_of(tensor)
                 true = None if scaled is None else true_gradient(scaled, factor)
                 tensor.grad = before if true is None else true if before is None else before + true
 
 
-def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ``tensor.grad`` without torch's warning about tensors in the middle of a graph."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return tensor.grad
+class _NoGradient(torch.autograd.Function):
+    """Passes on no gradient: the nodes below it are visited and compute nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor) -> torch.Tensor:
+        return root.view_as(root)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
 
 
 def _as_tuple(tensors: Any) -> tuple[Any, ...]:
@@ -329,6 +437,8 @@ class TrueView:
 
     def __call__(self, *args: Any) -> Any:
         backward = Backward.in_force
+        if backward is not None and backward.frees_graph:
+            return None  # a pass without gradients
         factor = None if backward is None else backward.factor_at_hook(self.at_leaf)
         if factor is None:
             return self.hook(*args)

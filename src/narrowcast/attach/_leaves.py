@@ -10,6 +10,7 @@ import functools
 import operator
 import sys
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,6 +50,7 @@ _NBYTES = attrgetter("nbytes")
 _HOOKS = attrgetter("_backward_hooks")
 _POST_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _NONE = {type(None)}
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 @dataclass(slots=True)
@@ -81,6 +83,11 @@ class PassGradients:
         on_host = all(found_inf.device.type == "cpu" for found_inf in self.check)
         return not any(map(bool, self.check)) if on_host else None
 
+    def wait_if_finite(self) -> bool:
+        """Return whether all are finite; waits for the device."""
+        flags = self.check.read() if isinstance(self.check, NonfiniteFlags) else map(bool, self.check)
+        return not any(flags)
+
 
 @dataclass(slots=True)
 class _Unread:
@@ -88,6 +95,7 @@ class _Unread:
 
     Attributes:
         backward: number of the pass.
+        factor: its loss scale.
         site: the line of the script that called it.
         loss: its loss, and the version of that; None unless it is one number.
         leaves: those that hold a gradient.
@@ -97,6 +105,7 @@ class _Unread:
     """
 
     backward: int
+    factor: float
     site: str
     loss: tuple[torch.Tensor, int] | None
     leaves: list[weakref.ref[torch.Tensor]]
@@ -142,11 +151,13 @@ class _Overflow:
 
     Attributes:
         backward: number of the first backward pass that left such a gradient.
+        site: the line of the script that called it.
         skipped: whether an optimizer skipped a step because of it.
     """
 
     leaf: weakref.ref[torch.Tensor]
     backward: int
+    site: str
     skipped: bool = False
 
 
@@ -223,13 +234,13 @@ class Leaves:
                 if not self.is_hooked(leaf):
                     # In this order a Ctrl-C between the two leaves no hook that nobody removes.
                     self._hooks[id(leaf)] = _Hook(weakref.ref(leaf))
-                    register_hook_first(leaf, self._unscale)
+                    register_hook_first(leaf, self.unscale)
 
     def is_hooked(self, leaf: torch.Tensor) -> bool:
         hooks = leaf._backward_hooks
-        return hooks is not None and self._unscale in hooks.values()
+        return hooks is not None and self.unscale in hooks.values()
 
-    def _unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Divide a gradient by the scale of the running pass: the hook of each leaf."""
         factor = self.factors.get(graph_task_id())
         # torch.autograd.grad(allow_unused=True) calls hooks of leaves that the pass does not reach with None.
@@ -326,10 +337,10 @@ class Leaves:
     def _are_unseen(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Return whether nothing sees gradients of ``leaves`` before the pass ends, and none has one yet."""
         # Libraries that average gradients over processes may read each as it arrives.
-        if "horovod" in sys.modules or (dist.is_available() and dist.is_initialized()):
+        if _averages_over_processes():
             return False
         # torch calls the methods of a subclass.
-        plain = {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, leaves))
+        plain = _PLAIN.issuperset(map(type, leaves))
         if not plain or not _NONE.issuperset(map(type, map(_GRADIENT, leaves))):
             return False
         if any(map(_POST_HOOKS, leaves)):
@@ -357,6 +368,7 @@ class Leaves:
         self,
         leaves: Sequence[torch.Tensor],
         backward: int,
+        factor: float,
         loss: torch.Tensor | None,
         site: str,
         left: PassGradients | None,
@@ -366,15 +378,14 @@ class Leaves:
         Args:
             leaves: all that the pass reached.
             backward: number of the pass.
+            factor: its loss scale.
             loss: its loss, if that is one number.
             site: the line of the script that called it.
             left: what was unscaled together; None: gradients were unscaled as they arrived.
         """
         self._watch_parameters_without_optimizer(leaves)
         if left is None:
-            holders = [leaf for leaf in leaves if leaf.grad is not None]
-            gradients = list(map(_GRADIENT, holders))
-            left = PassGradients(holders, gradients, nonfinite_flags(gradients))
+            left = gradients_left_in(leaves)
         versions = list(map(_VERSION, left.gradients))
         self._checked = (left.gradients, versions)
 
@@ -383,6 +394,7 @@ class Leaves:
             return
         unread = _Unread(
             backward=backward,
+            factor=factor,
             site=site,
             loss=None if loss is None else (loss.detach(), loss._version),
             leaves=list(map(weakref.ref, left.leaves)),
@@ -431,6 +443,11 @@ class Leaves:
                 return site
         return None
 
+    def latest_overflow(self, parameters: Iterable[torch.Tensor]) -> int | None:
+        """Return the number of the latest pass that left an overflow in these; None: none did."""
+        overflows = map(self._overflow_of, parameters)
+        return max((overflow.backward for overflow in overflows if overflow is not None), default=None)
+
     def skipped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record that an optimizer skipped its step on these gradients, which are still there."""
         for parameter in parameters:
@@ -453,13 +470,16 @@ class Leaves:
             unread, self._unread = self._unread, []
             for one in unread:
                 overflowed = one.leaves_that_overflowed()
-                if overflowed:
-                    self.forget_gradients()
-                if overflowed and not one.loss_was_finite():
+                if not overflowed:
+                    continue
+                self.forget_gradients()
+                if one.loss_was_finite():
+                    self._scale.overflowed(one.backward, one.factor)
+                else:
                     self._bad_loss = (one.backward, one.site)
                 for leaf in overflowed:
                     if self._overflow_of(leaf) is None:
-                        self._overflows[id(leaf)] = _Overflow(weakref.ref(leaf), one.backward)
+                        self._overflows[id(leaf)] = _Overflow(weakref.ref(leaf), one.backward, one.site)
             self._forget_what_is_gone()
 
     def _forget_what_is_gone(self) -> None:
@@ -498,11 +518,48 @@ class Leaves:
             loss_was_finite = overflow.backward != self._bad_loss[0]
             if loss_was_finite and not bool(torch.isfinite(leaf.detach()).all()):
                 raise UnsupportedError(_OVERFLOW_BY_HAND.format(shape=tuple(leaf.shape)))
-            self._recorder.note(
-                "the script dropped gradients that had overflowed; the loss scale was lowered"
-            )
+            self._recorder.note(_UNUSED.format(overflow.site), at_once=True)
             self._scale.discarded(overflow.backward)
         del self._overflows[id(leaf)]
+
+    def note_unused(self) -> None:
+        """Note, at the end, overflows that no optimizer has met and that the script has not dropped."""
+        self.read()
+        for overflow in self._overflows.values():
+            if not overflow.skipped and overflow.leaf() is not None:
+                self._recorder.note(_UNUSED.format(overflow.site))
+
+    # ---- gradients that are set aside while a pass may run again
+
+    def may_run_again(self, leaves: Sequence[torch.Tensor], *, retained: bool) -> bool:
+        """Return whether a pass may be run again if its gradients overflow, as far as leaves are concerned.
+
+        Until the first step of an optimizer; later only if the script itself retains the graph.
+        """
+        if self._an_optimizer_steps and not retained:
+            return False
+        if threading.current_thread() is not threading.main_thread() or self._passes_elsewhere:
+            return False
+        # Other processes do not run it again.
+        if _averages_over_processes() or not _PLAIN.issuperset(map(type, leaves)):
+            return False
+        return not any(map(_POST_HOOKS, leaves))
+
+    def put_together(
+        self, aside: Sequence[tuple[torch.Tensor, torch.Tensor | None]], *, makes_graph: bool
+    ) -> None:
+        """Add what a pass left to the gradients that were set aside, as the autograd engine adds them."""
+        for tensor, before in aside:
+            new = gradient_of(tensor)
+            if before is None:
+                continue
+            if new is None:
+                tensor.grad = before
+            elif makes_graph or (before.layout is not torch.strided and new.layout is torch.strided):
+                tensor.grad = before + new
+            else:
+                with torch.no_grad():
+                    tensor.grad = before.add_(new)
 
     # ---- updates by hand
 
@@ -590,13 +647,31 @@ class Leaves:
         for hook in self._hooks.values():
             leaf = hook.leaf()
             if leaf is not None and leaf._backward_hooks:
-                ours = [key for key, function in leaf._backward_hooks.items() if function == self._unscale]
+                ours = [key for key, function in leaf._backward_hooks.items() if function == self.unscale]
                 for key in ours:
                     del leaf._backward_hooks[key]
         for table in (self._hooks, self._overflows, self._watched, self._in_optimizers):
             table.clear()
         self._unread.clear()
         self.forget_gradients()
+
+
+def gradients_left_in(leaves: Iterable[torch.Tensor]) -> PassGradients:
+    """Return the gradients of ``leaves``, and check them."""
+    holders = [leaf for leaf in leaves if leaf.grad is not None]
+    gradients = list(map(_GRADIENT, holders))
+    return PassGradients(holders, gradients, nonfinite_flags(gradients))
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return ``tensor.grad`` without torch's warning about tensors in the middle of a graph."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tensor.grad
+
+
+def _averages_over_processes() -> bool:
+    return "horovod" in sys.modules or (dist.is_available() and dist.is_initialized())
 
 
 def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
@@ -635,16 +710,21 @@ def leaf_sample(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return values[:: max(1, values.numel() // _SAMPLES)].clone()
 
 
+_UNUSED = (
+    "gradients of the backward pass at {} were not finite, and no optimizer used them. What the script "
+    "computed from them, if anything, may be wrong: narrowcast compare --policy bf16 SCRIPT sets bf16 beside "
+    "FP32"
+)
 _BY_HAND = (
     "a tensor of shape {shape} was updated by hand: it changed after a backward pass, and no "
     "torch.optim.Optimizer has it. In fp16 a step whose gradients overflow must be skipped, and only "
-    "Optimizer.step can be. Use --policy bf16, which needs no skipping, or put the update into a "
+    "Optimizer.step can be. Use --policy bf16, which scales no loss, or put the update into a "
     "torch.optim.Optimizer."
 )
 _OVERFLOW_BY_HAND = (
     "a tensor of shape {shape} was updated by hand with a gradient that had overflowed: it holds NaN or "
     "infinity now. In fp16 a step whose gradients overflow must be skipped, and only Optimizer.step can be "
-    "(SAM's first step is an update by hand too). Use --policy bf16, which needs no skipping."
+    "(SAM's first step is an update by hand too). Use --policy bf16, which scales no loss."
 )
 _OF_FUNCTION = (
     "the backward of {} sees gradients times the loss scale; that is right where it is linear in them (no "

@@ -95,6 +95,7 @@ class Regions:
 
         self._dtype_while_traced = dtype_while_traced
         self.in_fp32 = False
+        self.checkpoints = False  # a part of a model is computed again in a backward pass
         self._inputs: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque(maxlen=8)  # of the latest calls
         self._region_on: dict[str, PolicyRegion] = {}
         self._training_calls = 0  # outermost ones with gradients, in a low format
@@ -135,6 +136,11 @@ class Regions:
             for module, title in reversed(list(self._called.items()))
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
+
+    @property
+    def in_low_format(self) -> bool:
+        """Whether regions are opened, on any device."""
+        return bool(self._region_on) and not self.in_fp32
 
     @property
     def called_a_module(self) -> bool:
@@ -375,6 +381,7 @@ class Regions:
         """
         if torch.compiler.is_dynamo_compiling():
             return original(function, *args, **kwargs)
+        self.checkpoints = True
         depth = self._thread.depth
         first_inputs: set[int] | None = None
 

@@ -94,10 +94,14 @@ class RunningScale:
 
     Backwards are numbered. Several optimizers may step on the gradients of one backward: it counts once
     as good and backs the scale off once, as ``torch.amp.GradScaler.update`` does once an iteration.
+
+    Attributes:
+        of_gradients: the scale of the latest backward; ``value`` may have fallen since.
     """
 
     def __init__(self, value: LossScale) -> None:
         self.value = value
+        self.of_gradients = value.scale
         self.backward = 0
         self._moved_for = 0
         self._backed_off_for = 0
@@ -112,6 +116,7 @@ class RunningScale:
         """Return the number of the outermost backward that begins now."""
         with self._lock:
             self.backward += 1
+            self.of_gradients = self.value.scale
             return self.backward
 
     def discarded(self, backward: int) -> None:
@@ -120,6 +125,24 @@ class RunningScale:
             if self._backed_off_for < backward:
                 self.value = self.value.after_step(overflow=True)
                 self._backed_off_for = self._moved_for = backward
+
+    def overflowed(self, backward: int, factor: float) -> None:
+        """Back off because ``backward``, which ran at the scale ``factor``, left gradients that overflowed.
+
+        Passes that ran at one scale lower it once together: on a GPU they are read late.
+        """
+        with self._lock:
+            if self.value.scale >= factor:
+                self.value = self.value.after_step(overflow=True)
+            self._backed_off_for = max(self._backed_off_for, backward)
+            self._moved_for = max(self._moved_for, backward)
+
+    def lower_to(self, value: LossScale, backward: int) -> None:
+        """Continue with the scale at which ``backward``, run again, left finite gradients."""
+        with self._lock:
+            self.value = value
+            self.of_gradients = value.scale
+            self._backed_off_for = self._moved_for = backward
 
     def after_step(self, *, overflow: bool) -> None:
         """Move the scale after an optimizer used the gradients of the latest backward, or skipped them."""

@@ -15,12 +15,18 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from narrowcast.attach._leaves import Leaves, leaf_sample
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import Call, Nesting, Patches, Run
-from narrowcast.errors import ScaleCollapseError, UnsupportedError, few
+from narrowcast.attach._unread_steps import UnreadStep, UnreadSteps, must_wait
+from narrowcast.errors import NarrowcastError, ScaleCollapseError, UnsupportedError, few
 from narrowcast.gradients import (
     SkipsInARow,
     SkipStep,
+    check_gradients,
     closure_of,
     collapse_message,
+    is_capturing,
+    is_torchs_own,
+    known_to_be_finite,
+    needs_closure,
     parameters_of,
     step_or_restore,
     untraced,
@@ -32,10 +38,21 @@ PATIENCE = 25
 """Skipped steps of one optimizer in a row after which the loss scale is not the cause."""
 
 _WARN_AT = 20
+_TOLD_SKIPS = 5  # of one optimizer where no loss is scaled; the others are counted
 _MEASURED = 10  # steps in which updates of low weights are counted
 _LOW_WEIGHTS = (
     "{} trains weights that are stored in {}, without fp32 masters: small updates are rounded away. Load the "
     "model in fp32 (dtype=torch.float32); run computes in the low format all the same"
+)
+
+_MOVED = (
+    "a step of {} moved parameters before it evaluated its closure for the last time, whose gradients are "
+    "not finite, and its first step did not: it can be neither skipped nor undone. Use --policy fp32"
+)
+_USED = (
+    "step {}, of {}, used gradients of {} that are not finite, and they hold NaN or infinity now. On a GPU "
+    "only the step of a fused optimizer can be skipped without waiting for the device: make it with "
+    "fused=True. narrowcast run --policy fp32 SCRIPT shows whether FP32 has such gradients too"
 )
 
 
@@ -62,14 +79,21 @@ class _Record:
         low_weights: None if none of its weights is stored in a low format without a master.
         number: in the order of first steps, from 0; None before the first.
         taken: steps taken.
+        skips: steps skipped.
         skips_in_a_row: steps skipped since the last one taken.
+        evaluates_again: whether its steps evaluate their closure several times, as those of LBFGS do.
+        moves_first: whether a step moves parameters before the last evaluation of its closure; None: a step
+            must show it.
     """
 
     name: str
     low_weights: _LowWeights | None
     number: int | None = None
     taken: int = 0
+    skips: int = 0
     skips_in_a_row: int = 0
+    evaluates_again: bool = False
+    moves_first: bool | None = None
 
 
 class Steps:
@@ -92,6 +116,7 @@ class Steps:
         self._all_records: list[_Record] = []  # also of optimizers that are gone
         self._numbers = itertools.count()
         self._skips = SkipsInARow(PATIENCE)
+        self._unread = UnreadSteps()
         self._installed = False
 
     def install(self, patches: Patches) -> None:
@@ -180,22 +205,103 @@ class Steps:
         closure = closure_of(args, kwargs)
         if self._nesting.depth == 1 and self._observer.holds_back(optimizer):
             return self._hold_back(optimizer, closure)
+        self._read_flags()
         if closure is not None:  # which may make the first call of a model, and so open the first region
             self._regions.expect_on(p.device.type for p in parameters_of(optimizer))
-        if not self._scale.active:
-            result = self._call(hooked, optimizer, args, kwargs)
-            self._saw_step(optimizer, skipped=False)
-            return result
-        self._leaves.step_begins(optimizer)
-        if closure is None:
-            bad = self._leaves.nonfinite_among(parameters_of(optimizer))
-            result = None if bad else self._call(hooked, optimizer, args, kwargs)
-        else:
-            step, evaluate = functools.partial(hooked, optimizer), self._checked(closure, optimizer)
-            result, skip = step_or_restore(optimizer, step, args, kwargs, evaluate)
-            bad = [] if skip is None else skip.nonfinite
-        self._ended(optimizer, bad)
+        if self._scale.active:
+            self._leaves.step_begins(optimizer)
+        try:
+            if closure is None:
+                bad = self._nonfinite(optimizer)
+                result = None if bad else self._call(hooked, optimizer, args, kwargs)
+            else:
+                result, bad = self._step_with_closure(hooked, optimizer, args, kwargs, closure)
+        finally:
+            number = self._recorder.steps + self._recorder.skipped_steps + 1
+            unread = self._unread.end(optimizer, number, counts=self._nesting.depth == 1)
+        self._ended(optimizer, bad, unread=unread)
         return result
+
+    def _nonfinite(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Return the parameters whose gradient is not finite; a step that uses them must be skipped.
+
+        Without a loss scale a GPU is not waited for: the optimizer gets the flag, or the next step reads it.
+        """
+        if self._scale.active:
+            return self._leaves.nonfinite_among(parameters_of(optimizer))
+        if not self._regions.in_low_format or known_to_be_finite(optimizer) or not _can_check(optimizer):
+            return []
+        check = check_gradients(optimizer)
+        found = check.overflowed
+        if found is None and (must_wait(optimizer) or self._record_of(optimizer).evaluates_again):
+            found = bool(check.found_inf)
+        if found is None:
+            self._unread.begin(optimizer, check)
+        if not found:
+            return []
+        flags = check.nonfinite().read()
+        bad = [p for p, flag in zip(check.gradients.parameters, flags, strict=True) if flag]
+        return bad or check.gradients.parameters  # another rank's
+
+    def _step_with_closure(
+        self, hooked: Call, optimizer: Optimizer, args: Any, kwargs: Any, closure: Call
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Step with a closure; return what the step returned, and the parameters for which it was skipped.
+
+        A closure is evaluated as often as the optimizer does it. LBFGS alone, whose step would lose many
+        evaluations, gets another one at a lower loss scale where one overflowed.
+        """
+        record = self._record_of(optimizer)
+        before = list(map(leaf_sample, parameters_of(optimizer))) if record.moves_first is None else None
+        evaluations = 0
+        moved = False
+        own_skip: SkipStep | None = None
+
+        @functools.wraps(closure)
+        def evaluate() -> Any:
+            nonlocal evaluations, moved, own_skip
+            evaluations += 1
+            if evaluations > 1 and record.moves_first is False:
+                record.moves_first = moved = True
+            elif before is not None and not moved:
+                moved = evaluations > 1 or _differ(before, parameters_of(optimizer))
+            loss, bad = self._evaluated(closure, optimizer, record)
+            if bad:
+                own_skip = SkipStep(loss, bad)
+                raise own_skip
+            return loss
+
+        step = functools.partial(hooked, optimizer)
+        moves_first = record.moves_first is not False
+        result, skip = step_or_restore(optimizer, step, args, kwargs, evaluate, moves_first=moves_first)
+        if skip is not None and moved and not moves_first:
+            raise UnsupportedError(_MOVED.format(record.name))
+        if skip is not own_skip:
+            assert skip is not None
+            raise skip  # of an optimizer whose step has called this one's
+        if before is not None and evaluations and skip is None:
+            record.moves_first = moved
+        return result, [] if skip is None else skip.nonfinite
+
+    def _evaluated(
+        self, closure: Call, optimizer: Optimizer, record: _Record
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Evaluate a closure; of LBFGS again, at a lower loss scale, while its gradients overflow."""
+        for _ in range(PATIENCE):
+            scale = self._scale.value
+            loss = closure()
+            bad = self._nonfinite(optimizer)
+            if not bad or not record.evaluates_again:
+                break
+            if isinstance(loss, torch.Tensor) and not bool(torch.isfinite(loss.detach()).all()):
+                break  # no loss scale changes that
+            self._scale.after_step(overflow=True)
+            if self._scale.value == scale:
+                break  # a fixed scale, or none
+            self._leaves.skipped(bad)  # not dropped by the script
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
+        return loss, bad
 
     def _call(self, hooked: Call, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Step; in a few steps, count the updates of low weights that rounding swallows."""
@@ -225,6 +331,10 @@ class Steps:
             stored = few([*map(format_name, low)])
             self._recorder.note(_LOW_WEIGHTS.format(name, stored), at_once=True)
         record = self._records[optimizer] = _Record(name, low_weights)
+        record.evaluates_again = needs_closure(optimizer)
+        if record.evaluates_again or is_torchs_own(optimizer):
+            # All others of torch evaluate their closure once, and first.
+            record.moves_first = record.evaluates_again
         self._all_records.append(record)
         return record
 
@@ -239,48 +349,85 @@ class Steps:
         self._ended(optimizer, bad)
         return loss
 
-    def _saw_step(self, optimizer: Optimizer, *, skipped: bool) -> None:
+    def _saw_step(self, optimizer: Optimizer, *, skipped: bool, unread: bool) -> None:
+        """Record a step; whether it was skipped is not known yet if its flag is ``unread``."""
         if self._nesting.depth != 1:
             return
         record = self._record_of(optimizer)
         if record.number is None:
             record.number = next(self._numbers)
-        scale = self._scale.value.scale if self._scale.active else None
+        scale = self._scale.of_gradients if self._scale.active else None
         self._recorder.saw_step(optimizer=record.number, skipped=skipped, scale=scale)
+        if not unread:
+            self._count(record, skipped=skipped)
+
+    def _count(self, record: _Record, *, skipped: bool) -> None:
         if not skipped:
             record.taken += 1
             record.skips_in_a_row = 0
             return
+        record.skips += 1
         record.skips_in_a_row += 1
         if record.skips_in_a_row == _WARN_AT:
+            scale = self._scale.value.scale
+            at_scale = f", now at a loss scale of {scale:g}" if self._scale.active else ""
             self._recorder.note(
                 f"{_WARN_AT} steps of {record.name} in a row were skipped: nothing is trained while that "
-                f"lasts, as gradients are not finite, now at a loss scale of {scale:g}",
+                f"lasts, as gradients are not finite{at_scale}",
                 at_once=True,
             )
 
     def note_what_was_lost(self) -> None:
         """Note each optimizer that took no step, though another may have, and updates that rounding lost."""
+        try:
+            self._read_flags()
+        except NarrowcastError as error:  # too late to stop the script
+            self._recorder.note(str(error))
+        if self._scale.active:
+            self._leaves.note_unused()
         for record in self._all_records:
             counts = record.low_weights
             if counts is not None and 0 < counts.steps < _MEASURED:
                 self._recorder.note(counts.text())
         for record in self._all_records:
             if record.skips_in_a_row and not record.taken:
+                skips = record.skips_in_a_row
                 self._recorder.note(
-                    f"{record.name} took no step, so what it optimizes is untrained: all "
-                    f"{record.skips_in_a_row} were skipped, as gradients were not finite. Try --policy bf16, "
-                    "and fp32 to see whether it has them too"
+                    f"{record.name} took no step, so what it optimizes is untrained: all {skips} were "
+                    f"skipped, as gradients were not finite. {self._how_to_tell()}"
                 )
 
-    def _ended(self, optimizer: Optimizer, bad: list[torch.Tensor]) -> None:
+    def _how_to_tell(self) -> str:
+        """Return what to type to learn more of gradients that are not finite."""
+        in_fp32 = "narrowcast run --policy fp32 SCRIPT shows whether FP32 has them too"
+        if any(device["format"] == "bf16" for device in self._recorder.devices.values()):
+            return in_fp32
+        return f"{in_fp32}, and narrowcast compare --policy bf16 SCRIPT whether bf16 trains as FP32 does"
+
+    def _names_of(self, parameters: list[torch.Tensor]) -> list[str]:
+        names = self._regions.parameter_names()
+        return [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters]
+
+    def _ended(self, optimizer: Optimizer, bad: list[torch.Tensor], *, unread: bool = False) -> None:
         """Record a step that was taken, or skipped because the gradients of ``bad`` are not finite."""
-        self._saw_step(optimizer, skipped=bool(bad))
-        self._leaves.forget_gradients()
+        self._saw_step(optimizer, skipped=bool(bad), unread=unread)
+        if unread:
+            return
+        scaled = self._scale.active
+        if scaled:
+            self._leaves.forget_gradients()
         if not bad:
             self._skips.took(optimizer)
             self._scale.after_step(overflow=False)
             return
+        number = self._recorder.steps + self._recorder.skipped_steps
+        if scaled:
+            self._lower_the_scale(optimizer, bad)
+        else:
+            self._tell_of_skip(optimizer, bad, number)
+        self._count_skip(optimizer, bad, number)
+
+    def _lower_the_scale(self, optimizer: Optimizer, bad: list[torch.Tensor]) -> None:
         site = self._leaves.bad_loss(bad)
         if site is not None:  # the loss scale has no part in it
             kind = self._regions.bad_input()
@@ -291,38 +438,71 @@ class Steps:
                 at_once=True,
             )
         self._leaves.skipped(parameters_of(optimizer))
-        self._scale.after_step(overflow=True)
-        since = self._skips.skipped(optimizer, self._recorder.steps + self._recorder.skipped_steps)
+        # The scale fell when the overflow of a pass was read, and falls here for any other.
+        latest = self._leaves.latest_overflow(bad)
+        self._scale.discarded(self._scale.backward if latest is None else latest)
+
+    def _tell_of_skip(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int) -> None:
+        """Say which gradients were not finite in bf16, where a step is skipped for no other reason."""
+        record = self._record_of(optimizer)
+        if record.skips > _TOLD_SKIPS:
+            return
+        last = "; further ones are only counted" if record.skips == _TOLD_SKIPS else ""
+        self._recorder.note(
+            f"step {number}, of {record.name}, was skipped: the gradients of {few(self._names_of(bad), 5)} "
+            f"are not finite{last}",
+            at_once=True,
+        )
+
+    def _count_skip(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int) -> None:
+        """Raise ScaleCollapseError once too many steps in a row were skipped."""
+        since = self._skips.skipped(optimizer, number)
         if since is None:
             return
-        names = self._regions.parameter_names()
-        known = [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in bad]
-        advice = "try --policy bf16, and --policy fp32 to see whether it happens there too."
-        scale = self._scale.value.scale
-        raise ScaleCollapseError(collapse_message(optimizer, PATIENCE, since, known, scale, advice))
+        names, scale = self._names_of(bad), self._scale.value.scale
+        advice = f"{self._how_to_tell()}."
+        raise ScaleCollapseError(collapse_message(optimizer, PATIENCE, since, names, scale, advice))
 
-    def _checked(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        """Evaluate a closure again at a lower scale while its gradients overflow."""
+    def _read_flags(self) -> None:
+        """Record earlier steps on a GPU, of which it is known only now whether they were skipped."""
+        for step, found in self._unread.read():
+            optimizer = step.optimizer()
+            if optimizer is None:
+                continue
+            if found:
+                self._saw_late(step, optimizer)
+            else:
+                self._skips.took(optimizer)
+            if step.counts:
+                self._count(self._record_of(optimizer), skipped=found and step.skips)
+            if found and step.skips:
+                self._tell_of_skip(optimizer, step.bad(), step.number)
+                self._count_skip(optimizer, step.bad(), step.number)
 
-        @functools.wraps(closure)
-        def evaluate() -> Any:
-            for _ in range(PATIENCE):
-                loss = closure()
-                bad = self._leaves.nonfinite_among(parameters_of(optimizer))
-                if not bad:
-                    return loss
-                if isinstance(loss, torch.Tensor) and not bool(torch.isfinite(loss.detach()).all()):
-                    break  # the forward pass overflowed: no loss scale changes that
-                scale = self._scale.value
-                self._scale.after_step(overflow=True)
-                if self._scale.value == scale:
-                    break  # a fixed scale
-                self._leaves.skipped(bad)  # not dropped by the script
-                for parameter in parameters_of(optimizer):
-                    parameter.grad = None
-            raise SkipStep(loss, bad)
+    def _saw_late(self, step: UnreadStep, optimizer: Optimizer) -> None:
+        """Correct the count of a step that was skipped; refuse to go on after one that was not."""
+        if step.skips and step.counts:
+            self._recorder.steps -= 1
+            self._recorder.skipped_steps += 1
+        bad = step.bad()
+        if not step.skips and not all(bool(torch.isfinite(p.detach()).all()) for p in bad):
+            names = few(self._names_of(bad), 5)
+            raise UnsupportedError(_USED.format(step.number, type(optimizer).__name__, names))
 
-        return evaluate
+
+def _can_check(optimizer: Optimizer) -> bool:
+    """Return whether the check knows these gradients; a CUDA graph records no check."""
+    devices = {p.device.type for group in optimizer.param_groups for p in group["params"][:1]}
+    return devices <= {"cpu", "cuda"} and not is_capturing()
+
+
+def _differ(before: list[torch.Tensor | None], parameters: list[torch.Tensor]) -> bool:
+    """Return whether values of parameters differ from samples of them."""
+    for sample, parameter in zip(before, parameters, strict=True):
+        now = leaf_sample(parameter)
+        if sample is not None and now is not None and not torch.equal(sample, now):
+            return True
+    return False
 
 
 def _subclasses(kind: type) -> Iterator[type]:

@@ -1,6 +1,6 @@
 """Gradients: scaled, unscaled, checked, clipped, and stepped on if they are finite."""
 
-from narrowcast.gradients._check import unscale_by
+from narrowcast.gradients._check import GradientCheck, check_gradients, known_to_be_finite, unscale_by
 from narrowcast.gradients._optimizer_gradients import (
     NonfiniteFlags,
     check_apart,
@@ -11,6 +11,7 @@ from narrowcast.gradients._optimizer_gradients import (
 from narrowcast.gradients._scaler import GradScaler
 from narrowcast.gradients._scales import multiplied
 from narrowcast.gradients._steps import (
+    HostCopies,
     SkipsInARow,
     SkipStep,
     StepResult,
@@ -23,12 +24,15 @@ from narrowcast.gradients._torch_internals import (
     ASKED_BY_SCALERS,
     by_device_and_dtype,
     is_capturing,
+    is_torchs_own,
     leaf_of,
     mark_as_stepped,
     multiply_and_check,
     needs_closure,
     nodes_below,
+    starts_momentum,
     steps_twice,
+    takes_grad_scale,
     untraced,
 )
 
@@ -36,15 +40,20 @@ __all__ = [
     "ACCUMULATE_GRAD",
     "ASKED_BY_SCALERS",
     "GradScaler",
+    "GradientCheck",
+    "HostCopies",
     "NonfiniteFlags",
     "SkipStep",
     "SkipsInARow",
     "StepResult",
     "by_device_and_dtype",
     "check_apart",
+    "check_gradients",
     "closure_of",
     "collapse_message",
     "is_capturing",
+    "is_torchs_own",
+    "known_to_be_finite",
     "leaf_of",
     "lost_eps",
     "mark_as_stepped",
@@ -54,8 +63,10 @@ __all__ = [
     "nodes_below",
     "nonfinite_flags",
     "parameters_of",
+    "starts_momentum",
     "step_or_restore",
     "steps_twice",
+    "takes_grad_scale",
     "unscale_by",
     "untraced",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -27,9 +28,11 @@ from narrowcast.gradients._optimizer_gradients import (
     NonfiniteFlags,
     OptimizerGradients,
     gradients_of,
+    parameters_of,
 )
 
 _GRAD, _VERSION, _NBYTES = attrgetter("grad"), attrgetter("_version"), attrgetter("nbytes")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _SAME = 1e-3  # norms of copies agree to rounding; norms of different gradients do not
 _LARGEST_DIVISOR = 2.0**127  # of a deferred division; the inverse of infinity would be 0
@@ -218,6 +221,42 @@ def unscale_by(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
     gradients = gradients_of(optimizer, allow_fp16=True)
     check = check_finite if scale == 1.0 else unscale
     return check(gradients, scaled_by(scale, gradients)).found_inf
+
+
+def known_to_be_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``optimizer`` has plain gradients on the CPU, all of them finite; changes none of them.
+
+    For a step in which mostly nothing is wrong: half the time of ``check_gradients``, which says more.
+    """
+    gradients = list(map(_GRAD, parameters_of(optimizer)))
+    kinds = set(map(type, gradients))
+    if type(None) in kinds:
+        kinds.remove(type(None))
+        gradients = [gradient for gradient in gradients if gradient is not None]
+    if kinds != {torch.Tensor}:
+        return not kinds
+    if gradients[0].device.type != "cpu" or any(map(_REQUIRES_GRAD, gradients)):
+        return False
+    found = torch.zeros((), device="cpu")
+    with suppress(RuntimeError):  # it takes neither sparse nor expanded gradients, nor those on other devices
+        _torch_internals.multiply_and_check(gradients, found, torch.ones((), device="cpu"))
+        return not found
+    return False
+
+
+def check_gradients(optimizer: torch.optim.Optimizer) -> GradientCheck:
+    """Check the gradients that ``optimizer`` would use now, and change none; no host sync on a GPU."""
+    gradients = gradients_of(optimizer, allow_fp16=True)
+    scaling = scaled_by(1.0, gradients)
+    # Those of ``backward(create_graph=True)`` are in a graph, which a kernel that writes to them would spoil.
+    if not any(map(_REQUIRES_GRAD, gradients.values)):
+        with suppress(RuntimeError):  # the kernel writes to no expanded tensor, which optimizers may read
+            return check_finite(gradients, scaling)
+    with torch.no_grad():
+        flags = gradients.flags()
+        check = _decided(flags.any(scaling.factor.device), gradients, scaling)
+    check.flags = flags
+    return check
 
 
 def scaled_by(scale: float, gradients: OptimizerGradients) -> Scaling:

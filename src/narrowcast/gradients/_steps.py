@@ -220,8 +220,7 @@ def collapse_message(
     did_not_help = f", and a loss scale of {scale:g} did not help" if scale != 1.0 else ""
     return (
         f"{patience} steps of {type(optimizer).__name__} in a row were skipped, since step {since}: the "
-        f"gradients of {of_whom} are not finite{did_not_help}. The values overflow in the forward pass, or "
-        f"the loss itself is not finite: {advice}"
+        f"gradients of {of_whom} are not finite{did_not_help}. {advice}"
     )
 
 
@@ -307,8 +306,8 @@ class Outcomes:
                     since,
                     result.nonfinite,
                     result.scale,
-                    f"look at the loss, {'try bf16, and ' * (result.scale != 1.0)}try fp32 to see whether it "
-                    "happens there too. nc.GradScaler(patience=None) never raises this",
+                    "Look at the loss, and at the same steps in fp32. nc.GradScaler(patience=None) never "
+                    "raises this",
                 )
             )
 
@@ -337,15 +336,18 @@ def step_or_restore(
     args: Any,
     kwargs: Any,
     evaluate: Callable[[], Any],
+    *,
+    moves_first: bool = True,
 ) -> tuple[Any, SkipStep | None]:
     """Call ``step`` with ``evaluate`` in place of its closure; undo it if ``evaluate`` raises ``SkipStep``.
 
-    Holds a copy of parameters and state meanwhile.
+    Holds a copy of parameters and state meanwhile. One that never moves parameters before its closure was
+    evaluated for the last time needs none: ``moves_first=False``.
 
     Returns:
         What ``step`` returned, or the loss of a skipped step; and the ``SkipStep``, None if none was raised.
     """
-    restore = _snapshot(optimizer)
+    restore = _snapshot(optimizer) if moves_first else None
     if callable(kwargs.get("closure")):
         kwargs = {**kwargs, "closure": evaluate}
     else:
@@ -353,7 +355,8 @@ def step_or_restore(
     try:
         return step(*args, **kwargs), None
     except SkipStep as skipped:
-        restore()
+        if restore is not None:
+            restore()
         return skipped.loss, skipped
 
 

@@ -294,7 +294,7 @@ class GradientProbe(Probe):
         if not self._counts:
             if self._first not in (None, optimizer):
                 return  # belongs to an iteration that began before updates were held back
-            self._facts.scale = self.attachment.loss_scale
+            self._facts.scale = self.attachment.scale_of_gradients
         batch = self._counts.get(optimizer, 0)
         if batch == 0:
             self._facts.random.append([])
@@ -329,7 +329,7 @@ class GradientProbe(Probe):
         elif optimizer in self._overflowed:
             self._overflowed.remove(optimizer)
             if not self._overflowed:
-                self._facts.good_scale = self.attachment.loss_scale
+                self._facts.good_scale = self.attachment.scale_of_gradients
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer, place: int, batch: int) -> None:
         """Save name, shape and gradient of each parameter."""
