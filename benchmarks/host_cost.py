@@ -379,8 +379,8 @@ class Turns:
 
 
 # The fewer steps a turn has, the less the machine changes between two turns. But run prepares itself in the
-# first steps after it was entered, and each turn enters it anew: after one step it still took a tenth more with
-# 200 layers. Short steps also need more of them until they find their code and data in the caches.
+# first steps after it was entered, and each turn enters it anew: after one step it still took a tenth more
+# with 200 layers. Short steps also need more of them until they find their code and data in the caches.
 LONG_STEPS, SHORT_STEPS = partial(Turns, 3, 2), partial(Turns, 4, 4)
 TURNS = {
     "transformer": LONG_STEPS(38.0),
