@@ -215,6 +215,7 @@ def test_an_interrupt_while_a_hook_is_registered_first_loses_none(hooks_left):
     assert order == ["first", "early", "late"]
 
 
+@pytest.mark.usefixtures("no_hooks_of_others")
 def test_an_interrupt_before_a_leaf_is_known_to_be_hooked_does_not_hook_it_twice():
     """A Ctrl-C right after the hook was registered; a hook that runs twice would divide twice."""
     register = _leaves.register_hook_first
