@@ -100,13 +100,15 @@ class Run:
             held = nc.weights.held_by(self.optimizer)
             if held is not None:
                 held.take_gradients()
-            self.scaler.step(self.optimizer)
+            skipped = self.scaler.step(self.optimizer).skipped
             self.scaler.update()
         else:
             loss.backward()
             self.optimizer.step()
+            skipped = False
         self.optimizer.zero_grad()
-        self.scheduler.step()
+        if not skipped:
+            self.scheduler.step()
 
     def ending(self):
         """Everything that training has changed, and what would be drawn next."""
