@@ -89,7 +89,8 @@ def test_two_steppers_of_one_model_take_one_policy():
             assert model(batches(1)[0]).dtype == FP32
     del stepper, first, second
     gc.collect()
-    nc.apply(model, "bf16").remove()
+    with nc.apply(model, "bf16"):
+        model(batches(1)[0])
 
 
 def norm_first() -> nn.Module:
