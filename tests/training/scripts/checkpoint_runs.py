@@ -100,8 +100,10 @@ class Run:
             held = nc.weights.held_by(self.optimizer)
             if held is not None:
                 held.take_gradients()
-            skipped = self.scaler.step(self.optimizer).skipped
+            scale = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
             self.scaler.update()
+            skipped = self.scaler.get_scale() < scale
         else:
             loss.backward()
             self.optimizer.step()
