@@ -62,7 +62,6 @@ class TwoScalers(RuleBasedStateMachine):
         self.fused = ["fused" in kind for kind in kinds]
         self.near = set()  # models whose gradients are torch's to CLIPPED only
         self.scaled = set()  # of these: models whose gradients are still scaled here
-        self.trained = set()  # models that had gradients
         self.updated = False  # since the last scale
 
     # ---- doing the same on both sides
@@ -103,7 +102,8 @@ class TwoScalers(RuleBasedStateMachine):
 
     def has_no_more(self, model):
         """Whether a model that had gradients before has none."""
-        return model in self.trained and all(p.grad is None for p in self.theirs.models[model])
+        trained = id(self.ours.optimizers[model]) in self.ours.scaler._iteration._trained
+        return trained and all(p.grad is None for p in self.theirs.models[model])
 
     # ---- gradients
 
@@ -255,9 +255,10 @@ class TwoScalers(RuleBasedStateMachine):
         done = self.both(lambda side: side.scaler.step(side.optimizers[model]))
         if done is None:
             put_state(optimizer, before)  # where torch raised from inside a fused step
+            if id(self.ours.optimizers[model]) not in self.ours.scaler._per_optimizer_states:
+                # A step that was refused for want of gradients is forgotten here.
+                self.theirs.scaler._per_optimizer_states.pop(id(optimizer), None)
             return
-        if any(p.grad is not None for p in self.theirs.models[model]):
-            self.trained.add(model)
         result, returned = done
         assert result.returned is returned is None
         states = self.theirs.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -341,9 +342,6 @@ class TwoScalers(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from([copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))]))
     def copy_the_scalers(self, how):
-        if self.between_iterations() == bool(self.ours.scaler._per_optimizer_states):
-            return  # a step that was refused, for want of gradients, is an iteration in torch and none here
-
         def run(side):
             side.scaler = how(side.scaler)
 
