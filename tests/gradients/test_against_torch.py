@@ -160,6 +160,8 @@ class TwoScalers(RuleBasedStateMachine):
     )
     def clip_norm(self, model, max_norm, order):
         model %= len(self.kinds)
+        if self.theirs.scaler._scale is None:  # backward did nothing in a new scaler
+            return
         if self.updated or self.has_no_more(model) or self.theirs.sparse[model] or self.stepped(model):
             return
         if self.stage(model) == "READY":
@@ -181,6 +183,8 @@ class TwoScalers(RuleBasedStateMachine):
     @rule(model=MODEL, value=st.sampled_from([0.0, 0.05, 10.0, math.inf]))
     def clip_value(self, model, value):
         model %= len(self.kinds)
+        if self.theirs.scaler._scale is None:  # backward did nothing in a new scaler
+            return
         if self.updated or self.has_no_more(model) or self.theirs.sparse[model] or self.stepped(model):
             return
         if self.stage(model) == "READY":
