@@ -91,7 +91,7 @@ def test_notes_of_attached_speak_of_its_arguments(monkeypatch):
 def test_a_rule_without_effect_names_what_would_have_one(asked, hint):
     with Attachment(policy(asked)) as attached:
         Classifier()(torch.ones(2, 8))
-    (found,) = attached.notes
+    (found,) = notes_of(attached)
     assert hint in found
     if asked.op == "cumsum" or asked.module == "model.tail":
         assert found.endswith(hint)
@@ -103,7 +103,7 @@ def test_what_the_note_on_mm_names_is_reached(op):
     model.forward = lambda x: nn.functional.linear(x, model.weight) @ model.weight
     with Attachment(policy(rule.op(op, compute="fp32"), rule.op("mm", compute="fp32"))) as attached:
         model(torch.ones(2, 8))
-    assert [note.partition(" was reached")[0] for note in attached.notes] == ["the rule for mm"]
+    assert [note.partition(" was reached")[0] for note in notes_of(attached)] == ["the rule for mm"]
 
 
 def policy(*rules):
