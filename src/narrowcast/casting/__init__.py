@@ -5,10 +5,9 @@
 ``compile`` is ``torch.compile`` of that; ``cast_floating`` casts the tensors in any nesting of containers.
 """
 
-from narrowcast.casting._apply import Applied, apply
+from narrowcast.casting._apply import Applied, ModelRegion, apply
 from narrowcast.casting._autocast import (
     LastingRegion,
-    PolicyRegion,
     ScopedRegion,
     active_scopes,
     autocast,
@@ -24,6 +23,7 @@ from narrowcast.casting._direct_results import (
     recomputed_while_traced,
 )
 from narrowcast.casting._kernels import NotesOfResults
+from narrowcast.casting._policy_region import PolicyRegion
 from narrowcast.casting._scopes import PROMOTING, rule_that_casts
 from narrowcast.casting._torch_internals import skipped_by_dynamo, traced_only_inline
 from narrowcast.casting._tree import (
@@ -42,6 +42,7 @@ __all__ = [
     "Applied",
     "DirectResults",
     "LastingRegion",
+    "ModelRegion",
     "NotesOfResults",
     "PolicyRegion",
     "ScopedRegion",

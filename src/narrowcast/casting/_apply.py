@@ -13,7 +13,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from narrowcast.casting._devices import device_types
 from narrowcast.casting._kernels import region_of
 from narrowcast.casting._module_calls import MOVES_AND_COPIES, ModuleCall, Shared, calls_on
+from narrowcast.casting._policy_region import PolicyRegion
 from narrowcast.casting._torch_internals import is_compiling_a_frame
 from narrowcast.casting._tree import (
     all_paths,
@@ -319,6 +320,43 @@ class _ModelCall(ModuleCall):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_inside": None, "_model": None}
+
+
+class ModelRegion(PolicyRegion):
+    """The region of a policy around the calls of a model, whose modules follow its rules inside.
+
+    Args:
+        policy: of the region.
+        formats: device type -> the region's dtype there.
+        say: as for ``PolicyRegion``.
+        model: the model; it may have the same policy by ``nc.apply`` already.
+        warns: whether a backward pass inside it warns.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        formats: Mapping[str, torch.dtype],
+        say: Callable[[str], None],
+        *,
+        model: torch.nn.Module,
+        warns: bool,
+    ) -> None:
+        super().__init__(policy, formats, say, warns=warns)
+        self._applied: Applied | None = None
+        if applied_to(model, policy) is not None:
+            return
+        # Last, so that an error leaves the model as it was.
+        if policy.names_modules:
+            how = "delete the nc.Stepper that holds the model first"
+            self._applied = Applied(model, policy, opens=False, how_to_end=how)
+        else:
+            refuse_in_torchscript(policy, model)
+
+    def remove(self) -> None:
+        """End the rules for the modules of the model."""
+        if self._applied is not None:
+            self._applied.remove()
 
 
 def compiled_rules(policy: Policy) -> RuledModules:

@@ -12,7 +12,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from narrowcast.casting import _apply, _regions, _scopes, _weight_casts
-from narrowcast.casting._kernels import Promotion, region_of, root_scope
+from narrowcast.casting._devices import check_device_type, check_dtype
+from narrowcast.casting._kernels import region_of, root_scope
 from narrowcast.casting._regions import traced_region
 from narrowcast.casting._scopes import scope_on, thread
 from narrowcast.casting._torch_internals import (
@@ -25,14 +26,12 @@ from narrowcast.casting._torch_internals import (
 )
 from narrowcast.casting._tree import cast_where
 from narrowcast.casting._weight_casts import drop_casts
-from narrowcast.errors import DeviceError, OrderError, PolicyError, UnsupportedError
-from narrowcast.machine import check_device
-from narrowcast.policy import FP8_RECIPES, PRESET_TABLE, Policy, Rule, Scope, as_policy, resolve
+from narrowcast.errors import OrderError, PolicyError, UnsupportedError
+from narrowcast.policy import FP8_RECIPES, Policy, Rule, Scope, as_policy, resolve
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class autocast:  # noqa: N801 (torch's spelling)
@@ -93,7 +92,7 @@ class autocast:  # noqa: N801 (torch's spelling)
         self._policy: Policy | None = None
         self._rules: Scope | None = None
         if policy is not None:
-            _check_device(device_type, enabled=enabled)
+            check_device_type(device_type, enabled=enabled)
             _check_one_format(dtype, policy)
             self._policy = as_policy(policy)
             dtype, self._rules = region_of(self._policy, device_type)
@@ -183,14 +182,14 @@ def _checked(
     policy: Policy | str | None = None,
 ) -> tuple[str, torch.dtype, bool, bool]:
     """Return the arguments with their defaults; raise if they are invalid."""
-    _check_device(device_type, enabled=enabled)
+    check_device_type(device_type, enabled=enabled)
     if policy is not None:
         _check_one_format(dtype, policy)
         dtype = resolve(policy, device_type)
     elif dtype is None:
         dtype = torch.get_autocast_dtype(device_type)
     if enabled:
-        _check_dtype(device_type, dtype)
+        check_dtype(device_type, dtype)
     if cache_enabled is None:
         cache_enabled = torch.is_autocast_cache_enabled()
     if not (isinstance(enabled, bool) and isinstance(cache_enabled, bool)):
@@ -203,34 +202,6 @@ def _check_one_format(dtype: torch.dtype | None, policy: Policy | str) -> None:
     if dtype is not None:
         raise PolicyError(
             f"expected a dtype or a policy, got both: {dtype} and {policy!r}; leave one of them out"
-        )
-
-
-def _check_device(device_type: Any, *, enabled: bool) -> None:
-    """Refuse a device type that torch cannot autocast, or, if ``enabled``, that this machine lacks."""
-    if not isinstance(device_type, str):
-        raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
-    if device_type != "cpu":  # every build has it, and a region is opened at each step
-        if device_type in PRESET_TABLE:
-            here = "cuda" if torch.cuda.is_available() else "cpu"
-            raise DeviceError(
-                f"expected a device type first, got the policy {device_type!r}: "
-                f'nc.autocast("{here}", policy="{device_type}")'
-            )
-        check_device(device_type, present=enabled)
-
-
-def _check_dtype(device_type: str, dtype: Any) -> None:
-    if dtype not in _FORMATS:
-        hint = f'; write policy="{dtype}" for a preset' if isinstance(dtype, str) else ""
-        raise PolicyError(
-            f"expected a format that {device_type} can autocast to, got {dtype!r}{hint}. "
-            f"Supported: {', '.join(map(str, _FORMATS))}"
-        )
-    if device_type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
-        raise PolicyError(
-            f"expected a format that this CUDA device can compute in, got torch.bfloat16 on "
-            f"{torch.cuda.get_device_name()}; use torch.float16 with a GradScaler"
         )
 
 
@@ -253,85 +224,6 @@ class ScopedRegion(autocast):
 
     def _inner_scope(self) -> Scope | None:
         return self._rules
-
-
-class PolicyRegion:
-    """The region of a policy on the device types of a model, which its caller opens by ``with``.
-
-    Made once and opened at each step: the formats, the rules and the promotions are decided here. Several
-    threads may have it open, and it may be opened again inside itself. In fp32 without rules it is disabled.
-
-    Args:
-        policy: of the region.
-        formats: device type -> the region's dtype there.
-        say: called once for each operator that runs in fp32 since PyTorch has no low kernel for it. Without
-            it operators do not promote where formats meet.
-        model: its modules follow the rules of the policy inside the region, until ``remove()``. Without it
-            the caller sees to rules for modules.
-        warns: whether a backward pass inside it warns.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        formats: Mapping[str, torch.dtype],
-        say: Callable[[str], None] | None = None,
-        *,
-        model: torch.nn.Module | None = None,
-        warns: bool = False,
-    ) -> None:
-        _weight_casts.watch_optimizers()
-        self._warns = warns
-        self._states: list[tuple[str, torch.dtype, bool, Scope | None, Promotion | None]] = []
-        for device, dtype in formats.items():
-            scope = None if policy.is_plain else root_scope(policy, device, dtype)
-            enabled = dtype != torch.float32 or scope is not None
-            _check_device(device, enabled=enabled)
-            if enabled:
-                _check_dtype(device, dtype)
-            promotes = say is not None and dtype != torch.float32
-            promotion = Promotion(policy, device, dtype, say) if promotes and say is not None else None
-            self._states.append((device, dtype, enabled, scope, promotion))
-        # None if nc.apply was called with the same policy. Last, so that an error leaves the model as it was.
-        self._applied: _apply.Applied | None = None
-        if model is not None and _apply.applied_to(model, policy) is None:
-            if policy.names_modules:
-                how = "delete the nc.Stepper that holds the model first"
-                self._applied = _apply.Applied(model, policy, opens=False, how_to_end=how)
-            else:
-                _apply.refuse_in_torchscript(policy, model)
-
-    def __enter__(self) -> None:
-        depth = len(thread.regions)
-        caches = torch.is_autocast_cache_enabled()
-        try:
-            for device, dtype, enabled, scope, promotion in self._states:
-                _regions.enter(self, device, dtype, enabled, caches, scope, promotion, self._warns)
-        except BaseException:
-            _regions.leave_to(depth)
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        for _state in self._states:
-            _regions.leave(self)
-
-    def around(self, call: Callable[[], _R]) -> _R:
-        """Return ``call()``, called inside the region; after Ctrl-C at any line the region is closed too."""
-        depth = len(thread.regions)
-        try:
-            self.__enter__()
-            return call()
-        finally:
-            try:
-                _regions.leave_to(depth)
-            except BaseException:
-                _regions.leave_to(depth)
-                raise
-
-    def remove(self) -> None:
-        """End the rules for the modules of the model."""
-        if self._applied is not None:
-            self._applied.remove()
 
 
 def _traced(
@@ -392,7 +284,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         DeviceError: torch has no autocast for the device.
         PolicyError: ``cast_inputs`` is not a floating format.
     """
-    _check_device(device_type, enabled=False)
+    check_device_type(device_type, enabled=False)
     if cast_inputs is not None and not (
         isinstance(cast_inputs, torch.dtype) and cast_inputs.is_floating_point
     ):
@@ -439,7 +331,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
         DeviceError: torch has no autocast for the device.
         OrderError: in the backward, if the forward recorded no region.
     """
-    _check_device(device_type, enabled=False)
+    check_device_type(device_type, enabled=False)
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
 

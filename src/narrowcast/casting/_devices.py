@@ -1,4 +1,4 @@
-"""The device types of a module's weights, found again after a move."""
+"""Device types: those of a module's weights, found again after a move, and those that torch can autocast."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 import torch
 
 from narrowcast.casting._tree import tensors_inside
+from narrowcast.errors import DeviceError, PolicyError
+from narrowcast.machine import check_device
+from narrowcast.policy import PRESET_TABLE
+
+_FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Moves:
@@ -50,3 +55,32 @@ def _weights(module: torch.nn.Module) -> Iterator[torch.Tensor]:
         for weight in (*part._parameters.values(), *part._buffers.values()):
             if weight is not None:
                 yield weight
+
+
+def check_device_type(device_type: Any, *, enabled: bool) -> None:
+    """Refuse a device type that torch cannot autocast, or, if ``enabled``, that this machine lacks."""
+    if not isinstance(device_type, str):
+        raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
+    if device_type != "cpu":  # every build has it, and a region is opened at each step
+        if device_type in PRESET_TABLE:
+            here = "cuda" if torch.cuda.is_available() else "cpu"
+            raise DeviceError(
+                f"expected a device type first, got the policy {device_type!r}: "
+                f'nc.autocast("{here}", policy="{device_type}")'
+            )
+        check_device(device_type, present=enabled)
+
+
+def check_dtype(device_type: str, dtype: Any) -> None:
+    """Refuse a dtype that autocast on ``device_type`` does not compute in."""
+    if dtype not in _FORMATS:
+        hint = f'; write policy="{dtype}" for a preset' if isinstance(dtype, str) else ""
+        raise PolicyError(
+            f"expected a format that {device_type} can autocast to, got {dtype!r}{hint}. "
+            f"Supported: {', '.join(map(str, _FORMATS))}"
+        )
+    if device_type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise PolicyError(
+            f"expected a format that this CUDA device can compute in, got torch.bfloat16 on "
+            f"{torch.cuda.get_device_name()}; use torch.float16 with a GradScaler"
+        )

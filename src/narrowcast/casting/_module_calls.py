@@ -24,15 +24,15 @@ import torch
 
 from narrowcast.casting import _regions
 from narrowcast.casting._devices import device_types, moves, weight_device_types
-from narrowcast.casting._kernels import Promotion, region_of
+from narrowcast.casting._kernels import region_of
 from narrowcast.casting._module_casts import Casts, Copies, cast_arguments, cast_outputs, wants
 from narrowcast.casting._operators import LOW, compute_dtype, depends_on_inputs
+from narrowcast.casting._policy_region import PolicyRegion
 from narrowcast.casting._scopes import (
     PROMOTING,
     autocast_state_of,
     change_scope,
     devices_with_scopes,
-    is_promoting,
     scope_on,
     thread,
 )
@@ -50,7 +50,7 @@ from narrowcast.casting._torch_internals import (
     traced_only_inline,
 )
 from narrowcast.casting._tree import cast_where, tensors_inside
-from narrowcast.errors import OrderError, UnsupportedError
+from narrowcast.errors import UnsupportedError
 from narrowcast.machine import check_device
 from narrowcast.policy import CASTS_TO, Policy, ResolvedPolicy, Rule, Scope, dtype_of
 
@@ -60,16 +60,6 @@ _EXPORTED = (
 )
 _keys = itertools.count()
 _calls: weakref.WeakValueDictionary[int, ModuleCall] = weakref.WeakValueDictionary()
-
-
-class _Region(NamedTuple):
-    """A region that the call of a model opens."""
-
-    device: str
-    dtype: torch.dtype
-    enabled: bool
-    scope: Scope | None
-    promotion: Promotion | None = None
 
 
 class _Inside(NamedTuple):
@@ -122,23 +112,26 @@ class Shared:
     traced_scopes: set[Scope | None] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._promotions: dict[str, Promotion] = {}
+        self._region_on: dict[str, PolicyRegion] = {}
 
-    def promotion(self, device: str, dtype: torch.dtype) -> Promotion:
-        """Return what promotes in the policy's regions on ``device``."""
-        if device not in self._promotions:
-            self._promotions[device] = Promotion(self.policy, device, dtype, warnings.warn)
-        return self._promotions[device]
+    def region_on(self, device: str) -> PolicyRegion:
+        """Return the policy's region on ``device``, made at the first call."""
+        if device not in self._region_on:
+            dtype, _ = region_of(self.policy, device)
+            self._region_on[device] = PolicyRegion(self.policy, {device: dtype}, warnings.warn)
+        return self._region_on[device]
 
     def end(self, *, copies: bool) -> None:
         self.removed, self.ended = copies, True
-        self._promotions.clear()
+        for region in self._region_on.values():
+            region.end()
+        self._region_on.clear()
 
     def __deepcopy__(self, _memo: object) -> Shared:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "admits": None, "_promotions": {}, "traced_scopes": set()}
+        return {**vars(self), "admits": None, "_region_on": {}, "traced_scopes": set()}
 
 
 class ModuleCall:
@@ -274,15 +267,6 @@ class ModuleCall:
             del vars(replica)["forward"]
         return replica
 
-    def check_recomputation(self) -> None:
-        """Refuse to recompute a forward pass of a policy that was removed."""
-        if self.shared.ended and not self.shared.policy.is_plain:
-            raise OrderError(
-                "expected the policy of a checkpointed model to be there until the backward pass, which "
-                "computes the model's forward again, got one that was removed: go backward before remove(), "
-                "or inside the with statement of nc.apply"
-            )
-
     @traced_only_inline
     def _enter(
         self, opened: _Opened, module: torch.nn.Module, args: Any, kwargs: Any
@@ -315,13 +299,10 @@ class ModuleCall:
         """Open the policy's regions, unless they are open."""
         if self.shared.admits is not None and not self.shared.admits(module):
             return
-        caches = torch.is_autocast_cache_enabled()
         for device in self._devices_of(module, args, kwargs):
-            region = self.region_to_open(device)
-            if region is not None:
-                _regions.enter(
-                    self, region.device, region.dtype, region.enabled, caches, region.scope, region.promotion
-                )
+            region = self.shared.region_on(device)
+            if not region.is_open():
+                region.__enter__()  # left by ``_leave``, with all that was opened since
 
     def _devices_of(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
         """Return the device types to open regions on: those of the weights, found again after a move."""
@@ -425,18 +406,6 @@ class ModuleCall:
             if scope is not None and (scope.resolved.rules is rules or scope.resolved.rules == rules):
                 ours.append((device, scope))
         return ours
-
-    def region_to_open(self, device: str) -> _Region | None:
-        """Return the region of the policy on ``device``; None if it is open, or none is needed."""
-        dtype, scope = region_of(self.shared.policy, device)
-        promotion = None if dtype == torch.float32 else self.shared.promotion(device, dtype)
-        is_open = _is_open(device, dtype, scope) and (promotion is None or is_promoting())
-        if (dtype != torch.float32 or scope is not None) and not is_open:
-            return _Region(device, dtype, True, scope, promotion)
-        if dtype == torch.float32 and scope is None and torch.is_autocast_enabled(device):
-            # The region around the call has another policy, and this one computes in fp32.
-            return _Region(device, torch.get_autocast_dtype(device), False, None)
-        return None
 
     def inside(self, outside: Scope, device: str, by_inputs: torch.dtype | None) -> _Inside | None:
         """Return what holds inside the module; None if the script turned autocast off around it."""
@@ -604,12 +573,11 @@ def _region_to_open(key: int, device: str) -> State | None:
     if not call.is_of_model and call._our_scopes():
         return None
     check_device(device)
-    region = call.region_to_open(device)
-    if region is None:
+    region = call.shared.region_on(device)
+    if region.is_open():
         return None
-    return traced_state(
-        device, region.dtype, region.enabled, region.scope, promotes=region.promotion is not None
-    )
+    (state,) = region.states
+    return traced_state(device, state.dtype, state.enabled, state.scope, promotes=state.promotion is not None)
 
 
 @constant_while_tracing
@@ -653,16 +621,6 @@ def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> lis
 @skipped_by_dynamo
 def _break_the_graph() -> None:
     """Leave the call to Python, where the ``ModuleCall`` itself stands in front of it."""
-
-
-def _is_open(device: str, dtype: torch.dtype, scope: Scope | None) -> bool:
-    """Return whether the thread is in such a region already, in that scope or inside it."""
-    if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != dtype:
-        return False
-    current = scope_on(device)
-    if current is None or scope is None:
-        return current is scope
-    return current.resolved.root.identity == scope.identity
 
 
 MOVES_AND_COPIES = Replacements(

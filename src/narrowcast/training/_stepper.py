@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting import PolicyRegion, undo_on_error
+from narrowcast.casting import ModelRegion, undo_on_error
 from narrowcast.errors import CheckpointError, OrderError, SettingError, near_names, not_copied
 from narrowcast.gradients import GradScaler, StepResult, multiplied
 from narrowcast.policy import Policy, as_policy, dtype_of, format_name, policy_name
@@ -125,8 +125,8 @@ class Stepper:
             if self._policy.holds_low_weights:
                 handles.append(cast_inputs(model, self._formats))
 
-    def _make_region(self) -> PolicyRegion:
-        return PolicyRegion(self._policy, self._formats, warnings.warn, model=self.model, warns=True)
+    def _make_region(self) -> ModelRegion:
+        return ModelRegion(self._policy, self._formats, warnings.warn, model=self.model, warns=True)
 
     # ---- training
 
