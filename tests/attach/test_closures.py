@@ -1,6 +1,7 @@
 """Steps with a closure, as Lightning calls every step: evaluated as often as in FP32, also at an overflow."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -221,3 +222,36 @@ def test_closures_say_nothing_where_nothing_overflows():
             loop.step()
     assert not notes_of(attached)
     assert loop.calls == 6
+
+
+def first_step_with_a_closure(name, in_context=nullcontext):
+    """Return how often the closure was evaluated, and the gradients."""
+    model, calls = network(), 0
+    optimizer = OF_TORCH[name](model.parameters(), lr=1e-9)
+    x, y = data()
+
+    def closure():
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = 1e3 * F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    with in_context() as context:
+        optimizer.step(closure)
+    return context, calls, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "LBFGS"])
+def test_the_pass_of_the_first_closure_is_run_again_at_lower_scales(name):
+    """As that of a loop without closures: training does not begin with skipped steps."""
+    _, expected_calls, expected = first_step_with_a_closure(name)
+    attached, calls, found = first_step_with_a_closure(
+        name, lambda: Attachment("fp16", Dynamic(scale=2.0**20))
+    )
+    assert attached.facts["skipped_steps"] == 0
+    assert attached.facts["final_scale"] < 2.0**20
+    assert calls == expected_calls
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * float(other.abs().max()))

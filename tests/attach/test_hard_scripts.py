@@ -41,6 +41,7 @@ def test_a_script_that_guards_its_own_step_gets_a_lower_scale(zero):
     assert attached.facts["final_scale"] < 2.0**16
     told = [note for note in told if "were not finite, and no optimizer used them" in note]
     assert len(told) == 1  # though several passes overflowed
+    assert "harmless where nothing reads them" in told[0]
     assert (
         told[0].startswith("gradients of the backward pass at test_hard_scripts.py:") or "attach" in told[0]
     )

@@ -142,6 +142,32 @@ def test_gradients_under_run_are_those_of_fp32(name, policy):
     close(found, expected, policy)
 
 
+SPARSE_PRODUCTS = {
+    "sparse @ dense": lambda a, y: a @ y,
+    "dense @ sparse": lambda a, y: y.T @ a,
+    "sparse @ sparse": lambda a, y: (a @ a).to_dense() @ y,
+    "sparse @ vector": lambda a, y: a @ y[:, 0],
+    "addmm": lambda a, y: torch.addmm(y, a, y),
+    "linear": lambda a, y: F.linear(a, y.T),
+}
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="PyTorch multiplies these with MKL")
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", SPARSE_PRODUCTS)
+def test_products_of_sparse_csr_matrices_run_in_fp32(name, policy):
+    def pattern(x, y, w, v):
+        weights = 0.5 + torch.arange(ROWS * ROWS).view(ROWS, ROWS) / ROWS**2
+        sparse = (weights * (torch.eye(ROWS) + torch.eye(ROWS).roll(1, 0))).to_sparse_csr()
+        return SPARSE_PRODUCTS[name](sparse, y)
+
+    expected = gradients(pattern)
+    with Attachment(policy, nc.scaling.Static(scale=1.0) if policy == "fp16" else None) as attached:
+        close(gradients(pattern), expected, policy)
+    assert len([note for note in attached.notes if "runs in fp32" in note]) == 1
+
+
 def applied(model):
     nc.apply(model, "bf16")
     return model
@@ -263,7 +289,8 @@ def test_nothing_is_left_in_the_dispatch_table():
 
 
 def test_what_runs_in_fp32_is_said_once(monkeypatch):
-    monkeypatch.setattr(_promotion, "why_no_lstm", lambda dtype: "no kernel")  # as on many a CPU
+    raised = "no kernel. Run workload with ONEDNN_VERBOSE=all"  # as on many a CPU
+    monkeypatch.setattr(_promotion, "why_no_lstm", lambda dtype: raised)
     _promotion.promoted_on.cache_clear()
     with Attachment("bf16") as attached:
         for _ in range(2):
@@ -272,18 +299,14 @@ def test_what_runs_in_fp32_is_said_once(monkeypatch):
     said = [note for note in attached.notes if "runs in fp32" in note]
     assert len(said) == 1
     assert said[0].startswith("lstm runs in fp32, since PyTorch")
+    assert said[0].endswith("no kernel")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "word"),
-    [
-        (lambda x, y, w, v: torch.eye(ROWS).to_sparse_csr() @ y, "BFloat16"),
-        (lambda x, y, w, v: y + torch.mm(y.detach(), w.detach(), out=zeros(ROWS)), "dtype"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_what_is_not_promoted_raises_with_a_note(pattern, word):
-    with Attachment("bf16"), pytest.raises(RuntimeError, match=word) as caught:
+def test_what_is_not_promoted_raises_with_a_note():
+    def pattern(x, y, w, v):
+        return y + torch.mm(y.detach(), w.detach(), out=zeros(ROWS))
+
+    with Attachment("bf16"), pytest.raises(RuntimeError, match="dtype") as caught:
         gradients(pattern)
     assert "rules keep operators in fp32" in caught.value.__notes__[0]
 

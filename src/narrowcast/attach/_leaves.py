@@ -583,9 +583,12 @@ class Leaves:
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer begins a step."""
-        self._an_optimizer_steps = True
         self.optimizers.add(optimizer)  # perhaps made before the attachment
         self.unscale_arrived()
+
+    def step_ended(self) -> None:
+        """Record that a step has ended; the gradients of a closure came while it lasted."""
+        self._an_optimizer_steps = True
 
     def _watch_parameters_without_optimizer(self, leaves: Sequence[torch.Tensor]) -> None:
         """Remember parameters that no optimizer has, to refuse an update of them by hand."""
@@ -711,9 +714,9 @@ def leaf_sample(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 _UNUSED = (
-    "gradients of the backward pass at {} were not finite, and no optimizer used them. What the script "
-    "computed from them, if anything, may be wrong: narrowcast compare --policy bf16 SCRIPT sets bf16 beside "
-    "FP32"
+    "gradients of the backward pass at {} were not finite, and no optimizer used them. That is harmless "
+    "where nothing reads them, as those that the loss of an actor leaves in its critic. What the script "
+    "computed from them may be wrong: narrowcast compare --policy bf16 SCRIPT sets bf16 beside FP32"
 )
 _BY_HAND = (
     "a tensor of shape {shape} was updated by hand: it changed after a backward pass, and no "

@@ -217,6 +217,8 @@ class Steps:
             else:
                 result, bad = self._step_with_closure(hooked, optimizer, args, kwargs, closure)
         finally:
+            if self._scale.active:
+                self._leaves.step_ended()
             number = self._recorder.steps + self._recorder.skipped_steps + 1
             unread = self._unread.end(optimizer, number, counts=self._nesting.depth == 1)
         self._ended(optimizer, bad, unread=unread)
@@ -344,7 +346,10 @@ class Steps:
             self._leaves.step_begins(optimizer)
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        bad = self._leaves.nonfinite_among(parameters_of(optimizer)) if self._scale.active else []
+        bad = []
+        if self._scale.active:
+            bad = self._leaves.nonfinite_among(parameters_of(optimizer))
+            self._leaves.step_ended()
         self._observer.held_back(optimizer)
         self._ended(optimizer, bad)
         return loss

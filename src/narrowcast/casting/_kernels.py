@@ -36,10 +36,12 @@ from narrowcast.casting._functions import FUNCTIONS
 from narrowcast.casting._operators import below_autocast, native_kernel, without_autocast_cache
 from narrowcast.casting._promotion import (
     NORMS,
+    SPARSE_PRODUCTS,
     promoted,
     promoted_on,
     promoted_under_vmap,
     promoting,
+    promoting_sparse,
     promoting_under_vmap,
 )
 from narrowcast.casting._scopes import make_room_for_marks, scope_on, scopes_here
@@ -103,17 +105,18 @@ class _AutocastKernels:
         self.native.pop(op, None)
 
 
-class _VmapKernels(_AutocastKernels):
-    """The kernels with which operators promote under ``vmap``, on any device type."""
+class _PromotingKernels(_AutocastKernels):
+    """The kernels with which operators promote on another key than autocast's, which no rule concerns."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str, promote: Callable[[str, _Kernel], _Kernel]) -> None:
         super().__init__("cpu")
-        self.key = _BATCHED
+        self.key = key
+        self.promote = promote
 
     def add(self, op: str) -> None:
-        native = without_autocast_cache(torch.library.get_kernel(qualified(op), _BATCHED).call_boxed)
-        kernel = promoting_under_vmap(op, native)
-        self.libraries[op] = register_kernel(op, _BATCHED, kernel)
+        native = without_autocast_cache(torch.library.get_kernel(qualified(op), self.key).call_boxed)
+        kernel = self.promote(op, native)
+        self.libraries[op] = register_kernel(op, self.key, kernel)
         self.installed[op] = kernel
 
 
@@ -139,8 +142,12 @@ _lock = threading.Lock()
 _FRONT = "FuncTorchDynamicLayerFrontMode"
 _BATCHED = "FuncTorchBatched"
 _DECOMPOSED = "FuncTorchBatchedDecomposition"
-_libraries: dict[str, _AutocastKernels] = {_BATCHED: _VmapKernels()}
-"""By device type, and those for ``vmap``."""
+_SPARSE_CSR = "SparseCsrCPU"
+_libraries: dict[str, _AutocastKernels] = {
+    _BATCHED: _PromotingKernels(_BATCHED, promoting_under_vmap),
+    _SPARSE_CSR: _PromotingKernels(_SPARSE_CSR, promoting_sparse),
+}
+"""By device type, those for ``vmap``, and those for products of sparse CSR matrices."""
 _served: weakref.WeakSet[ResolvedPolicy] = weakref.WeakSet()
 # What is no longer needed: device type, operators, whether of rules. Only who holds the lock takes from it.
 _released: deque[tuple[str, tuple[str, ...], bool]] = deque()
@@ -172,8 +179,10 @@ class Promotion:
         words = {format_name(dtype), *(word for one in policy.rules for word in (one.compute, one.output))}
         ops = promoted_on(device_type, frozenset(words & {"bf16", "fp16"})) if device_type in TABLES else ()
         self._say, self._said = say, set[str]()
-        under_vmap = promoted_under_vmap()
-        for where, kernels in ((device_type, ops), (_BATCHED, under_vmap)):
+        acquired = [(device_type, ops), (_BATCHED, promoted_under_vmap())]
+        if device_type == "cpu":
+            acquired.append((_SPARSE_CSR, SPARSE_PRODUCTS))
+        for where, kernels in acquired:
             acquire(where, kernels, of_rules=False)
             weakref.finalize(self, release, where, kernels, of_rules=False).atexit = False
         user = object()

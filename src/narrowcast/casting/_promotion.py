@@ -18,6 +18,9 @@ Backward passes run outside of regions, and mostly need no promotion, since what
 with one format. Under ``vmap`` those of norms do, which otherwise take an fp32 weight beside a low input. The
 kernels for ``vmap`` promote as long as a promotion lives, in whatever region the forward ran.
 
+Products of sparse CSR matrices on a CPU have no low kernel either. Theirs stand on the key of that layout, so
+that no other product pays for them.
+
 Norms raise only where their weights are low, which no ordinary model has, and are called often. A kernel in
 Python would cost each call some 6 microseconds. So they have none: the functions of ``torch`` that Python
 calls, from ``torch.nn`` too, are replaced by ones that do the same when PyTorch raises. While a promotion
@@ -41,6 +44,7 @@ import torch
 from narrowcast.casting._operators import (
     CASTABLE,
     CLASSES,
+    LOW,
     cast_all,
     is_eligible,
     plain_call,
@@ -106,6 +110,9 @@ _WRITING_UNDER_VMAP = frozenset(("select_scatter", "slice_scatter"))
 _NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
 # Where a norm has its running statistics, and whether it writes to them, among its arguments.
 _STATISTICS = {"batch_norm": (slice(3, 5), 5), "instance_norm": (slice(3, 5), 5)}
+# MKL multiplies sparse CSR matrices in fp32 and fp64 alone; PyTorch Geometric's GraphUNet squares one:
+# https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/mkl/SparseBlasImpl.cpp
+SPARSE_PRODUCTS = ("addmm", "addmv.out", "mm")
 living: weakref.WeakSet[Any] = weakref.WeakSet()
 """The promotions of all holders. Compiled graphs open regions that do not know theirs."""
 
@@ -301,6 +308,28 @@ def promoting_under_vmap(name: str, go_on: _Kernel) -> _Kernel:
     return kernel
 
 
+def promoting_sparse(name: str, go_on: _Kernel) -> _Kernel:
+    """Return a kernel that calls ``go_on``, PyTorch's for sparse CSR matrices, in fp32 where that raises.
+
+    Autocast and autograd are above it and expect a result of the low format.
+    """
+
+    @skipped_by_dynamo
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return go_on(keyset, *args, **kwargs)
+        except NotImplementedError as error:
+            dtype = args[0].dtype
+            if dtype not in LOW:
+                raise
+            wide, wide_kwargs = cast_all(args, kwargs, torch.float32, "cpu")
+            result = go_on(keyset, *wide, **wide_kwargs)
+            _report(name, str(error))
+            return kwargs["out"].copy_(result) if "out" in kwargs else result.to(dtype)
+
+    return kernel
+
+
 def _promoting_norm(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a maker of what replaces ``torch.layer_norm`` or another norm."""
 
@@ -388,7 +417,10 @@ class _Unchanged(Exception):  # noqa: N818
 
 
 def _report(name: str, raised: str, what: str = "runs in fp32") -> None:
-    here, reason = promotion_here(), textwrap.shorten(raised.partition("\n")[0], 200, placeholder=" ...")
+    here = promotion_here()
+    # Without what oneDNN appends: to run again with a variable of the environment, which helps nobody here.
+    first_sentence = raised.partition("\n")[0].partition(". ")[0]
+    reason = textwrap.shorten(first_sentence, 200, placeholder=" ...")
     for promotion in list(living) if here is None else (here,):
         promotion(
             name.partition(".")[0].lstrip("_"),
