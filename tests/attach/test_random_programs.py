@@ -28,7 +28,7 @@ from narrowcast.scaling import Dynamic
 from torch_alone import torch_alone
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PROGRAMS = 64
+PROGRAMS = 128
 ROUNDED = re.compile(
     "linear|conv.*|(__)?(mat|)mul(__)?|b(add)?bmm|(rnn_tanh|gru|lstm)(_cell)?|bilinear|einsum|tensordot|mv|cdist|"
     "scaled_dot_product_attention|softmax|embedding|relu|gelu|tanh|silu|sigmoid|mish|(__)?add(__)?"
@@ -36,20 +36,25 @@ ROUNDED = re.compile(
 
 
 def ran(monkeypatch, text, within=None):
-    """Return what a program prints, or its error, and its module, where pickle finds its classes."""
+    """Return what a program prints, or its error, and the scale of its scaler, if it has one."""
     # Freeing what earlier tests left drops all casts: gradients of shared weights would then add up in fp32.
     gc.collect()
     module, out = types.ModuleType("program"), io.StringIO()
-    monkeypatch.setitem(sys.modules, "program", module)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(out):
+    with warnings.catch_warnings(), contextlib.redirect_stdout(out), monkeypatch.context() as meanwhile:
+        meanwhile.setitem(sys.modules, "program", module)  # where pickle finds its classes
         warnings.simplefilter("ignore")
         try:
             # Kernels that other tests' policies keep would cast weights that are used twice in another way.
             with torch_alone(), within or contextlib.nullcontext():
                 exec(compile(text, "program.py", "exec"), vars(module))
+            result = out.getvalue()
         except Exception as error:
-            return error, module
-    return out.getvalue(), module
+            result = error.with_traceback(None)
+    scaler = vars(module).get("scaler")
+    scale = scaler and scaler.get_scale()
+    # Its graphs keep its hooks, and while those live, gradients of the next program are unscaled one by one.
+    vars(module).clear()
+    return result, scale
 
 
 class Roundings(TorchFunctionMode):
@@ -83,13 +88,16 @@ def distances(one, other):
 
 
 def bounded(monkeypatch, program, policy, found, plain):
-    text = re.sub(r"checkpoint\(([^,]+), (\w+), use_reentrant=\w+\)", r"(\1)(\2)", program.plain())
-    noisy = [ran(monkeypatch, text, Roundings(policy, seed))[0] for seed in range(3)]
+    with monkeypatch.context() as meanwhile:
+        # Roundings of each probability alone leave a sum that is not 1.
+        meanwhile.setattr(torch.distributions.Distribution, "_validate_args", False)
+        noisy = [ran(monkeypatch, program.rounded(), Roundings(policy, seed))[0] for seed in range(3)]
     if any(isinstance(one, Exception) or len(losses(one)) != len(losses(plain)) for one in noisy):
         return "unstable"
     limits = map(max, *(distances(one, plain) for one in noisy))
+    largest = max(map(abs, losses(plain)))  # those of a policy gradient are often near 0
     for far, limit, loss in zip(distances(found, plain), limits, losses(plain), strict=True):
-        if limit > abs(loss):
+        if limit > largest:
             return "unstable"
         # Three draws of a few thousand roundings: the largest of all is within 16 times of theirs.
         assert far <= 16 * limit + 4 * torch.finfo(DTYPES[policy]).eps * abs(loss) + 1e-6, program.plain()
@@ -98,28 +106,46 @@ def bounded(monkeypatch, program, policy, found, plain):
 
 def verdict(monkeypatch, program, policy, plain):
     """Run a program under a policy and compare; return how it was compared."""
-    text, scale, reference = program.plain(), 2.0 ** (8 if program.number % 2 else 16), None
     if policy == "fp32":
+        text = program.plain()
         assert ran(monkeypatch, text, Attachment("fp32"))[0] == plain, text
         return "same"
+    how = compared(monkeypatch, program, policy, plain, 2.0 ** (8 if program.number % 2 else 16))
+    # Passes that overflow may be run again, and lower the scale more often than amp's, which skips steps.
+    return compared(monkeypatch, program, policy, plain, 2.0**8) if how == "overflowed" else how
+
+
+def compared(monkeypatch, program, policy, plain, scale):
+    text, reference = program.plain(), None
     if policy == "bf16" or "step(closure)" not in text:
-        reference, amp = ran(monkeypatch, program.with_amp(DTYPES[policy], scale))
+        reference, amp_scale = ran(monkeypatch, program.with_amp(DTYPES[policy], scale))
     if not isinstance(reference, str):
         scale = 2.0**8
     attachment = Attachment(policy, Dynamic(scale=scale) if policy == "fp16" else None)
     found, _ = ran(monkeypatch, text, attachment)
-    if policy == "fp16" and program.loop in BY_HAND and isinstance(found, UnsupportedError):
+    by_hand = program.loop in BY_HAND and isinstance(found, UnsupportedError)
+    # A distribution refuses the model's own numbers, which overflow in amp too.
+    overflow = isinstance(found, ValueError) and "nan" in str(found) and isinstance(reference, ValueError)
+    if policy == "fp16" and (by_hand or overflow):
         return "refused"
     assert not isinstance(found, Exception), f"{text}\n{found!r}"
-    if isinstance(reference, str):
-        # torch.autograd.grad under ``run`` repeats a pass that overflows, and amp skips the step.
-        repeated = "autograd.grad(" in text and amp.scaler.get_scale() < attachment.scale.value.scale
-        if not repeated and all(map(math.isfinite, losses(reference))):
-            assert found == reference, text
-            return "same"
-    if attachment.facts["skipped_steps"]:
-        return "skipped"
-    return bounded(monkeypatch, program, policy, found, plain)
+    if not all(map(math.isfinite, losses(found))):
+        # The script computed them from gradients that had overflowed.
+        assert any("were not finite, and no optimizer used" in note for note in attachment.notes), text
+        return "said"
+    if found == reference:
+        return "same"
+    # What has no kernel for fp16 (an LSTM on most CPUs) runs in fp32, and not always so in amp.
+    in_fp32 = any("runs in fp32, since PyTorch raised" in note for note in attachment.notes)
+    if isinstance(reference, str) and all(map(math.isfinite, losses(reference))) and not in_fp32:
+        fell = policy == "fp16" and min(amp_scale, attachment.scale.value.scale) < scale
+        assert fell, text
+        return "overflowed" if scale > 2.0**8 else "skipped"
+    return (
+        "skipped"
+        if attachment.facts["skipped_steps"]
+        else bounded(monkeypatch, program, policy, found, plain)
+    )
 
 
 @pytest.mark.long
@@ -127,6 +153,10 @@ def test_random_programs_train_as_with_amp_by_hand(monkeypatch, request):
     counts, kinds = Counter(), set()
     fast = torch.backends.mha.get_fastpath_enabled()
     request.addfinalizer(lambda: torch.backends.mha.set_fastpath_enabled(fast))  # programs turn it off
+    # Each program collects garbage: what is there before the first is looked at once.
+    gc.collect()
+    gc.freeze()
+    request.addfinalizer(gc.unfreeze)
     for number in range(PROGRAMS):
         program = Program(number)
         plain, _ = ran(monkeypatch, program.plain())

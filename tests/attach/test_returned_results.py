@@ -76,6 +76,7 @@ OPERATORS = {
     "softmin": nn.Softmin(dim=0),
     "log_softmax": nn.LogSoftmax(dim=1),
     "in place": lambda low: (low * 1).sigmoid_(),
+    "sure": lambda low: (low * 8).log_softmax(1),
     "squeezed": lambda low: low[:, :1].sigmoid().squeeze(1),
     "part": lambda low: low.softmax(0)[1:, 2],
     "transposed": lambda low: low.log_softmax(1).T.unsqueeze(0),
