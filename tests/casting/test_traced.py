@@ -150,3 +150,25 @@ def test_an_exported_program_keeps_the_region(x, strict):
 def test_an_exported_float32_region_is_refused(x):
     with pytest.raises(UnsupportedError, match="expected a region in float16 or bfloat16"):
         torch.export.export(with_region(nc.autocast, FP32), (x,), strict=False)
+
+
+class RegionOnTheCpu(nc.autocast):
+    """As ``torch.cpu.amp.autocast``: a region with arguments of its own."""
+
+    def __init__(self, enabled=True):
+        super().__init__("cpu", torch.bfloat16, enabled)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_subclass_with_its_own_arguments_is_traced(enabled):
+    def inside(x):
+        with RegionOnTheCpu(enabled):
+            low = x @ x
+        return low, x @ x
+
+    x = torch.randn(4, 4)
+    compiled = torch.compile(inside, backend="eager", fullgraph=True)
+    for ours, eager in zip(compiled(x), inside(x), strict=True):
+        assert ours.dtype == eager.dtype
+        assert torch.equal(ours, eager)
+    assert compiled(x)[0].dtype == (torch.bfloat16 if enabled else torch.float32)
