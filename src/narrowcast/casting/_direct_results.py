@@ -441,6 +441,16 @@ def _recomputed_in_graph(tensor: torch.Tensor) -> torch.Tensor:
 _let_dynamo_trace_recomputed = let_dynamo_trace(_recomputed_in_graph)
 
 
+def wide_inside_model(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a low ``tensor`` in fp32: computed again if the model of ``run`` noted it, else cast."""
+    if torch.compiler.is_dynamo_compiling():
+        _let_dynamo_trace_recomputed()
+        return _recomputed_in_graph(tensor).float()
+    results = _results_for(tensor)
+    found: torch.Tensor = tensor if results is None else results.recomputed(tensor)
+    return found.float()
+
+
 def _version(tensor: torch.Tensor) -> int | None:
     """Return how often ``tensor`` was written to; inference tensors do not count it."""
     return None if tensor.is_inference() else tensor._version

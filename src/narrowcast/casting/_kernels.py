@@ -32,6 +32,7 @@ import torch
 
 from narrowcast.casting import _direct_results, _operators, _promotion
 from narrowcast.casting._direct_results import GATHER, NOTED, noting
+from narrowcast.casting._distributions import DISTRIBUTIONS
 from narrowcast.casting._functions import FUNCTIONS
 from narrowcast.casting._operators import below_autocast, native_kernel, without_autocast_cache
 from narrowcast.casting._promotion import (
@@ -186,7 +187,7 @@ class Promotion:
             acquire(where, kernels, of_rules=False)
             weakref.finalize(self, release, where, kernels, of_rules=False).atexit = False
         user = object()
-        for names in (NORMS, FUNCTIONS):
+        for names in (NORMS, FUNCTIONS, DISTRIBUTIONS):
             names.begin(user)
             weakref.finalize(self, names.end, user).atexit = False
         _promotion.living.add(self)

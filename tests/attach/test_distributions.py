@@ -1,0 +1,123 @@
+"""Distributions that a model makes from its probabilities have the values and gradients of FP32."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    ContinuousBernoulli,
+    Geometric,
+    Independent,
+    NegativeBinomial,
+    OneHotCategorical,
+    RelaxedBernoulli,
+)
+
+import narrowcast as nc
+from narrowcast.attach import Attachment
+from narrowcast.casting._distributions import DISTRIBUTIONS
+
+CLASSES = 17
+LABELS = torch.arange(8) % CLASSES
+ONE_HOT = F.one_hot(LABELS, CLASSES).float()
+
+# h is what a linear layer returns: most probabilities are far below bf16's eps.
+KINDS = {
+    "categorical": lambda h: Categorical(h.softmax(-1)).log_prob(LABELS),
+    "by name": lambda h: Categorical(probs=h.softmax(-1)).log_prob(LABELS),
+    "one-hot": lambda h: OneHotCategorical(h.softmax(-1)).log_prob(ONE_HOT),
+    "bernoulli": lambda h: Bernoulli(h.sigmoid()).log_prob(ONE_HOT),
+    "independent": lambda h: Independent(Bernoulli(probs=h.sigmoid()), 1).log_prob(ONE_HOT),
+    "continuous bernoulli": lambda h: ContinuousBernoulli(h.sigmoid()).log_prob(ONE_HOT),
+    "relaxed bernoulli": lambda h: RelaxedBernoulli(torch.tensor(0.5), h.sigmoid()).rsample(),
+    "of a scaled sigmoid": lambda h: Geometric(0.05 + 0.9 * h.sigmoid()).log_prob(ONE_HOT),
+    "after another parameter": lambda h: NegativeBinomial(5.0, 0.9 * h.sigmoid()).log_prob(ONE_HOT),
+}
+
+
+class Policy(nn.Module):
+    def __init__(self, log_prob):
+        super().__init__()
+        self.linear = nn.Linear(4, CLASSES)
+        self.log_prob = log_prob
+
+    def forward(self, x):
+        return self.log_prob(self.linear(x))
+
+
+def log_probability_and_gradient(kind, wrap=lambda model: model):
+    torch.manual_seed(0)
+    model = Policy(KINDS[kind])
+    x = 10 * torch.randn(8, 4)
+    torch.manual_seed(1)
+    log_prob = wrap(model)(x).float()
+    log_prob.mean().backward()
+    return log_prob.detach(), model.linear.weight.grad
+
+
+def close(found, expected, eps):
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=8 * eps, atol=8 * eps * scale)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probabilities_and_gradients_are_those_of_fp32(kind, name):
+    expected = log_probability_and_gradient(kind)
+    with Attachment(name):
+        found = log_probability_and_gradient(kind)
+    eps = torch.finfo({"bf16": torch.bfloat16, "fp16": torch.float16}[name]).eps
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, eps)
+
+
+def test_probabilities_that_are_surely_wrong_have_a_gradient():
+    """A sigmoid that bf16 rounds to 1 is computed again in fp32."""
+    with Attachment("bf16"):
+        model = Policy(lambda h: Bernoulli(h.sigmoid()).log_prob(torch.zeros(CLASSES)))
+        nn.init.zeros_(model.linear.weight)
+        nn.init.constant_(model.linear.bias, 10.0)
+        log_prob = model(torch.ones(1, 4))
+        log_prob.sum().backward()
+    assert log_prob[0].tolist() == pytest.approx([-10.0] * CLASSES, rel=1e-3)
+    assert model.linear.bias.grad.tolist() == pytest.approx([-1.0] * CLASSES, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["categorical", "by name", "one-hot"])
+def test_low_probabilities_are_taken_where_a_policy_promotes(kind):
+    """Within what their rounding costs; torch.autocast refuses them, since they do not add up to 1."""
+    expected, _ = log_probability_and_gradient(kind)
+    found, gradient = log_probability_and_gradient(kind, applied)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    assert gradient.isfinite().all()
+    assert gradient.any()
+
+
+def applied(model):
+    nc.apply(model, "bf16")
+    return model
+
+
+def test_elsewhere_distributions_are_torchs():
+    low = torch.tensor([0.3, 0.7], dtype=torch.bfloat16)
+    with Attachment("bf16"):
+        assert Bernoulli(low).probs.dtype == torch.bfloat16
+        assert Bernoulli(0.5).probs.item() == 0.5
+    before = DISTRIBUTIONS.users.copy()
+    model = Policy(KINDS["bernoulli"])
+    with nc.apply(model, "bf16"):
+        model(torch.ones(8, 4))
+        assert DISTRIBUTIONS.users > before
+    assert DISTRIBUTIONS.users == before
+
+
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli"])
+@pytest.mark.long
+def test_compiled(kind):
+    expected = log_probability_and_gradient(kind)
+    with Attachment("bf16"):
+        found = log_probability_and_gradient(kind, lambda model: torch.compile(model, backend="aot_eager"))
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, torch.finfo(torch.bfloat16).eps)
