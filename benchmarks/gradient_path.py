@@ -24,12 +24,14 @@ class Gradients:
             "torch": torch.amp.GradScaler(device, init_scale=SCALE),
             "narrowcast": nc.GradScaler(device, init_scale=SCALE),
         }
-        for scaler in self.scalers.values():
-            scaler.scale(torch.ones((), device=device))
+        self.loss = torch.ones((), device=device)
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
 
     def refill(self) -> None:
+        """Begin an iteration: scale a loss, and give the gradients that it would have."""
+        for scaler in self.scalers.values():
+            scaler.scale(self.loss)
         gradients = [parameter.grad for parameter in self.parameters]
         torch._foreach_copy_(gradients, self.values)
 
