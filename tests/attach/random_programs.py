@@ -4,7 +4,7 @@ Marks in the templates (``random_programs.toml``): ``{a|b}`` is a choice; ``; ``
 indented one; ``[[...]]`` is a call of a model and ``<<...>>`` a loss to scale; ``~/~`` and ``~*~`` divide by
 the scale and multiply with it; ``#A`` begins a line of amp; ``~f~`` and ``~w~`` stand behind the input and
 the result of an operator that is computed in fp32, ``~fwd~`` and ``~bwd~`` before methods of a custom
-Function, ``~gamma~`` where amp has no reference. Words in capitals stand for other rows.
+Function, ``~gamma~`` and ``~p~`` where amp has no reference. Words in capitals stand for other rows.
 """
 
 import random
@@ -39,6 +39,7 @@ MARKS = {
     "~fwd~": ("", "torch.amp.custom_fwd(device_type='cpu')", ""),
     "~bwd~": ("", "torch.amp.custom_bwd(device_type='cpu')", ""),
     "~gamma~": ("", ".amp_rounds_gamma_functions", ""),  # an error, since ``run`` computes them in fp32
+    "~p~": ("", ".amp_keeps_probabilities_low", ""),  # the same: distributions take them in fp32
     "~/~": ("", " / scaler.get_scale()", ""),
     "~*~": ("", " * scaler.get_scale()", ""),
 }

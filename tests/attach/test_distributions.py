@@ -14,6 +14,7 @@ from torch.distributions import (
     OneHotCategorical,
     RelaxedBernoulli,
 )
+from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.attach import Attachment
@@ -98,6 +99,23 @@ def test_low_probabilities_are_taken_where_a_policy_promotes(kind):
 def applied(model):
     nc.apply(model, "bf16")
     return model
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["categorical", "bernoulli"])
+def test_in_a_checkpoint_probabilities_are_cast(kind, reentrant):
+    """The backward pass computes them again, and has to save as many tensors."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(4, CLASSES), torch.randn(8, 4)
+    model = nn.Module()
+    model.linear = linear
+    model.forward = lambda x: checkpoint(KINDS[kind], linear(x), use_reentrant=reentrant)
+    expected = KINDS[kind](linear(x)).detach()
+    with Attachment("bf16"):
+        found = model(x)
+        found.mean().backward()
+    close(found.detach(), expected, torch.finfo(torch.bfloat16).eps)
+    assert linear.weight.grad.any()
 
 
 def test_elsewhere_distributions_are_torchs():

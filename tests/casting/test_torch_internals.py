@@ -289,3 +289,10 @@ def test_each_frame_that_is_compiled_has_a_number():
     assert len({str(number) for number in numbers}) == 2
     assert None not in numbers
     assert internals.compile_id() is None
+
+
+def test_whether_hooks_decide_what_is_saved():
+    assert not internals.saves_by_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert internals.saves_by_hooks()
+    assert not internals.saves_by_hooks()

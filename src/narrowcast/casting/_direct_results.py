@@ -34,6 +34,7 @@ from narrowcast.casting._torch_internals import (
     is_transforming,
     keep_graphs_with_regions,
     let_dynamo_trace,
+    saves_by_hooks,
     skipped_by_dynamo,
 )
 from narrowcast.casting._tree import map_tensors, say_nothing, tensors_inside
@@ -442,11 +443,15 @@ _let_dynamo_trace_recomputed = let_dynamo_trace(_recomputed_in_graph)
 
 
 def wide_inside_model(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a low ``tensor`` in fp32: computed again if the model of ``run`` noted it, else cast."""
+    """Return a low ``tensor`` in fp32: computed again if the model of ``run`` noted it, else cast.
+
+    In a checkpoint it is cast, since nothing is noted where the backward pass computes the forward again, and
+    that has to save as many tensors.
+    """
     if torch.compiler.is_dynamo_compiling():
         _let_dynamo_trace_recomputed()
         return _recomputed_in_graph(tensor).float()
-    results = _results_for(tensor)
+    results = None if saves_by_hooks() else _results_for(tensor)
     found: torch.Tensor = tensor if results is None else results.recomputed(tensor)
     return found.float()
 

@@ -188,6 +188,12 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
+def saves_by_hooks() -> bool:
+    """Return whether hooks see what autograd saves here, as in a checkpoint and when it is computed again."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp
+    return _C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def scripted_as(function: Callable[..., Any], name: str) -> None:
     """Have ``torch.jit.script`` take ``function`` for the operator ``name``."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_builtins.py
