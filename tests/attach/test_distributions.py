@@ -118,6 +118,39 @@ def test_in_a_checkpoint_probabilities_are_cast(kind, reentrant):
     assert linear.weight.grad.any()
 
 
+def test_where_it_cannot_be_computed_again_it_is_told_and_the_rule_helps():
+    """A hook on the probabilities would be passed by."""
+    seen = []
+
+    def log_probability(h):
+        probabilities = h.sigmoid()
+        if probabilities.requires_grad:
+            probabilities.register_hook(seen.append)
+        return Bernoulli(probabilities).log_prob(torch.zeros(CLASSES))
+
+    def of_ten(policy):
+        with Attachment(policy) as attached:
+            model = Policy(log_probability)
+            nn.init.zeros_(model.linear.weight)
+            nn.init.constant_(model.linear.bias, 10.0)
+            found = model(torch.ones(1, 4))
+            found.sum().backward()
+        notes = [note for note in attached.notes if "made a distribution of" in note]
+        return found[0, 0].item(), notes
+
+    rounded, (note,) = of_ten("bf16")
+    rule = 'nc.rule.op("sigmoid", compute="fp32")'
+    assert note == (
+        "Policy made a distribution of a sigmoid that was computed in bf16, since a hook waits for its "
+        f"gradient: {rule} computes it in fp32"
+    )
+    assert rounded < -15  # of 1 less fp32's eps
+    exact, notes = of_ten(nc.Policy(compute="bf16").with_rules(nc.rule.op("sigmoid", compute="fp32")))
+    assert exact == pytest.approx(-10, rel=1e-3)
+    assert not notes
+    assert len(seen) == 2
+
+
 def test_elsewhere_distributions_are_torchs():
     low = torch.tensor([0.3, 0.7], dtype=torch.bfloat16)
     with Attachment("bf16"):

@@ -587,7 +587,7 @@ class Leaves:
         self.unscale_arrived()
 
     def step_ended(self) -> None:
-        """Record that a step has ended; the gradients of a closure came while it lasted."""
+        """Record that a step has ended: a closure runs inside, and its pass may still be run again."""
         self._an_optimizer_steps = True
 
     def _watch_parameters_without_optimizer(self, leaves: Sequence[torch.Tensor]) -> None:

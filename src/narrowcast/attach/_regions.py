@@ -261,11 +261,11 @@ class Regions:
             results.end(before)
         return cast_floating(output, torch.float32, tell=self._tell_now)
 
-    def _say_low(self, module: nn.Module, op: str, dtype: torch.dtype, why: str) -> None:
-        """Note that a result which ``module`` returns was not computed in fp32."""
+    def _say_low(self, module: nn.Module, did: str, op: str, dtype: torch.dtype, why: str) -> None:
+        """Note a result in a low format that ``module`` returned, or used where it should be in fp32."""
         kind, name = type(module).__name__, format_name(dtype)
         self._recorder.note(
-            f"{kind} returned a {op} that was computed in {name}, since {why}: "
+            f"{kind} {did} a {op} that was computed in {name}, since {why}: "
             f'nc.rule.op("{op}", compute="fp32") computes it in fp32',
             at_once=True,
         )

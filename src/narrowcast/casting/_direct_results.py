@@ -16,6 +16,7 @@ graph computes such a result in fp32.
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 from collections import deque
@@ -152,10 +153,12 @@ class DirectResults:
 
     Args:
         model: which is called; None: it is traced.
-        say: called with operator, dtype and reason where a result that the model returns stays low.
+        say: called where a result stays low, with what the model did with it, operator, dtype and reason.
     """
 
-    def __init__(self, model: torch.nn.Module | None, say: Callable[[str, torch.dtype, str], None]) -> None:
+    def __init__(
+        self, model: torch.nn.Module | None, say: Callable[[str, str, torch.dtype, str], None]
+    ) -> None:
         self._model = model
         self._traced = model is None  # and the results are fake tensors, which take no memory
         self._say = say
@@ -185,17 +188,18 @@ class DirectResults:
             return False
         return any(tensor.dtype in LOW for tensor in tensors_inside(output))
 
-    def recomputed(self, output: Any) -> Any:
-        """Return ``output`` with the noted results in it in fp32."""
+    def recomputed(self, output: Any, did: str = "returned") -> Any:
+        """Return ``output`` with the noted results in it in fp32; ``did``: what the model did with it."""
         if not self.has_any() or is_transforming():
             return output
-        return map_tensors(output, self._recomputed, say_nothing)  # the cast that follows says it
+        recomputed = functools.partial(self._recomputed, did=did)
+        return map_tensors(output, recomputed, say_nothing)  # the cast that follows says it
 
     def has_any(self) -> bool:
         """Return whether a result was noted whose memory was not freed."""
         return bool(self._kept or self._dropped)
 
-    def _recomputed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _recomputed(self, tensor: torch.Tensor, did: str) -> torch.Tensor:
         if tensor.dtype not in LOW or not (self._traced or type(tensor) in CLASSES):
             return tensor
         result = self._result_in(tensor)
@@ -204,7 +208,7 @@ class DirectResults:
         why = self._why_not(tensor, result)
         if why is not None:
             if why:
-                self._say(result.name, tensor.dtype, why)
+                self._say(did, result.name, tensor.dtype, why)
             return tensor
         recorded = tensor.requires_grad
         with torch.set_grad_enabled(recorded):
@@ -310,7 +314,7 @@ class DirectResults:
         if _version(tensor) != result.version:
             return ""
         if result.input is None:
-            return f"its input of {result.nbytes / 2**20:.0f} MB was not kept until the model returned"
+            return f"its input of {result.nbytes / 2**20:.0f} MB was not kept until then"
         if not result.is_kept():
             return "its input was overwritten"
         return _what_stands_between(tensor, result) if tensor.requires_grad else None
@@ -429,31 +433,30 @@ def recomputed_while_traced(output: Any) -> Any:
     return map_tensors(output, recomputed, say_nothing)
 
 
-def _recomputed_in_graph(tensor: torch.Tensor) -> torch.Tensor:
+def _recomputed_in_graph(tensor: torch.Tensor, did: str = "returned") -> torch.Tensor:
     """Return ``tensor`` in fp32 if it was noted; called by the tracers below Dynamo with their tensors.
 
     Where no tracer follows, as with ``backend="eager"``, Dynamo relies on fp32.
     """
     results = _results_for(tensor)
-    found: torch.Tensor = tensor if results is None else results.recomputed(tensor)
+    found: torch.Tensor = tensor if results is None else results.recomputed(tensor, did)
     return found.float() if type(tensor) in CLASSES else found
 
 
 _let_dynamo_trace_recomputed = let_dynamo_trace(_recomputed_in_graph)
 
 
-def wide_inside_model(tensor: torch.Tensor) -> torch.Tensor:
+def in_fp32_for(did: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a low ``tensor`` in fp32: computed again if the model of ``run`` noted it, else cast.
 
     In a checkpoint it is cast, since nothing is noted where the backward pass computes the forward again, and
-    that has to save as many tensors.
+    that has to save as many tensors. ``did``: what the model does with it, for notes.
     """
     if torch.compiler.is_dynamo_compiling():
         _let_dynamo_trace_recomputed()
-        return _recomputed_in_graph(tensor).float()
-    results = None if saves_by_hooks() else _results_for(tensor)
-    found: torch.Tensor = tensor if results is None else results.recomputed(tensor)
-    return found.float()
+    elif saves_by_hooks():
+        return tensor.float()
+    return _recomputed_in_graph(tensor, did).float()
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._direct_results import wide_inside_model
+from narrowcast.casting._direct_results import in_fp32_for
 from narrowcast.casting._operators import LOW
 from narrowcast.casting._scopes import is_promoting
 from narrowcast.casting._torch_internals import Replacements
@@ -51,7 +51,7 @@ def _taking_fp32(below: Callable[..., None]) -> Callable[..., None]:
 def _in_fp32(probs: Any) -> Any:
     if not isinstance(probs, torch.Tensor) or probs.dtype not in LOW:
         return probs
-    return wide_inside_model(probs)
+    return in_fp32_for("made a distribution of", probs)
 
 
 DISTRIBUTIONS = Replacements(*((kind, "__init__", _taking_fp32) for kind in _of_probabilities()))
