@@ -154,6 +154,7 @@ def test_where_it_cannot_be_computed_again_it_is_told_and_the_rule_helps():
 def test_elsewhere_distributions_are_torchs():
     low = torch.tensor([0.3, 0.7], dtype=torch.bfloat16)
     with Attachment("bf16"):
+        Policy(KINDS["bernoulli"])(torch.ones(8, 4))  # from its first region on, constructors are replaced
         assert Bernoulli(low).probs.dtype == torch.bfloat16
         assert Bernoulli(0.5).probs.item() == 0.5
     before = DISTRIBUTIONS.users.copy()

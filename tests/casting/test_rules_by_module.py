@@ -210,6 +210,16 @@ def test_a_region_of_another_policy_around_the_call():
         assert model(X)["head"].dtype == FP32
 
 
+def test_a_part_with_a_format_of_its_own_inside_the_model_of_another():
+    part = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 4))
+    part.register_forward_hook(lambda part, args, output: seen.append(output.dtype))
+    seen = []
+    with nc.apply(model, "fp16"), nc.apply(part, "bf16"):
+        assert model(X).dtype == FP16
+    assert seen == [BF16]
+
+
 def test_autocast_switched_off_inside_the_model_stays_off():
     def careful(self, x):
         with torch.autocast("cpu", enabled=False):
