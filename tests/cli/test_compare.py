@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from types import SimpleNamespace
 
 import made_captures
@@ -11,6 +12,7 @@ from narrowcast.cli import _output, main
 from narrowcast.cli.compare import _compare
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.capture import read_capture, read_comparison
+from narrowcast.report._right import next_for_right, next_for_speed
 from narrowcast.verify.compare import ComparisonSettings
 from narrowcast.verify.compare._runs import RunSettings
 
@@ -36,6 +38,15 @@ TRAINS = """\
         with open("log.txt", "a") as log:
             log.write(f"{step}\\n")
         print(f"[red]step[/red] {step}", end="\\r")
+    """
+TINY = """\
+    import torch
+    net = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(100):
+        optimizer.zero_grad()
+        net(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
     """
 RUNS = ["fp32-1", "mixed-1", "mixed-2", "fp32-2"]
 ASIDE = ["memory-fp32", "memory-mixed", "gradients-reference", "gradients-mixed", "gradients-exact"]
@@ -363,3 +374,27 @@ def test_that_a_format_is_slow_is_said_once(tmp_path, monkeypatch, capsys):
         assert said.err.startswith(f"narrowcast: note: {slow}\n")
         assert said.out.count(slow) == as_json
         assert said.out.count("another") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("right", "worth_it", "changed"),
+    [
+        ("cannot tell: x", "no: x", {}),
+        ("no: x", "cannot tell: x", {}),
+        ("no: x", "yes: x", {"policy": "safe"}),
+    ],
+)
+def test_the_commands_to_type_next_are_of_this_version(workshop, right, worth_it, changed):
+    workshop.write("tiny.py", TINY)
+    start = {"argv": ["tiny.py"], "policy": "bf16", "repeats": 1, "steps": 20, "options": ["--steps", "20"]}
+    start |= changed
+    commands = [
+        next_for_right(right, start, kind="training", formats="bf16"),
+        next_for_speed(worth_it, start),
+    ]
+    for command in filter(None, commands):
+        name, *words = shlex.split(command)
+        found = workshop.narrowcast(*words)
+        assert name == "narrowcast"
+        assert found.code in (0, 1), f"{command}\n{found.stderr}"

@@ -89,6 +89,19 @@ def training(
     return events if cut else [*events, end(final_scale=scale if mixed else None, **counts, **peaks)]
 
 
+def losses_of_a_run(losses):
+    """The events of a run that went backward from ``losses`` and took a step after each."""
+    events = [start(), device()]
+    for number, value in enumerate(losses):
+        now = float(number)
+        events.append(
+            {"event": "loss", "time_s": now, "backward": number + 1, "site": "train.py:9", "value": value}
+        )
+        step = {"optimizer": 0, "skipped": False, "scale": None, "backward": number + 1}
+        events.append({"event": "step", "time_s": now, "interval_s": 0.01, **step})
+    return [*events, end(steps=len(losses), backwards=len(losses))]
+
+
 def computing(seed, *, mixed, calls=200):
     """The events of a run that only computes."""
     draw = random.Random(1000 * seed + mixed)

@@ -47,6 +47,7 @@ def made(fp32=SIDE, mixed=SIDE, ratio=NO_RATIO, **changed):
         "output": None,
         "loss": None,
         "verdict": {"right": "cannot tell: nothing was judged", "worth_it": "cannot tell: a time is missing"},
+        "next": {"right": None, "worth_it": None},
         "kind": "training",
         "finished": True,
         "notes": [],

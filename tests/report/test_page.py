@@ -139,7 +139,7 @@ def test_why_it_is_not_worth_it_without_the_figures_again(tmp_path):
     why = {"event": "not_worth_it", "cause": "small", "reason": "layers too small. Larger ones would gain"}
     folder = made_captures.comparison(tmp_path, runs, why, repeats=1, finished=False)
     words = seen(folder).words
-    assert "1.61x to 1.67x Layers too small. Larger ones would gain. FP32" in words
+    assert "1.61x to 1.67x Layers too small. Larger ones would gain. Type next: narrowcast doctor" in words
     assert "It has 1 of 2 FP32 runs and 1 of 2 mixed runs" in words, "one seed is run in two pairs"
 
 

@@ -25,8 +25,10 @@ def test_pairs_of_runs_begin_with_each_format_in_turn():
 @pytest.mark.parametrize(
     ("start_s", "each_s", "asked", "expected"),
     [
-        (0.5, 0.03, {"steps": 0}, 88),  # 25 s, less 12.94, 10 starts of 0.575 s, 10 + 7 steps of 0.06 s
-        (1.0, 0.2, {}, 39),  # 0.42 times 81.6 s, less 11.5, 4 s for 10 steps, 2.8 s for profiles
+        # 25 s, less 12.94, 10 starts of 0.575 s, 10 + 7 steps of 0.06 s, and 1.5 * (24 + 8) later ones
+        (0.5, 0.03, {"steps": 0}, 40),
+        # 0.42 times 81.6 s, less 11.5, 4 s for 10 steps, 7.2 s for 1.5 * (8 + 4) later ones, 2.8 s
+        (1.0, 0.2, {}, 21),
         (1.0, 0.2, {"at_step": 10}, 24),
         (2.5, 0.2, {}, None),
         (0.5, 0.03, {"time_limit_s": 60.0}, 200),  # the script ends before
@@ -38,7 +40,7 @@ def test_the_second_pair_of_runs_fits_the_time_limit(tmp_path, start_s, each_s, 
     settings = ComparisonSettings(target=("train.py",), folder=tmp_path, **asked)
     spent = [_Spent(start_s + 0.4, 199 * each_s, 199), _Spent(start_s - 0.4, 199 * each_s, 199)]
     comparison = _comparison._Comparison(settings, ScriptRuns(settings), None, spent=spent)
-    step = {"event": "step", "optimizer": 0, "interval_s": each_s}
+    step = {"event": "step", "optimizer": 0, "interval_s": each_s, "skipped": False}
     for name in "fp32", "mixed":
         comparison.captures[name].append(Capture(events=(step,) * 199))
     assert comparison._steps_that_fit() == expected

@@ -16,8 +16,15 @@ from child_processes import output_of
 from narrowcast.errors import ScriptError, UnsupportedError
 from narrowcast.verify._model_state import random_state
 from narrowcast.verify.compare._probes import fingerprint
-from narrowcast.verify.compare._results import certify_script, output_from_probes
+from narrowcast.verify.compare._results import certify_script as certify_steps
+from narrowcast.verify.compare._results import output_from_probes
 from narrowcast.verify.compare._runs import TENSORS, write_result
+
+
+def certify_script(runs, *, format, at_step=0):
+    """Return the certificate of one step."""
+    (certificate,) = certify_steps(runs, format=format, at_steps=(at_step,))
+    return certificate
 
 
 def test_a_fingerprint_is_of_every_bit_shape_and_dtype():
@@ -88,7 +95,7 @@ def test_updates_are_held_back_and_buffers_put_back(runs, tmp_path):
     assert last["exact"] == [0, True, 0, 0.0]
     assert last["reference"][:3] == last["mixed"][:3] == [6, False, 6]
     assert last["mixed"][3] == pytest.approx(last["reference"][3], rel=2**-7)
-    moved = torch.load(tmp_path / "runs" / "gradients-reference" / TENSORS / "moves.pt")
+    moved = torch.load(tmp_path / "runs" / "gradients-reference" / TENSORS / "step-0" / "moves.pt")
     assert moved["1.running_mean"].abs().sum().item() == pytest.approx(last["reference"][3])  # from zero
     assert len(made.folders) == 3
     names = [p["name"] for p in certificate["parameters"]]
@@ -156,6 +163,63 @@ def test_the_gradients_are_those_that_plain_torch_has(runs, tmp_path):
     assert (certificate["minibatches"], certificate["averaged"], certificate["samples"]) == (1, 1, 32)
 
 
+def test_at_later_steps_gradients_are_those_of_the_training_before(runs):
+    """Against the same loop in plain torch: four batches held back, three steps in bf16, four held back."""
+    net = "nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))"
+    text = trains(net, "x = torch.randn(32, 16)", "loss = nn.functional.mse_loss(net(x), x[:, :1])", steps=20)
+    found = certify_steps(runs(text), format="bf16", at_steps=(0, 3))
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def gradients(x, low):
+        net.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            y = net(x)
+        torch.nn.functional.mse_loss(y.float(), x[:, :1]).backward()
+        return torch.cat([p.grad.double().flatten() for p in net.parameters()])
+
+    def error_over_noise():
+        batches = [torch.randn(32, 16) for _ in range(4)]
+        fp32, mixed = (torch.stack([gradients(batch, low) for batch in batches]) for low in (False, True))
+        return float((mixed - fp32).norm() / (8 * fp32.var(0).sum()).sqrt())
+
+    expected = [error_over_noise()]
+    for _ in range(3):
+        gradients(torch.randn(32, 16), low=True)
+        optimizer.step()
+    expected.append(error_over_noise())
+    assert [one["at_step"] for one in found] == [0, 3]
+    assert [one["error_over_noise"] for one in found] == pytest.approx(expected, rel=1e-6)
+    assert [one["verdict"] for one in found] == ["pass", "pass"], [one["reason"] for one in found]
+
+
+def test_steps_that_the_script_does_not_reach_are_left_out(runs):
+    text = trains("nn.Linear(8, 1)", X, MSE, steps=12)
+    found = certify_steps(runs(text), format="bf16", at_steps=(0, 2, 50))
+    assert [one["at_step"] for one in found] == [0, 2]
+
+
+@pytest.mark.parametrize("early", [1.0, 1e-6])
+def test_at_later_steps_a_scale_that_starts_too_high_is_lowered_too(early, runs):
+    loss = f"loss = (net(x) - x[:, :1]).square().sum() * (1.0 if step > 8 else {early})"
+    text = trains("nn.Linear(8, 1)", X, loss, optimizer="torch.optim.SGD(net.parameters(), 1e-6)", steps=30)
+    found = certify_steps(runs(text, policy="fp16"), format="fp16", at_steps=(0, 6, 8))
+    assert [one["at_step"] for one in found] == [0, 6, 8]
+    assert [one["verdict"] for one in found] == ["pass"] * 3, [one["reason"] for one in found]
+    assert found[-1]["loss_scale"] < 2.0**16
+
+
+def test_what_goes_wrong_later_is_lost_from_there_on(runs):
+    """Where a script breaks its mixed gradients from a step on, the certificates before are as without."""
+    bad = "bad = os.environ['NARROWCAST_RUN_DIR'].endswith('gradients-mixed')"
+    lose = "if bad and step > 9: loss = loss * 0.5"
+    text = trains("nn.Linear(8, 1)", X, MSE, lose, before=bad, steps=30)
+    found = certify_steps(runs(text), format="bf16", at_steps=(0, 2, 8))
+    judged = [(one["verdict"], one["is_lost"]) for one in found]
+    assert judged == [("pass", False), ("pass", False), ("fail", True)]
+
+
 ACCUMULATES = """
     import os, torch
     if {ranks} > 1:
@@ -219,7 +283,7 @@ def test_two_ranks_are_judged_as_one_step(tmp_path):
         from narrowcast.verify.compare._results import certify_script
         from narrowcast.verify.compare._runs import ScriptRuns, ScriptSettings
         settings = ScriptSettings(target=(sys.argv[1],), policy="bf16", folder=pathlib.Path(sys.argv[2]))
-        print(json.dumps(certify_script(ScriptRuns(settings), format="bf16")))
+        print(json.dumps(certify_script(ScriptRuns(settings), format="bf16")[0]))
     """)
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [

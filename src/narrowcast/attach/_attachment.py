@@ -157,6 +157,11 @@ class Attachment:
         self._regions.continue_in_fp32()
         self.scale.value = Off()
 
+    def continue_by_policy(self, scale: LossScale) -> None:
+        """Open regions again after ``continue_in_fp32``, with the loss scale ``scale``."""
+        self._regions.continue_by_policy()
+        self.scale.value = scale
+
     def pause_regions(self, paused: bool) -> None:
         """Open no region while ``paused``; modules called first meanwhile never get their rules."""
         self._regions.in_fp32 = paused

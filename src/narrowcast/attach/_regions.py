@@ -129,6 +129,12 @@ class Regions:
         self.in_fp32 = True
         self._rules.remove()
 
+    def continue_by_policy(self) -> None:
+        """Open regions again, with the rules for modules."""
+        self.in_fp32 = False
+        for module in self._called:
+            self._rules.attach(module)
+
     def parameter_names(self) -> dict[int, str]:
         """Return the names; the second module of a class is ``Class-2``, in the order of first calls."""
         return {

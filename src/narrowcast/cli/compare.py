@@ -42,8 +42,13 @@ _RepeatsOption = Annotated[
     typer.Option("--repeats", metavar="N", min=1, help="Seeds to run both formats with; 3 judge the loss."),
 ]
 _AtStepOption = Annotated[
-    int,
-    typer.Option("--at-step", metavar="N", min=0, help="Compare gradients after N steps of mixed training."),
+    int | None,
+    typer.Option(
+        "--at-step",
+        metavar="N",
+        min=0,
+        help="Compare gradients after N steps of mixed training alone, not at the first and at later steps.",
+    ),
 ]
 
 _MinSpeedupOption = Annotated[
@@ -69,7 +74,7 @@ def compare(
     loss_scale: LossScaleOption = None,
     steps: _StepsOption = 200,
     repeats: _RepeatsOption = 1,
-    at_step: _AtStepOption = 0,
+    at_step: _AtStepOption = None,
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the first repeat.")] = 0,
@@ -145,7 +150,7 @@ def _decide_auto(policy: str, cache: Path | None) -> None:
 
 def _words(given: dict[str, Any], *, module: bool) -> tuple[str, ...]:
     """Return the options that differ from their defaults, as they are typed."""
-    defaults = {"policy": "auto", "steps": 200, "repeats": 1}
+    defaults = {"policy": "auto", "steps": 200, "repeats": 1, "at_step": None}
     asked = {name: value for name, value in given.items() if value not in (None, defaults.get(name, 0))}
     words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return (*words, *(["-m"] if module else []))

@@ -20,6 +20,7 @@ from narrowcast.observe.capture import (
     times_s,
     worth_it,
 )
+from narrowcast.report._right import judge_gradients, judge_training, next_for_right, next_for_speed
 from narrowcast.report._statistics import (
     calls_per_step,
     doubts,
@@ -54,10 +55,11 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     time limit), runs; ``mixed`` has policy too.
     ``speedup`` and ``speedup_interval`` (95 %): FP32 time over mixed time; ``memory_ratio`` and
     ``process_memory_ratio``: mixed peak_tensor_bytes and peak_resident_bytes over those of FP32.
-    ``certificate``, ``output`` (of a script that only computes) and ``loss`` each have a verdict and a
-    reason. ``verdict`` has ``right``, by the gradients or outputs, unless the losses fail or mixed precision
-    skipped every step, and ``worth_it``, by the speedup; each is ``"yes"``, ``"no: ..."`` or
-    ``"cannot tell: ..."``. Then kind, finished, notes, seed, folder, settings, versions and report.
+    ``certificate`` (of the latest step that was judged; ``steps`` has all), ``output`` (of a script that
+    only computes) and ``loss`` each have a verdict and a reason. ``verdict`` has ``right``, by the gradients
+    and losses or by the outputs, unless mixed precision skipped every step, and ``worth_it``, by the speedup;
+    each is ``"yes"``, ``"no: ..."`` or ``"cannot tell: ..."``, and ``next`` has a command for each that is
+    not yes. Then kind, finished, notes, seed, folder, settings, versions and report.
 
     Args:
         comparison: what ``read_comparison`` returned; one that was killed gives what it has.
@@ -71,11 +73,17 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     loss = _loss(fp32, mixed, kind, comparison.runs)
     finite = all(math.isfinite(loss) for seeds in fp32.final_losses.values() for loss in seeds.values())
     checks = {"certificate": certificate, "output": output, "loss": loss}
-    judged = {name: check for name, check in checks.items() if check}
-    if loss and few_seeds(loss) and finite and not many_skipped(mixed.whole):
-        del judged["loss"]  # as by default
-    right = f"no: {NOTHING_TRAINED}" if _never_steps(fp32, mixed) else _right(judged)
+    by_default = loss is not None and few_seeds(loss) and finite and not many_skipped(mixed.whole)
+    early = None
+    if _never_steps(fp32, mixed):
+        right = f"no: {NOTHING_TRAINED}"
+    elif certificate is not None and output is None:
+        gradients = judge_gradients(comparison.own.of("certificate") or [certificate])
+        right, early = judge_training(gradients, loss, few_seeds=by_default), gradients.early
+    else:
+        right = _right({name: check for name, check in checks.items() if check})
     worth_it = _worth_it(ratio, ratio_reasons, comparison)
+    start, formats = comparison.own.start, mixed.numbers["format"] or ""
     result: dict[str, Any] = json_ready(
         {
             "fp32": fp32.numbers,
@@ -83,11 +91,16 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
             **ratio,
             **checks,
             "verdict": {"right": right, "worth_it": worth_it},
+            "next": {
+                "right": next_for_right(right, start, kind=kind, formats=formats),
+                "worth_it": next_for_speed(worth_it, start),
+            },
             "kind": kind,
             "finished": comparison.finished,
             "report": report,
             "notes": [
                 *_notes(comparison),
+                *([early] if early else []),
                 *_of_blocks(ratio["speedup"], fp32, mixed),
                 *doubts(fp32.whole, mixed.whole, kind),
             ],
@@ -317,7 +330,19 @@ def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, A
     reason = "the comparison ended before the gradients were compared"
     if comparison.finished:
         reason = "no backward was seen in its runs"
-    return _event(comparison, "certificate", numbers | {"parameters": []}, reason)
+    found = _event(comparison, "certificate", numbers | {"parameters": [], "is_lost": False}, reason)
+    return found | {"steps": [_of_step(event) for event in comparison.own.of("certificate")]}
+
+
+def _of_step(certificate: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is shown of a certificate beside those of other steps."""
+    return {
+        "at_step": certificate["at_step"],
+        "verdict": certificate["verdict"],
+        "error_over_noise": certificate["error_over_noise"],
+        "error_over_noise_interval": certificate.get("error_over_noise_interval"),
+        "is_lost": certificate.get("is_lost", certificate["verdict"] == "fail"),
+    }
 
 
 def _output(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] | None:

@@ -99,6 +99,8 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
         worst = certificate["worst_parameter"]
         if worst is not None:
             numbers.append(f"worst {short(worst[key])} in {shortened(worst['name'])}")
+        if len(certificate.get("steps", ())) > 1:
+            numbers.append(f"by step: {_by_step(certificate['steps'])}")
         found.append(_check("gradients", certificate, numbers))
     if output is not None:
         numbers = [
@@ -117,6 +119,11 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
         check = _check("loss", loss, numbers)
         found.append(replace(check, verdict="not judged") if few_seeds(loss) else check)
     return found
+
+
+def _by_step(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Return the error over noise of each step at which gradients were compared, as "0.0109 at 0"."""
+    return "; ".join(f"{short(one['error_over_noise'])} at {one['at_step']}" for one in steps)
 
 
 def comparison_table(summary: Mapping[str, Any], *, color: bool = False) -> str:

@@ -156,12 +156,19 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Ops that return views, write in place, draw random numbers or have no float64 kernel run as usual; running
     statistics of a normalization are not updated. Slow: for one step, not for training.
+
+    Attributes:
+        paused: whether all ops run as usual, where the mode cannot be left.
     """
+
+    paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not _can_be_exact(func, tensors) or kwargs.get("dtype") is not None:
             return func(*args, **kwargs)

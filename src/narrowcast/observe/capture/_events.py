@@ -71,7 +71,7 @@ _START_OF_COMPARISON = _record(
     seed=_Count,
     steps=_Count,
     repeats=_Count,
-    at_step=_Count,
+    at_step=_Count | None,  # None: the first step, and later ones
     min_speedup=NotRequired[float | None],  # older captures do not have it
 )
 
@@ -116,13 +116,16 @@ EVENTS: dict[str, Any] = {
     # folder; last_line: of stdout; cut: it was ended early, to keep to the time limit.
     "run": _record(name=str, format=_Format, seed=_Count, capture=str, last_line=str, cut=NotRequired[bool]),
     "memory": _record(format=_Format, peak_tensor_bytes=_Count | None, reason=str | None),
-    "certificate": _record(  # what ``Certificate.to_dict`` returns, for a script that trains
+    # What ``Certificate.to_dict`` returns, for a script that trains: one for each step that was judged.
+    "certificate": _record(
         policy=str,
         format=str,
         at_step=_Count,
         loss_scale=Number | None,
         cosine=Number | None,
+        error_over_noise_interval=NotRequired[list[Number] | None],
         worst_parameter=_record(name=str, **_RATIOS) | None,
+        is_lost=NotRequired[bool],  # what fails is lost, not rounded; older captures do not have it
         parameters=list[_PARAMETER],  # type: ignore[valid-type]
         verdict=_Verdict,
         reason=str,

@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     writer.write(start_event(found.argv, settings.policy, loss_scale=scale, rank=0, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
     rule = None if scale is None else parse(scale)
-    if settings.start_scale is not None and not settings.at_step:
+    if settings.start_scale is not None and not settings.at_steps[0]:
         rule = Dynamic(scale=settings.start_scale)
     probe = _PROBES[settings.purpose](settings, found.argv)
     attachment = Attachment(

@@ -37,10 +37,12 @@ from narrowcast.observe.capture import (
 from narrowcast.observe.profiling import same_size
 from narrowcast.policy import as_policy
 from narrowcast.verify._certificate import FAIL
+from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
 from narrowcast.verify.compare._runs import (
     LITTLE_MEMORY,
     MEMORY,
+    MOVES,
     TENSORS,
     LiveRun,
     Purpose,
@@ -58,6 +60,9 @@ _STEPS_FOR_MEMORY = 3
 _SLOW_STEP_S = 2.0
 # Runs that are not timed, and how many steps of each format they take: 3 for memory, 7 for gradients.
 _ASIDE, _ASIDE_STEPS = 5, 10
+# The last step at which gradients are compared, and in a script that is too short for two later ones.
+_LATEST_STEP, _EARLY_STEP = 24, 8
+_MANY_STEPS_S = 0.1  # where a step takes longer, three dozen more would take the place of timed ones
 # Steps of a profile, and seconds after which its phases end, each with the step that goes on then.
 _PROFILE_STEPS, _PROFILE_S = 7, 1.5
 _WITH_END = 1.15  # a process takes this times its startup to start and end
@@ -84,7 +89,7 @@ class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
     Attributes:
         steps: optimizer steps after which a run is ended; 0: it ends by itself.
         repeats: number of seeds, each run in both formats.
-        at_step: optimizer steps in mixed precision before gradients are compared.
+        at_step: the only step at which gradients are compared; None: the first, and two later ones.
         time_limit_s: for all runs, to which the second pair of timed ones is shortened; 0: no limit; None:
             25 s, or 1.42 times the first pair if that is longer.
         min_speedup: below which mixed precision is not worth it; None: any speedup is.
@@ -93,7 +98,7 @@ class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
 
     steps: int = 200
     repeats: int = 1
-    at_step: int = 0
+    at_step: int | None = None
     min_speedup: float | None = None
     time_limit_s: float | None = None
     options: tuple[str, ...] = ()
@@ -195,14 +200,15 @@ class _Comparison:
                 self._write("note", text=f"timed one after the other, at least in part, since {why_alone}")
             self._count_tensors()
             if any(c.totals()["backwards"] or c.of("loss") or c.of("step") for c in self._all()):
-                self._write("certificate", **self._certificate())
+                for certificate in self._certificates():
+                    self._write("certificate", **certificate)
             else:
                 self._write("output", **compare_outputs(self.runs))
             self._explain_speed()
         except ScaleCollapseError as error:
             # Training that cannot go on in mixed precision is a result of the comparison.
             failed = self._no_certificate(f"Training in mixed precision came to a stop. {error}")
-            self._write("certificate", **failed | {"verdict": FAIL})
+            self._write("certificate", **failed | {"verdict": FAIL, "is_lost": True})
         except ScriptError as error:
             self._write("note", text=in_short(error))
             raise
@@ -257,8 +263,10 @@ class _Comparison:
         first = self.spent[:2]
         pair_s = sum(run.stepping_s / run.steps for run in first)
         starts = 3 + _ASIDE - 2 * self.runs.beside  # of two more timed runs, those aside, and this process
-        # The three runs that keep gradients begin with the steps of --at-step; two go at a time.
-        aside_s = (_ASIDE_STEPS + 1.5 * self.settings.at_step) * pair_s
+        # The three runs that keep gradients train up to the last step of those; two go at a time.
+        at_steps = self._at_steps()
+        held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
+        aside_s = (_ASIDE_STEPS + 1.5 * (at_steps[-1] + held_steps)) * pair_s
         if (speedup := self._too_slow()) and not self._reason_without_profile(speedup):
             starts += 2
             aside_s += min(_PROFILE_STEPS * pair_s, 2 * (_PROFILE_S + pair_s))
@@ -391,21 +399,47 @@ class _Comparison:
 
     # ---- gradients
 
-    def _certificate(self) -> dict[str, Any]:
+    def _certificates(self) -> list[dict[str, Any]]:
+        """Return the certificate of each step at which gradients are compared."""
         if not self.spawns:
-            return certify_script(self.runs, format=self._format(), at_step=self.settings.at_step)
-        return self._no_certificate(
-            "The script trains in processes that it starts itself, where updates cannot be held back: use "
-            "narrowcast.certify on its model."
-        )
+            return certify_script(self.runs, format=self._format(), at_steps=self._at_steps())
+        why = "The script trains in processes that it starts itself, where updates cannot be held back: use "
+        return [self._no_certificate(f"{why}narrowcast.certify on its model.")]
+
+    def _at_steps(self) -> list[int]:
+        """Return the steps at which gradients are compared, in their order.
+
+        Where training begins, errors may be larger than later, so two later steps follow, or one in a short
+        or slow script. The runs take more steps than those: batches whose updates are held back, and moves.
+        """
+        if self.settings.at_step is not None:
+            return [self.settings.at_step]
+        first = self.captures["fp32"][0].totals()
+        taken = first["steps"] + first["skipped_steps"]
+        ends_by_itself = not first["stopped"]
+        latest = min(_LATEST_STEP, taken // 4)
+        if ends_by_itself:
+            latest = min(latest, taken - _steps_besides(3))
+        is_slow = statistics.median(self._times_s("fp32") or [0.0]) > _MANY_STEPS_S
+        if latest >= _EARLY_STEP and not is_slow:
+            return [0, latest // 3, latest]
+        latest = min(_EARLY_STEP, taken // 2)
+        if ends_by_itself:
+            latest = min(latest, taken - _steps_besides(2))
+        return [0, latest] if latest >= _EARLY_STEP // 2 else [0]
 
     def _no_certificate(self, why: str) -> dict[str, Any]:
-        fields = {"policy": self.settings.policy, "at_step": self.settings.at_step}
+        fields = {"policy": self.settings.policy, "at_step": self.settings.at_step or 0}
         return no_certificate(why, format=self._format(), **fields)
 
     def _format(self) -> str:
         devices = [d["format"] for capture in self.captures["mixed"] for d in capture.of("device")]
         return ", ".join(dict.fromkeys(devices)) or self.settings.policy
+
+
+def _steps_besides(compared: int) -> int:
+    """Return how many steps a script needs besides the training up to the last of ``compared`` steps."""
+    return compared * FEWEST_BATCHES + MOVES
 
 
 def _check_comparable(capture: Capture) -> None:

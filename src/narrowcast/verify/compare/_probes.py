@@ -31,6 +31,7 @@ from narrowcast.verify._model_state import bytes_of, each_once, put_back, random
 from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._runs import (
     MEMORY,
+    MOVES,
     PAUSED,
     STEPS,
     TENSORS,
@@ -39,6 +40,7 @@ from narrowcast.verify.compare._runs import (
     Purpose,
     RunSettings,
     shared_numbers,
+    tensors_at,
     write_result,
 )
 
@@ -47,7 +49,6 @@ _MOST_STEPS = 64
 # Fewer than the skipped steps in a row after which ScaleCollapseError is raised: a probe must not fail.
 _MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
-_MOVES = 3  # with the four batches before them they show a step left out in five
 _OUTPUTS = 3
 _FEWEST_STEPS = 3
 _until_the_end = ExitStack()  # never closed
@@ -183,25 +184,33 @@ class MemoryProbe(Probe):
 
 
 class GradientProbe(Probe):
-    """Hold updates back, and keep the gradients that each optimizer would have used.
+    """Hold updates back at some steps, and keep the gradients that each optimizer would have used.
 
     A batch is what one step of an optimizer sees, accumulation included. The run ``REFERENCE`` computes in
     FP32 and ``MIXED`` under the policy, for four batches; ``EXACT`` in FP32 by ops that round only their
     result, for the first one. The reference's weights are loaded into the others, so that all are compared at
-    the same weights. ``REFERENCE`` and ``MIXED`` then take a few steps, and keep how these move the weights.
+    the same weights. From one of these steps to the next all train in mixed precision, on the same batches.
+    At the end ``REFERENCE`` and ``MIXED`` take a few steps more, and keep how these move the weights.
     """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
         self._role = settings.purpose
-        self._reference = self.folder.parent / Purpose.REFERENCE / TENSORS
         self._process = os.getpid()
-        self._batches = 1 if self._role == Purpose.EXACT else FEWEST_BATCHES
-        self._calls = 0
-        self._backwards = 0
-        self._armed = False
         self._first: torch.optim.Optimizer | None = None
         self._draws: Fp32Draws | None = None
+        self._exact = ExactOps()  # type: ignore[no-untyped-call]
+        self._steps = 0  # that updated weights
+        self._later = list(settings.at_steps)
+        self._all_facts: list[GradientFacts] = []
+        self._wait_for_next()
+
+    def _wait_for_next(self) -> None:
+        """Wait for the next step at which updates are held back; forget what belongs to the one before."""
+        self._at_step = self._later.pop(0)
+        self._armed = False
+        self._calls = 0
+        self._backwards = 0
         self._modules: list[torch.nn.Module] = []
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._before: dict[str, torch.Tensor] | None = None  # weights before steps are taken again
@@ -209,13 +218,16 @@ class GradientProbe(Probe):
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counts: dict[torch.optim.Optimizer, int] = {}  # steps of each that were held back
         self._overflowed: set[torch.optim.Optimizer] = set()
-        self._facts = GradientFacts()
-        (self.folder / TENSORS).mkdir(exist_ok=True)
+        self._facts = GradientFacts(at_step=self._at_step, steps_before=self._steps)
+        self._all_facts.append(self._facts)
+        self._kept = tensors_at(self.folder, self._at_step)
+        self._kept.mkdir(parents=True, exist_ok=True)
+        self._reference = tensors_at(self.folder.parent / Purpose.REFERENCE, self._at_step)
 
     def attached(self, attachment: Attachment) -> None:
         super().attached(attachment)
         attachment.pause_regions(bool(self.settings.fp32_because))  # emulated steps take minutes
-        if not self.settings.at_step:
+        if not self._at_step:
             self._arm()
 
     def _arm(self) -> None:
@@ -225,14 +237,27 @@ class GradientProbe(Probe):
         self._backwards = self._armed_at = self.attachment.recorder.backwards
         # A compiled graph would hide draws of random numbers.
         torch.compiler.set_stance("force_eager")
+        self._drop_gradients()
+        self._exact.paused = False
+        self._scale = self.attachment.scale.value
+        if self._role != Purpose.MIXED:
+            self.attachment.continue_in_fp32()
+        elif self.settings.start_scale is not None:
+            self.attachment.continue_at_scale(min(self._scale.scale, self.settings.start_scale))
+
+    def _drop_gradients(self) -> None:
         for optimizer in self.attachment.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
+
+    def _train_on(self) -> None:
+        """Train in mixed precision up to the next step at which updates are held back."""
+        self._drop_gradients()
         if self._role != Purpose.MIXED:
-            self.attachment.continue_in_fp32()
-        elif self.settings.start_scale is not None:
-            self.attachment.continue_at_scale(self.settings.start_scale)
+            self.attachment.continue_by_policy(self._scale)
+        self.attachment.pause_regions(bool(self.settings.fp32_because))
+        self._wait_for_next()
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._armed:
@@ -241,7 +266,7 @@ class GradientProbe(Probe):
             self._draws = Fp32Draws()
             _until_the_end.enter_context(self._draws)
             if self._role == Purpose.EXACT:
-                _until_the_end.enter_context(ExactOps())  # type: ignore[no-untyped-call]
+                _until_the_end.enter_context(self._exact)
         if self._facts.batch is None:
             self._facts.batch, self._facts.samples = fingerprint([args, kwargs]), samples_in([args, kwargs])
         if module not in self._modules:
@@ -299,7 +324,7 @@ class GradientProbe(Probe):
         if batch == 0:
             self._facts.random.append([])
         self._counts[optimizer] = batch + 1
-        if batch < self._batches:
+        if batch < self._batches_kept:
             place = list(self._counts).index(optimizer)
             self._facts.random[place].append(random_state())
             self._keep_gradients(optimizer, place, batch)
@@ -308,7 +333,17 @@ class GradientProbe(Probe):
             self._see_overflow(optimizer)
         for buffer, before in self._buffers:
             put_back(buffer, before)
+        self._exact.paused = not self._waiting_for(self._batches_kept)
         self.finish()
+
+    @property
+    def _batches_kept(self) -> int:
+        return 1 if self._role == Purpose.EXACT else FEWEST_BATCHES
+
+    @property
+    def _batches_held(self) -> int:
+        """Return for how many batches updates are held back: before others, all runs for the same ones."""
+        return FEWEST_BATCHES if self._later else self._batches_kept
 
     def _count_minibatches(self) -> None:
         """Count those whose mean the gradients of this step are; optimizers may share a backward pass."""
@@ -324,7 +359,7 @@ class GradientProbe(Probe):
         """Find the first scale at which every optimizer's gradients are finite again."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         if any(nonfinite_flags([gradient for gradient in gradients if gradient is not None]).read()):
-            if self._counts[optimizer] <= self._batches:
+            if self._counts[optimizer] <= FEWEST_BATCHES:
                 self._overflowed.add(optimizer)
         elif optimizer in self._overflowed:
             self._overflowed.remove(optimizer)
@@ -340,21 +375,27 @@ class GradientProbe(Probe):
                     unnamed = f"optimizer {place}, group {number}, parameter {position}"
                     gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
                     rows.append((names.get(id(parameter), unnamed), tuple(parameter.shape), gradient))
-        torch.save(rows, self.folder / TENSORS / f"gradients-{place}-{batch}.pt")
+        torch.save(rows, self._kept / f"gradients-{place}-{batch}.pt")
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._first is None:
             self._first = optimizer
         if not self._armed:
-            self._facts.steps_before += 1
-            if self._facts.steps_before >= self.settings.at_step:
+            self._steps += 1
+            self._facts.steps_before = self._steps
+            if self._steps >= self._at_step:
                 self._arm()
         elif self._before is not None:
             self._moves += optimizer is next(iter(self._counts))
-            if self._moves == _MOVES:
+            if self._moves == MOVES:
                 self._keep_moves(self._before)
                 self.attachment.stop()
         elif self._is_complete():
+            if self._overflowed or self._facts.good_scale is not None:
+                self._later.clear()  # more batches were held back than in the reference
+            if self._later:
+                self._train_on()
+                return
             # After any rounding a line search goes elsewhere.
             if self._role == Purpose.EXACT or any(isinstance(o, torch.optim.LBFGS) for o in self._counts):
                 self.attachment.stop()
@@ -373,7 +414,7 @@ class GradientProbe(Probe):
             moves = {name: w - before[name] for name, w in self._weights().items() if name in before}
             if self._role == Purpose.REFERENCE:  # not by a few roundoffs
                 moves = {name: w for name, w in moves.items() if w.norm() > 1e-6 * before[name].norm()}
-            torch.save(moves, self.folder / TENSORS / "moves.pt")
+            torch.save(moves, self._kept / "moves.pt")
             self.finish()
 
     def _is_complete(self) -> bool:
@@ -381,7 +422,7 @@ class GradientProbe(Probe):
         scale_moves = self.attachment.loss_scale not in (None, self._facts.scale)
         if self._overflowed and scale_moves and most < _MOST_OVERFLOWS:
             return False
-        return most >= _MOST_STEPS or (bool(self._counts) and not self._waiting_for(self._batches))
+        return most >= _MOST_STEPS or (bool(self._counts) and not self._waiting_for(self._batches_held))
 
     def _waiting_for(self, batches: int) -> int:
         """Return how many optimizers have not stepped so often."""
@@ -396,7 +437,7 @@ class GradientProbe(Probe):
         facts.never_stepped = self._waiting_for(1) if self._armed else 0
         if self._draws is not None:
             facts.problem = facts.problem or self._draws.undecidable
-        write_result(self.folder, msgspec.to_builtins(facts))
+        write_result(self.folder, {"steps": msgspec.to_builtins(self._all_facts)})
 
 
 class OutputProbe(Probe):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -18,7 +18,15 @@ from narrowcast.observe.capture import ENOUGH_ELEMENTS, OUTPUT_LIMIT
 from narrowcast.verify._certificate import CANNOT_TELL, FAIL, PASS
 from narrowcast.verify._sums import FEWEST_BATCHES, Batches, Measured, compared
 from narrowcast.verify._verdict import certificate_of
-from narrowcast.verify.compare._runs import TENSORS, GradientFacts, Purpose, ScriptRuns, in_short, read_result
+from narrowcast.verify.compare._runs import (
+    TENSORS,
+    GradientFacts,
+    Purpose,
+    ScriptRuns,
+    in_short,
+    read_result,
+    tensors_at,
+)
 
 _MOST_TRIES = 8
 # Of how far steps move all weights, and one parameter. Measured in bf16: 0.04 and 0.1 at most, with Adam,
@@ -26,37 +34,62 @@ _MOST_TRIES = 8
 _MOVE_LIMIT, _MOVE_FAILS = 0.15, 0.5
 
 
-def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[str, Any]:
-    """Return ``Certificate.to_dict`` for a script.
+def certify_script(runs: ScriptRuns, *, format: str, at_steps: Sequence[int] = (0,)) -> list[dict[str, Any]]:
+    """Return ``Certificate.to_dict`` of a script for each of some steps, with ``is_lost``; the first always.
 
     The script runs three times with the same seed: in FP32 and in mixed precision for the gradients of four
-    batches, and in FP32 by ops that round only their results, which measures FP32's own rounding. Updates are
-    held back, so that all are at the same weights. If a dynamic loss scale still overflows, the mixed run is
-    made again with the scale that it reached.
+    batches at each step, and in FP32 by ops that round only their results, which measures FP32's rounding.
+    Updates are held back, so that all are at the same weights. If a dynamic loss scale still overflows, the
+    mixed run is made again with the scale that it reached.
+
+    A step that the script does not reach is left out, but for the first. ``is_lost``: what fails is lost
+    whatever losses say, as a parameter's gradient, and not rounded.
     """
-    policy = runs.settings.policy
+    asked = {"at_steps": tuple(at_steps)}
     try:
-        reference = runs.start(Purpose.REFERENCE, "mixed", Purpose.REFERENCE, at_step=at_step)
-        runs.ahead(Purpose.EXACT, "mixed", Purpose.EXACT, at_step=at_step)
-        mixed = _run_mixed(runs, at_step)
+        reference = runs.start(Purpose.REFERENCE, "mixed", Purpose.REFERENCE, **asked)
+        runs.ahead(Purpose.EXACT, "mixed", Purpose.EXACT, **asked)
+        mixed = _run_mixed(runs, asked)
     except ScriptError as error:
         reason = f"A run whose updates were held back failed: {in_short(error)}."
-        return no_certificate(reason, policy=policy, format=format, at_step=at_step)
+        return [no_certificate(reason, policy=runs.settings.policy, format=format, at_step=at_steps[0])]
     exact: Path | None = None
-    fp32, low = _facts(reference), _facts(mixed)
+    exact_failed: str | None = None
     try:
-        exact = runs.start(Purpose.EXACT, "mixed", Purpose.EXACT, at_step=at_step)
-        rounding_unknown = _difference(fp32, _facts(exact), at_step)
+        exact = runs.start(Purpose.EXACT, "mixed", Purpose.EXACT, **asked)
     except ScriptError as error:
-        rounding_unknown = f"{in_short(error)}."
+        exact_failed = f"{in_short(error)}."
+    found: list[dict[str, Any]] = []
+    for at_step in at_steps:
+        is_reached = bool(_facts(reference, at_step).random)
+        if is_reached or not found:
+            found.append(_certificate_at(at_step, reference, mixed, exact, exact_failed, runs, format))
+    return found
+
+
+def _certificate_at(
+    at_step: int,
+    reference: Path,
+    mixed: Path,
+    exact: Path | None,
+    exact_failed: str | None,
+    runs: ScriptRuns,
+    format: str,
+) -> dict[str, Any]:
+    """Return the certificate of one step, from what three runs kept; ``exact_failed``: why one did not."""
+    fp32, low = _facts(reference, at_step), _facts(mixed, at_step)
+    rounding_unknown = exact_failed
+    if exact is not None:
+        rounding_unknown = _difference(fp32, _facts(exact, at_step), at_step)
     cannot_tell = _difference(fp32, low, at_step)
+    kept, kept_mixed = tensors_at(reference, at_step), tensors_at(mixed, at_step)
+    kept_exact = None if rounding_unknown or exact is None else tensors_at(exact, at_step)
     measured, waiting = list[Measured](), fp32.never_stepped
     for place in range(len(fp32.random)):
-        runs_of_exact = None if rounding_unknown else exact
         pairs = zip(fp32.random[place], low.random[place] if place < len(low.random) else (), strict=False)
         # How many batches began with the same random numbers: later ones may be other batches.
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        problem = _add_optimizer(measured, place, reference, runs_of_exact, mixed, same)
+        problem = _add_optimizer(measured, place, kept, kept_exact, kept_mixed, same)
         cannot_tell = cannot_tell or problem
     averaged = fp32.backwards * fp32.ranks
     found = certificate_of(
@@ -64,7 +97,7 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
         minibatches=max(averaged, fp32.backwards * fp32.launched),
         averaged=averaged,
         samples=fp32.samples,
-        policy=policy,
+        policy=runs.settings.policy,
         format=format,
         at_step=at_step,
         loss_scale=low.scale,
@@ -72,36 +105,47 @@ def certify_script(runs: ScriptRuns, *, format: str, at_step: int = 0) -> dict[s
         rounding_unknown=rounding_unknown and f"FP32's rounding could not be measured: {rounding_unknown}",
         note=f"Left out: {waiting} of the optimizers, which did not step in time." if waiting else None,
     )
+    is_lost = found.verdict == FAIL and any(parameter.lost for parameter in found.parameters)
     steps = None
     if found.verdict == PASS and fp32.passes and low.passes:
-        moves, low_moves = (_load(folder / TENSORS / "moves.pt") or {} for folder in (reference, mixed))
+        moves, low_moves = (_load(folder / "moves.pt") or {} for folder in (kept, kept_mixed))
         steps = _judge_steps(moves, low_moves, {p.name: p.judged for p in found.parameters})
         if fp32.passes != low.passes:
             counts = f"{fp32.passes} backward passes in FP32 and {low.passes} in mixed precision"
             steps = {"verdict": CANNOT_TELL, "reason": f"The same steps took {counts}."}
-    return found.to_dict() | (steps or {})
+        is_lost = steps is not None and steps["verdict"] == FAIL
+    return found.to_dict() | (steps or {}) | {"is_lost": is_lost}
 
 
 def no_certificate(reason: str, **fields: Any) -> dict[str, Any]:
     """Return ``Certificate.to_dict`` for a script whose gradients could not be compared."""
-    return certificate_of([], cannot_tell=reason, **fields).to_dict()
+    return certificate_of([], cannot_tell=reason, **fields).to_dict() | {"is_lost": False}
 
 
-def _run_mixed(runs: ScriptRuns, at_step: int) -> Path:
-    """Make the mixed run, again while its first batch overflows, as it does at a dynamic scale's start."""
+def _run_mixed(runs: ScriptRuns, asked: dict[str, Any]) -> Path:
+    """Make the mixed run, again while a first batch overflows, as it does at a dynamic scale's start."""
     scale: float | None = None
     for tried in range(_MOST_TRIES):
-        folder = runs.start(Purpose.MIXED, "mixed", Purpose.MIXED, at_step=at_step, start_scale=scale)
-        good_scale = _facts(folder).good_scale
-        if good_scale is None:
+        folder = runs.start(Purpose.MIXED, "mixed", Purpose.MIXED, start_scale=scale, **asked)
+        good_scales = [facts.good_scale for facts in _all_facts(folder) if facts.good_scale is not None]
+        if not good_scales:
             break
         # It suits later batches; if the first one needs a lower scale, go down faster each time.
-        scale = good_scale / 4.0**tried
+        scale = min(good_scales) / 4.0**tried
     return folder
 
 
-def _facts(folder: Path) -> GradientFacts:
-    return msgspec.convert(read_result(folder) or {}, GradientFacts)
+def _all_facts(folder: Path) -> list[GradientFacts]:
+    """Read what a run that keeps gradients noted, for each step that it reached or waited for."""
+    result = read_result(folder) or {"steps": []}
+    return msgspec.convert(result["steps"], list[GradientFacts])
+
+
+def _facts(folder: Path, at_step: int) -> GradientFacts:
+    for facts in _all_facts(folder):
+        if facts.at_step == at_step:
+            return facts
+    return GradientFacts(at_step=at_step)
 
 
 def _add_optimizer(
@@ -109,7 +153,7 @@ def _add_optimizer(
 ) -> str | None:
     """Add the parameters of one optimizer; return why they cannot be compared, if so.
 
-    ``same``: of how many batches the mixed gradients are.
+    The folders are those of one step; ``same``: of how many batches the mixed gradients are.
     """
     of_fp32, of_mixed, of_exact = (
         [] if folder is None else list(_kept(folder, place)) for folder in (reference, mixed, exact)
@@ -162,7 +206,7 @@ def _judge_steps(
 def _kept(folder: Path, place: int) -> Iterator[Any]:
     """Load the gradients of one optimizer for each batch."""
     for batch in range(FEWEST_BATCHES):
-        rows = _load(folder / TENSORS / f"gradients-{place}-{batch}.pt")
+        rows = _load(folder / f"gradients-{place}-{batch}.pt")
         if rows is None:
             return
         yield rows

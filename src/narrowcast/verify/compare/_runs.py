@@ -30,6 +30,10 @@ RESULT = "result.json"
 TENSORS = "narrowcast-tensors"
 """Folder, in that of a run, of tensors that are compared and then deleted."""
 
+MOVES = 3
+"""Steps that a run which keeps gradients takes at its end: with the four batches before them they show a step
+left out in five."""
+
 _TURNS = "narrowcast-turns"
 UNTIL, STEPS, PAUSED, MEMORY = range(4)
 """Places in ``shared_numbers``."""
@@ -106,15 +110,16 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         seed_shift: added to ``seed`` and to the seeds that the script sets itself.
         steps: after which the run is ended; 0: it ends by itself.
-        at_step: optimizer steps before updates are held back, in a run that keeps gradients.
-        start_scale: loss scale with which such a run begins; None: as ``loss_scale`` says.
+        at_steps: how many optimizer steps come before updates are held back, in a run that keeps gradients;
+            between two of them it trains in mixed precision.
+        start_scale: the largest loss scale while updates are held back; None: as ``loss_scale`` says.
         watched_steps: how many steps are watched to explain them.
     """
 
     purpose: Purpose
     seed_shift: int = 0
     steps: int = 0
-    at_step: int = 0
+    at_steps: tuple[int, ...] = (0,)
     start_scale: float | None = None
     watched_steps: int = 0
 
@@ -233,9 +238,10 @@ def collapsed(folder: Path) -> str | None:
 
 
 class GradientFacts(msgspec.Struct, kw_only=True):
-    """What a run that keeps gradients notes about them.
+    """What a run that keeps gradients notes about those of one step.
 
     Attributes:
+        at_step: after how many optimizer steps they were to be kept.
         problem: why they cannot be compared, as a sentence.
         steps_before: optimizer steps before updates were held back.
         batch: fingerprint of the inputs of the first call.
@@ -249,6 +255,7 @@ class GradientFacts(msgspec.Struct, kw_only=True):
         passes: backward passes in all, where steps were taken at the end; else 0.
     """
 
+    at_step: int = 0
     problem: str | None = None
     steps_before: int = 0
     batch: str | None = None
@@ -261,6 +268,11 @@ class GradientFacts(msgspec.Struct, kw_only=True):
     good_scale: float | None = None
     never_stepped: int = 0
     passes: int = 0
+
+
+def tensors_at(folder: Path, at_step: int) -> Path:
+    """Return where a run in ``folder`` keeps the gradients of one step."""
+    return folder / TENSORS / f"step-{at_step}"
 
 
 def why_unseen(folder: Path, *, advice: str, verb: str | None) -> str | None:

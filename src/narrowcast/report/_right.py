@@ -1,0 +1,188 @@
+"""Whether mixed precision is right, by the gradients at several steps and by the losses of seeds.
+
+docs/compare.md has the table that this module follows.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowcast.errors import few
+from narrowcast.report._text import short
+
+PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
+GROWING = "failing and growing"
+LOST = "lost"
+
+_ENOUGH_SEEDS = 3
+_TIMES_LONGER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What the certificates of one comparison say together.
+
+    Attributes:
+        state: ``PASS``, ``CANNOT_TELL``, ``FAIL``, ``GROWING`` or ``LOST``.
+        reason: for it, in sentences.
+        early: a sentence on the first step, if it failed and the later ones do not; else None.
+    """
+
+    state: str
+    reason: str
+    early: str | None = None
+
+
+def judge_gradients(certificates: Sequence[Mapping[str, Any]]) -> Gradients:
+    """Judge the certificates of one comparison, in the order of their steps.
+
+    Where there are later ones, they decide: errors of the first step are often gone a few steps later. The
+    worst of them counts.
+    """
+    first, *later = certificates
+    judged = later or [first]
+    state, decisive = _worst(judged)
+    reason = decisive["reason"]
+    if len(certificates) > 1:
+        reason = f"at step {decisive['at_step']}: {reason}"
+    if state == FAIL and _is_growing(judged):
+        state = GROWING
+        errors = [f"{short(one['error_over_noise'])} at step {one['at_step']}" for one in judged]
+        reason = f"{reason} The error grows: {few(errors)}."
+    early = None
+    if later and first["verdict"] == FAIL and state in (PASS, CANNOT_TELL):
+        steps = " and ".join(str(one["at_step"]) for one in later)
+        early = (
+            f"gradients failed at step {first['at_step']}, the start of training, and no longer do at step"
+            f"{'s' * (len(later) > 1)} {steps}, which count: {first['reason']}"
+        )
+    return Gradients(state, reason, early)
+
+
+def _worst(certificates: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
+    """Return the worst state among certificates, and the latest certificate in it."""
+    states = [(_state(one), one) for one in certificates]
+    for worst in (LOST, FAIL, CANNOT_TELL, PASS):
+        matching = [one for state, one in states if state == worst]
+        if matching:
+            return worst, matching[-1]
+    raise AssertionError("no certificate")
+
+
+def _state(certificate: Mapping[str, Any]) -> str:
+    # Captures of earlier versions do not say what was lost: there every failure was.
+    if certificate["verdict"] == FAIL and certificate.get("is_lost", True):
+        return LOST
+    state: str = certificate["verdict"]
+    return state
+
+
+def _is_growing(certificates: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the latest one fails with an interval that lies above that of the first one."""
+    before, latest = certificates[0], certificates[-1]
+    if latest["verdict"] != FAIL or latest is before:
+        return False
+    interval_before = before.get("error_over_noise_interval")
+    interval = latest.get("error_over_noise_interval")
+    if interval_before is None or interval is None:
+        return False
+    lowest, highest_before = interval[0], interval_before[1]
+    return bool(lowest > highest_before)
+
+
+def judge_training(gradients: Gradients, loss: Mapping[str, Any] | None, *, few_seeds: bool) -> str:
+    """Return ``"yes"``, ``"no: ..."`` or ``"cannot tell: ..."``.
+
+    Args:
+        gradients: as of ``judge_gradients``.
+        loss: verdict and reason by the losses; None: there are none.
+        few_seeds: whether the losses were not judged for want of seeds, as by default.
+    """
+    losses = "not judged" if loss is None or few_seeds else loss["verdict"]
+    of_losses = f"losses: {loss['reason']}" if loss is not None else ""
+    of_gradients = f"gradients: {gradients.reason}"
+    if gradients.state in (LOST, GROWING):
+        return f"no: {of_gradients}" + (f"; {of_losses}" if losses == FAIL else "")
+    if losses == FAIL:
+        return f"no: {of_losses}"
+    if gradients.state == FAIL:
+        agree = (
+            "the losses of all seeds agree" if losses == PASS else "one seed does not show whether losses do"
+        )
+        return f"cannot tell: {of_gradients} But {agree}."
+    if gradients.state == CANNOT_TELL:
+        return f"cannot tell: {of_gradients}"
+    if losses == CANNOT_TELL:
+        return f"cannot tell: {of_losses}"
+    return "yes"
+
+
+# ---- what to type next
+
+
+def next_for_right(right: str, start: Mapping[str, Any], *, kind: str | None, formats: str) -> str | None:
+    """Return the command that tells more about whether mixed precision is right; None: it is.
+
+    Args:
+        right: as ``judge_training`` returned it.
+        start: the first event of the comparison.
+        kind: ``"training"`` or ``"inference"``.
+        formats: that mixed runs computed in.
+    """
+    if right == "yes":
+        return None
+    if right.startswith("no") and "fp16" in formats:
+        return compare_again(start, policy="bf16", loss_scale=None)
+    if right.startswith("no") and start["policy"] != "safe":
+        return compare_again(start, policy="safe")
+    if right.startswith("no") or kind == "inference":
+        return command("explain", start, ("--policy", start["policy"]))
+    return _longer(start)
+
+
+def _longer(start: Mapping[str, Any]) -> str:
+    """Return the command of a comparison that judges losses of seeds, or of more steps or seeds."""
+    if start["repeats"] < _ENOUGH_SEEDS:
+        return compare_again(start, repeats=_ENOUGH_SEEDS)
+    if start["steps"]:
+        return compare_again(start, steps=_TIMES_LONGER * start["steps"])
+    return compare_again(start, repeats=2 * start["repeats"])
+
+
+def next_for_speed(worth_it: str, start: Mapping[str, Any]) -> str | None:
+    """Return the command that tells more about whether mixed precision is worth it; None: it is."""
+    if worth_it.startswith("yes"):
+        return None
+    if worth_it.startswith("no"):
+        return command("doctor", start, ("--policy", start["policy"]))
+    if start["steps"]:
+        return compare_again(start, steps=_TIMES_LONGER * start["steps"], time_limit=0)
+    return compare_again(start, repeats=max(_ENOUGH_SEEDS, 2 * start["repeats"]), time_limit=0)
+
+
+def compare_again(start: Mapping[str, Any], **changed: Any) -> str:
+    """Return the command of a comparison with other options, None to leave one out."""
+    options = _options_of(start)
+    for name, value in changed.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is None:
+            options.pop(option, None)
+        else:
+            options[option] = str(value)
+    words = [word for option in options.items() for word in option]
+    return command("compare", start, words)
+
+
+def command(verb: str, start: Mapping[str, Any], options: Sequence[str]) -> str:
+    """Return a command on the script of a comparison, as one types it."""
+    module = ["-m"] if "-m" in start.get("options", ()) else []
+    return shlex.join(["narrowcast", verb, *options, *module, *start["argv"]])
+
+
+def _options_of(start: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options that the comparison was started with, which all take a value."""
+    words = [word for word in start.get("options", ()) if word != "-m"]
+    return dict(zip(words[::2], words[1::2], strict=True))
