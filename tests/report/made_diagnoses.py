@@ -170,6 +170,7 @@ FOUND = {
     ),
     "together": {
         "speedup": 1.15,
+        "not_faster": None,
         "products_share": 0.57,
         "products_speedup": 2.8,
         "machine_speedup": 3.1,

@@ -62,6 +62,8 @@ def test_each_part_of_a_step_has_its_share(small):
         assert run["plain_step_s_low"] <= run["plain_step_s"] <= run["plain_step_s_high"]
     sizes = {tuple(row["shape"]): row["count"] for row in small["together"]["sizes"]}
     assert sizes == {(64, 16, 16): 2, (64, 10, 16): 3}
+    formats = {run: {row["format"] for row in small[run]["products"]} for run in ("fp32", "mixed")}
+    assert formats == {"fp32": {"fp32"}, "mixed": {"bf16"}}
     assert small["fp32"]["casts"]["count"] == 0
     # As in a region of torch's own: the input, two weights and two biases, the output handed on in FP32, the
     # output's gradient, and the gradients of the four parameters.
@@ -197,20 +199,24 @@ CONVOLUTION = ("convolution", [4, 256, 28, 28, 256, 256, 3, 3])
 UNKNOWN = ("matmul", [64, 64, 65])
 
 
-def profile(products, *, plain_s):
+def profile(products, *, plain_s, format_="fp32"):
     rows = [
-        {"kind": kind, "shape": shape, "count": count, "each_s": each_s, "share": 0.1}
+        {"kind": kind, "shape": shape, "format": format_, "count": count, "each_s": each_s, "share": 0.1}
         for (kind, shape), count, each_s in products
     ]
-    return {"products": rows, "plain_step_s": plain_s, "shares": {"products": 0.4}}
+    bounds = {"plain_step_s_low": plain_s, "plain_step_s_high": plain_s}
+    shares = dict.fromkeys(("casts", "other_ops", "optimizer", "loading", "python"), 0.12) | {"products": 0.4}
+    times = {"step_s": plain_s, "plain_step_s": plain_s, **bounds}
+    return {"products": rows, "shares": shares, "gpu_busy_share": None, **times}
 
 
 def test_two_profiles_side_by_side():
+    low = [(SMALL, 2, 0.020), (CONVOLUTION, 1, 0.020), (UNKNOWN, 1, 0.02)]
     found = {
         "device": "cpu",
         "format": "bf16",
         "fp32": profile([(SMALL, 2, 0.010), (CONVOLUTION, 1, 0.060), (UNKNOWN, 1, 0.02)], plain_s=0.2),
-        "mixed": profile([(SMALL, 2, 0.020), (CONVOLUTION, 1, 0.020), (UNKNOWN, 1, 0.02)], plain_s=0.1),
+        "mixed": profile(low, plain_s=0.1, format_="bf16"),
     }
     devices = [
         {"device_type": "cuda", "rows": [rate("matmul", [64, 64], "small", 99.0)]},
@@ -233,9 +239,16 @@ def test_a_product_that_only_one_run_has_is_not_compared():
         "device": "cpu",
         "format": "bf16",
         "fp32": profile([(SMALL, 2, 0.010)], plain_s=0.2),
-        "mixed": profile([(UNKNOWN, 2, 0.020)], plain_s=0.1),
+        "mixed": profile([(UNKNOWN, 2, 0.020)], plain_s=0.1, format_="bf16"),
     }
     together = side_by_side(found, NO_RATES)
     assert together["products_speedup"] is None
     assert together["machine_speedup"] is None
     assert together["limit_here"] is None
+
+
+def test_a_product_that_stayed_in_fp32_has_no_speed_in_the_low_format():
+    sides = {name: profile([(SMALL, 2, 0.010)], plain_s=0.2) for name in ("fp32", "mixed")}
+    together = side_by_side({"device": "cpu", "format": "bf16", **sides}, NO_RATES)
+    assert together["products_speedup"] is None
+    assert "ran in FP32 under bf16 too (matmul)" in together["not_faster"]["text"]

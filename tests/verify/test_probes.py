@@ -297,7 +297,8 @@ def test_two_ranks_are_judged_as_one_step(tmp_path):
     ]
     found = [json.loads(process.communicate(timeout=200)[0]) for process in ranks]
     for certificate in found:
-        assert (certificate["minibatches"], certificate["averaged"]) == (4, 4), certificate["reason"]
+        counts = [certificate[name] for name in ("minibatches", "averaged", "samples")]
+        assert counts == [4, 4, 32], certificate["reason"]
         assert certificate["verdict"] == "pass", certificate["reason"]
     assert found[0]["error_over_noise"] == found[1]["error_over_noise"]
 
@@ -537,6 +538,28 @@ def test_a_full_batch_is_judged_by_its_relative_error(runs):
     assert (found["error_over_noise"], found["verdict"]) == (None, "pass")
     assert 1e-4 < found["relative_error"] < 0.05
     assert "no minibatch noise" in found["reason"]
+
+
+PER_SAMPLE = """
+    import torch
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    def loss(weights, x):
+        return (torch.func.functional_call(net, weights, (x,)) - x[:1]).square().mean()
+    for _ in range(8):
+        weights = {name: weight.detach() for name, weight in net.named_parameters()}
+        gradients = torch.vmap(torch.func.grad(loss), (None, 0))(weights, torch.randn(16, 8))
+        for name, weight in net.named_parameters():
+            weight.grad = gradients[name].mean(0)
+        optimizer.step()
+"""
+
+
+def test_a_model_called_inside_torch_func_cannot_be_told(runs):
+    found = certify_script(runs(PER_SAMPLE), format="bf16")
+    assert (found["verdict"], found["samples"]) == ("cannot tell", None)
+    assert "calls its model inside torch.func" in found["reason"]
 
 
 # ---- outputs

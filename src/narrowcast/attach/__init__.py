@@ -14,6 +14,7 @@ from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import RULE_NOTE
 from narrowcast.attach._run import Observer
 from narrowcast.attach._script import Script, run_script
+from narrowcast.attach._torch_internals import is_functorch_wrapped
 
 __all__ = [
     "OUTPUTS",
@@ -26,6 +27,7 @@ __all__ = [
     "call_site",
     "changed_files",
     "folder_of_one",
+    "is_functorch_wrapped",
     "registered",
     "restore_files",
     "restore_killed",

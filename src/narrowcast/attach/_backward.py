@@ -45,6 +45,7 @@ class Backward:
     def __init__(self, run: Run, regions: Regions) -> None:
         self._scale = run.scale
         self._recorder = run.recorder
+        self._observer = run.observer
         self._stopping = run.stopping
         self._regions = regions
         self._nesting = Nesting()
@@ -60,7 +61,7 @@ class Backward:
     def install(self, patches: Patches) -> None:
         self._torch_backward: Any = torch.autograd.backward
         self._torch_grad: Any = torch.autograd.grad
-        backward = self._wrap(self._torch_backward, self.backward, self._stopping.backward_ended)
+        backward = self._wrap(self._torch_backward, self.backward, self._ended)
         patches.replace(torch.autograd, "backward", backward)
         patches.replace(torch.autograd, "grad", self._wrap(self._torch_grad, self.grad))
         patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
@@ -102,6 +103,10 @@ class Backward:
 
         return wrapper
 
+    def _ended(self) -> None:
+        self._observer.backward_ended()
+        self._stopping.backward_ended()
+
     def backward(
         self,
         tensors: Any,
@@ -122,6 +127,7 @@ class Backward:
             if scaled or self._recorder.keeps_losses:
                 site, loss = call_site(), _one_number(roots)
             self._recorder.saw_backward(loss, site)
+            self._observer.backward_begins(roots)
 
         # The pass that encloses a nested one has scaled the gradients that it starts from.
         factor = self._scale.value.scale if outermost else self._factor_of(enclosing)

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +77,12 @@ class Observer:
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         """Called when that call ends; ``output`` is what the script receives."""
+
+    def backward_begins(self, roots: Sequence[Any]) -> None:
+        """Called when an outermost backward pass begins at ``roots``, tensors or graph edges."""
+
+    def backward_ended(self) -> None:
+        """Called when that pass has ended without an error."""
 
     def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether to omit the step that ``optimizer`` begins; nothing is updated then."""

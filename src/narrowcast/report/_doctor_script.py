@@ -105,8 +105,8 @@ def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
         before, after = (found[run]["shares"]["other_ops"] * found[run]["plain_step_s"] for run in _RUNS)
         yield "limit", {"others": (before, after) if together["speedup"] > limit and before > after else None}
         yield "limit here", {}
-    if together["speedup"] * _AS_FAST < 1:
-        yield "slower", {}
+    if together["not_faster"] is not None:
+        yield "not faster", {}
 
 
 def _doubts(found: dict[str, Any]) -> Iterator[_Finding]:
@@ -155,7 +155,8 @@ def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
     small = of_matrices and math.prod(largest["shape"]) * _MUCH_SMALLER < best["shape"][0] ** 3
     if small and (here < _AS_FAST or here < best["speed"] / 2):
         # First, if it is why the format loses.
-        weight = found["mixed"]["shares"]["products"] + (here < 1)
+        reason = found["together"]["not_faster"]
+        weight = found["mixed"]["shares"]["products"] + (reason is not None and reason["cause"] == "kernels")
         yield weight, ("small", {"largest": _shape_text(largest), "speed": largest["speedup"]})
 
 

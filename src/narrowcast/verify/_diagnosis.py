@@ -15,6 +15,7 @@ from narrowcast.attach import call_site
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
 from narrowcast.observe.profiling import HostReads, Recorder, same_size, seconds_between, stamp, summarize
+from narrowcast.verify._reasons import from_profiles, is_fp32
 from narrowcast.verify.compare._comparison import stays_in_fp32
 from narrowcast.verify.compare._probes import StepProbe
 from narrowcast.verify.compare._runs import (
@@ -112,15 +113,17 @@ def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]
 
     Returns:
         ``speedup`` of a step; ``products_share`` of the FP32 step; ``products_speedup`` in this script, of
-        the products in FP32 by the same in the mixed format, casts not counted; ``sizes``, the products that
-        take the most time in FP32, each with its ``share`` there, ``speedup`` in this script and
-        ``machine_speedup`` in the machine's rates, null if none is of this size; ``machine_speedup`` over
-        all sizes, weighted by time, null unless known for half of it;
+        the products in FP32 by the same in the mixed format, casts not counted, null if none ran in it;
+        ``sizes``, the products that take the most time in FP32, each with its ``share`` there, ``speedup`` in
+        this script and ``machine_speedup`` in the machine's rates, null if none is of this size;
+        ``machine_speedup`` over all sizes, weighted by time, null unless known for half of it;
+        ``not_faster``, ``cause``, ``text`` and ``share`` of why a step is not faster, null if it is;
         ``limit_here`` and ``limit_machine``, how much faster a step gets if only products get faster by
         either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains most here, or null.
     """
     fp32, mixed = found["fp32"], found["mixed"]
-    mixed_s = {same_size(row["kind"], row["shape"]): row["each_s"] for row in mixed["products"]}
+    low = [row for row in mixed["products"] if not is_fp32(row)]
+    mixed_s = {same_size(row["kind"], row["shape"]): row["each_s"] for row in low}
     on_device = [device for device in rates["devices"] if device["device_type"] == found["device"]]
     speeds = _speeds(found["format"], [row for device in on_device for row in device["rows"]])
     sizes = []
@@ -140,9 +143,11 @@ def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]
     here = same_s / same_mixed_s if same_mixed_s else None
     total_s = sum(row["each_s"] * row["count"] for row in sizes)
     machine_all = known_s / faster_s if known_s > total_s / 2 else None
+    reason = from_profiles(fp32, mixed, found["format"])
     best = max(((speed, shape) for (kind, shape), speed in speeds.items() if kind == "matmul"), default=None)
     return {
         "speedup": fp32["plain_step_s"] / mixed["plain_step_s"],
+        "not_faster": None if reason is None else reason._asdict(),
         "products_share": share,
         "products_speedup": here,
         "machine_speedup": machine_all,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.attach import is_functorch_wrapped
 from narrowcast.casting import tensors_inside
 from narrowcast.errors import UnsupportedError
 from narrowcast.training import random_states, set_random_states
@@ -50,6 +51,21 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     if tensor.nbytes and not tensor.data_ptr():  # ctypes would return other memory's bytes
         raise UnsupportedError(f"expected a tensor with memory of its own, got a {type(tensor).__name__}")
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def fingerprint(value: Any) -> str:
+    """Return a hash of the bits of every tensor in ``value``, with shapes and dtypes.
+
+    Inside ``torch.func`` tensors have no bits to read: there it is of shapes and dtypes alone.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors_inside(value):
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            if not is_functorch_wrapped(plain):
+                digest.update(bytes_of(plain))
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -134,8 +134,13 @@ EVENTS: dict[str, Any] = {
     "output": _record(  # for a script that does not train
         relative_error=Number | None, sqnr_db=Number | None, calls=_Count, verdict=_Verdict, reason=str
     ),
-    # Why mixed precision is not faster, and what would be.
-    "not_worth_it": _record(cause=Literal["casts", "small", "kernels", "other", "unknown"], reason=str),
+    # Why mixed precision is not faster. share: of the lost time that the cause explains; "small" is of older
+    # captures.
+    "not_worth_it": _record(
+        cause=Literal["casts", "small", "kernels", "other", "unknown"],
+        reason=str,
+        share=NotRequired[Number | None],
+    ),
     "finished": _record(wall_s=_Seconds),
     # ---- ``explain.jsonl`` of ``narrowcast explain``; numbers are sums over all steps
     "site": _record(  # calls of one operator in one module with one decision

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.profiling._block import MARK, every_event
+from narrowcast.policy import format_name
 
 PARTS = ("products", "casts", "other_ops", "optimizer", "loading", "python")
 PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = PARTS
@@ -64,9 +65,10 @@ def summarize(
 
     Returns:
         JSON-ready: ``steps``; ``step_s`` under the profiler; ``shares`` (sum 1) of products, casts, other
-        ops, the optimizer, loading of data, and Python (on a GPU: waiting); ``products`` by size with
-        ``count``, ``share`` of the step and ``each_s``, the median; ``casts``; ``ops`` with their number and
-        mean time; ``loading_share`` of the host's time; ``gpu_busy_share``, null on a CPU.
+        ops, the optimizer, loading of data, and Python (on a GPU: waiting); ``products`` by size and by the
+        narrowest ``format`` of their operands, with ``count``, ``share`` of the step and ``each_s``, the
+        median; ``casts``; ``ops`` with their number and mean time; ``loading_share`` of the host's time;
+        ``gpu_busy_share``, null on a CPU.
 
     Raises:
         UnsupportedError: there is no step in it, or a range of the script encloses the steps.
@@ -129,7 +131,7 @@ class _Sums:
         # Bytes are read and written; ``weight_``: of parameters.
         self.casts = {"count": 0, "bytes": 0, "weight_count": 0, "weight_bytes": 0}
         self.calls_ns: list[int] = []  # of ops that Python or autograd called, not of those that ops called
-        self._products: dict[tuple[str, Shape], tuple[tuple[str, Shape], list[int]]] = {}
+        self._products: dict[Any, tuple[tuple[str, Shape, str], list[int]]] = {}
 
     def add(self, op: Any, inherited: str = PYTHON, *, is_call: bool = True) -> bool:
         """Add an op and those that it called; return whether one of them is a product."""
@@ -144,9 +146,12 @@ class _Sums:
             has_product |= self.add(child, part, is_call=is_call)
         self.parts_ns[OTHER if part == PYTHON and self._kernels_ns is not None else part] += self._own_ns(op)
         if is_product(op.name) and not has_product:
-            shapes = [None if tensor is None else tuple(tensor.sizes) for tensor in _operands(op)]
-            size = product_size(op.name, shapes)
-            _, times = self._products.setdefault(same_size(*size), (size, []))
+            operands = _operands(op)
+            shapes = [None if tensor is None else tuple(tensor.sizes) for tensor in operands]
+            kind, shape = product_size(op.name, shapes)
+            format_ = _narrowest_format(operands)
+            of_size = (*same_size(kind, shape), format_)
+            _, times = self._products.setdefault(of_size, ((kind, shape, format_), []))
             times.append(self._total_ns(op))
         return has_product or is_product(op.name)
 
@@ -171,17 +176,18 @@ class _Sums:
         """Return the products of each size in one step, of which all take ``share``, the slowest first."""
         # A median: on a busy machine one product out of hundreds lasts ten times as long.
         sizes = [(*key, len(times), statistics.median(times)) for key, times in self._products.values()]
-        sizes.sort(key=lambda size: -size[2] * size[3])
-        total_ns = sum(count * each_ns for _, _, count, each_ns in sizes) or 1
+        sizes.sort(key=lambda size: -size[-2] * size[-1])
+        total_ns = sum(count * each_ns for *_, count, each_ns in sizes) or 1
         return [
             {
                 "kind": kind,
                 "shape": list(shape),
+                "format": format_,
                 "count": count / steps,
                 "share": share * count * each_ns / total_ns,
                 "each_s": each_ns / 1e9,
             }
-            for kind, shape, count, each_ns in sizes
+            for kind, shape, format_, count, each_ns in sizes
         ]
 
 
@@ -207,6 +213,11 @@ def _operands(op: Any) -> list[Any]:
     """Return metadata of its tensors by position; None for other arguments."""
     given = op.typed[1].inputs if op.tag.name == "TorchOp" else ()
     return [value if getattr(value, "sizes", None) is not None else None for value in given]
+
+
+def _narrowest_format(operands: Sequence[Any]) -> str:
+    dtypes = [tensor.dtype for tensor in operands if tensor is not None and tensor.dtype.is_floating_point]
+    return format_name(min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32))
 
 
 def _cast_sides(op: Any) -> list[Any]:

@@ -34,9 +34,9 @@ from narrowcast.observe.capture import (
     times_s,
     worth_it,
 )
-from narrowcast.observe.profiling import same_size
 from narrowcast.policy import as_policy
 from narrowcast.verify._certificate import FAIL
+from narrowcast.verify._reasons import Reason, from_profiles, not_looked_for
 from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
 from narrowcast.verify.compare._runs import (
@@ -70,17 +70,7 @@ _FEWEST_STEPS = 10
 _LEAST_S = 25.0
 _TIMES_THE_PAIR = 1.42  # 1.5 times what both runs take alone, which is about 5 % less than in turns
 _LEAST_MIXED_S = 15.0
-_A_PART = 1 - 1 / LEAST_GAIN  # of a step, without which it would be so much faster
-_ADVICE = {
-    "small": "Larger batches or layers would gain",
-    "kernels": "A GPU with tensor cores or a CPU with AMX would gain",
-    "casts": "A larger batch uses each cast of a weight more often; nc.bake casts once, for inference",
-    "other": "Larger layers, or less work beside them, would gain",
-}
-_SHORT_STEP_S = 0.003  # some hundred calls of operators, each of at least several microseconds
-_BY_CALLS = 0.5  # casts double the calls at most: what is slower than this is so by its kernels
-# As long as a call takes from Python to its kernel and back, or a few times that.
-_SHORT_CALL_S = {"cpu": 1e-4, "cuda": 2e-5}
+_IN_PROCESSES = "since the script computes in processes that it starts itself, which are not profiled"
 
 
 class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
@@ -267,9 +257,8 @@ class _Comparison:
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
         aside_s = (_ASIDE_STEPS + 1.5 * (at_steps[-1] + held_steps)) * pair_s
-        if (speedup := self._too_slow()) and not self._reason_without_profile(speedup):
-            starts += 2
-            aside_s += min(_PROFILE_STEPS * pair_s, 2 * (_PROFILE_S + pair_s))
+        if self._too_slow() and not self.spawns:
+            aside_s += self._profile_s()
         aside_s += starts * _WITH_END * sum(run.startup_s for run in first) / 2
         left_s = self._limit_s(self._pair_s()) - self._pair_s() - aside_s
         fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(run.steps for run in first)
@@ -365,37 +354,45 @@ class _Comparison:
         kind = kind_of(self._all())
         return [step_s for one in self.captures[format_] for step_s in times_s(one, kind)]
 
-    def _reason_without_profile(self, speedup: float) -> dict[str, str] | None:
-        """Return why mixed precision is not faster, where that needs no profile."""
-        # A sentence about convolutions alone says nothing of a script that may have none.
-        slow = (one for one in slow_here(self.settings.policy) if "matmul" in one)
-        because, step_s = next(slow, self.settings.fp32_because), statistics.median(self._times_s("fp32"))
-        if step_s < _SHORT_STEP_S and speedup > _BY_CALLS:
-            why = f"a step takes only {step_s * 1e3:.2g} ms, most of it for calling operators"
-            return {"cause": "small", "reason": f"layers too small: {why}. {_ADVICE['small']}"}
-        if because and speedup * LEAST_GAIN < 1:
-            return {"cause": "kernels", "reason": f"no fast kernels: {because}. {_ADVICE['kernels']}"}
-        if self.spawns:
-            return {"cause": "unknown", "reason": "processes that the script starts were not profiled"}
-        return None
+    def _profile_s(self) -> float:
+        """Return about how long the two runs take that profile a few steps."""
+        first = self.spent[:2]
+        pair_s = sum(run.stepping_s / run.steps for run in first)
+        steps_s = min(_PROFILE_STEPS * pair_s, 2 * (_PROFILE_S + pair_s))
+        return steps_s + _WITH_END * sum(run.startup_s for run in first)
 
     def _explain_speed(self) -> None:
-        if speedup := self._too_slow():
-            self._write("not_worth_it", **self._reason_without_profile(speedup) or self._profiled())
+        """Say why mixed precision is not worth it, if so: from profiles of the script, if there is time."""
+        if not self._too_slow():
+            return
+        if self.spawns:
+            reason = Reason("unknown", f"the reason was not looked for, {_IN_PROCESSES}")
+        elif self.settings.time_limit_s != 0 and time.monotonic() + self._profile_s() > self.runs.ends:
+            reason = not_looked_for(self.settings, "to keep to the time limit")
+        else:
+            reason = self._profiled()
+        self._write("not_worth_it", cause=reason.cause, reason=reason.text, share=reason.share)
 
-    def _profiled(self) -> dict[str, str]:
+    def _profiled(self) -> Reason:
         found = {}
         self.runs.expected += 2
         for name in ("fp32", "mixed"):
             try:
                 result = read_result(self.runs.start(f"profile-{name}", name, Purpose.SHARES))
             except ScriptError as error:
-                return {"cause": "unknown", "reason": f"the run that profiles failed: {in_short(error)}"}
+                return Reason("unknown", f"the reason was not found, as a run failed: {in_short(error)}")
             if result is None or None in (result["profile"], result["plain"]):
                 why = (result or {}).get("problem") or "the script ended before enough steps were profiled"
-                return {"cause": "unknown", "reason": why}
-            found[name] = result["profile"] | {"step_s": result["plain"]["step_s"]}
-        return from_profiles(found["fp32"], found["mixed"], self._format())
+                return Reason("unknown", f"the reason was not found: {why}")
+            plain = {f"plain_{field}": value for field, value in result["plain"].items()}
+            found[name] = result["profile"] | plain
+        least = self.settings.min_speedup or LEAST_GAIN
+        reason = from_profiles(found["fp32"], found["mixed"], self._format(), least_gain=least)
+        if reason is not None:
+            return reason
+        speedup = found["fp32"]["plain_step_s"] / found["mixed"]["plain_step_s"]
+        why = f"in the runs that were profiled a step was {speedup:.2f}x faster"
+        return Reason("unknown", f"the reason was not found: {why}")
 
     # ---- gradients
 
@@ -470,42 +467,3 @@ def _trained_capture(folder: Path) -> Path:
         return own
     spawned = sorted(folder.glob("capture-process*.jsonl"))
     return next((path for path in spawned if read_capture(path).of("step")), own)
-
-
-def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> dict[str, str]:
-    """Return ``cause`` and ``reason`` from what the runs of ``Purpose.SHARES`` wrote."""
-    products, low = fp32["products"], {same_size(p["kind"], p["shape"]): p for p in mixed["products"]}
-    total_s = sum(p["each_s"] * p["count"] for p in products)
-    # Weighted by time: a last layer of ten classes does not make a network small.
-    typical_s = sum(p["each_s"] ** 2 * p["count"] for p in products) / total_s if total_s else 0.0
-    spent: dict[str, tuple[float, float]] = {}  # seconds by kind, in FP32 and in mixed precision
-    for p in products:
-        if other := low.get(same_size(p["kind"], p["shape"])):
-            high_s, low_s = spent.get(p["kind"], (0.0, 0.0))
-            spent[p["kind"]] = (high_s + p["each_s"] * p["count"], low_s + other["each_s"] * p["count"])
-    high_s, low_s = (sum(times[side] for times in spent.values()) for side in (0, 1))
-    kind = max(spent, key=lambda kind: spent[kind][1] - spent[kind][0], default="")
-    kind_high_s, kind_low_s = spent.get(kind, (0.0, 0.0))
-    slower_s = max(kind_low_s - kind_high_s, 0.0)
-    share, casts = fp32["shares"]["products"], mixed["shares"]["casts"]
-    lost_s, casts_s = mixed["step_s"] - fp32["step_s"], casts * mixed["step_s"]
-    short_s, ops = _SHORT_CALL_S.get(fp32["device"], 0.0), fp32["ops"]
-    advice = ""
-    calls_s = ops["count"] * short_s  # far less than a step: it waits, as for data, or computes in Python
-    # Both: beside a few long operators of other kinds, calls of short matmuls are not what takes the time.
-    if max(typical_s, ops["mean_s"] or 0.0) < short_s and calls_s > fp32["step_s"] / 2:
-        reason = f"layers too small: a matmul takes {typical_s * 1e6:.0f} us, little more than its call"
-        cause = "small"
-    elif casts > _A_PART and casts_s > max(lost_s / 2, slower_s):
-        reason, cause = f"casts take {casts:.0%} of a step in {format_}", "casts"
-    elif share > _A_PART and slower_s > max(lost_s / 2, 0.0) and kind_high_s < high_s / 2:
-        many = f"{kind_low_s / kind_high_s:.2f} times as long here as in FP32"
-        reason, cause = f"no fast kernels: {kind} in {format_} takes {many}", "kernels"
-        advice = f"A rule that keeps {kind} in fp32 would be faster (docs/policies.md)"
-    elif share > _A_PART and low_s and high_s < low_s * LEAST_GAIN:
-        many = f"{low_s / high_s:.2f} times as long here as in FP32"
-        reason, cause = f"no fast kernels: matmuls in {format_} take {many}", "kernels"
-    else:
-        reason = f"matmuls take {share:.0%} of a step in FP32, and {format_} does not make the rest faster"
-        cause = "other"
-    return {"cause": cause, "reason": f"{reason}. {advice or _ADVICE[cause]}"}

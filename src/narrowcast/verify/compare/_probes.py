@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import resource
@@ -20,14 +19,14 @@ import msgspec
 import torch
 from torch.nn.parameter import is_lazy
 
-from narrowcast.attach import Attachment, Observer
+from narrowcast.attach import Attachment, Observer, is_functorch_wrapped
 from narrowcast.casting import tensors_inside
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags
 from narrowcast.machine import memory_bytes
 from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
-from narrowcast.verify._model_state import bytes_of, each_once, put_back, random_state, samples_in
+from narrowcast.verify._model_state import each_once, fingerprint, put_back, random_state
 from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._runs import (
     MEMORY,
@@ -43,6 +42,7 @@ from narrowcast.verify.compare._runs import (
     tensors_at,
     write_result,
 )
+from narrowcast.verify.compare._samples import Minibatches
 
 # Steps of one optimizer: another one that seldom steps should not keep the probe going.
 _MOST_STEPS = 64
@@ -210,7 +210,7 @@ class GradientProbe(Probe):
         self._at_step = self._later.pop(0)
         self._armed = False
         self._calls = 0
-        self._backwards = 0
+        self._minibatches = Minibatches(lambda: self.attachment.optimizers)
         self._modules: list[torch.nn.Module] = []
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._before: dict[str, torch.Tensor] | None = None  # weights before steps are taken again
@@ -234,7 +234,7 @@ class GradientProbe(Probe):
         """Hold updates back from now on, and drop earlier gradients."""
         self._armed = True
         self.attachment.pause_regions(False)
-        self._backwards = self._armed_at = self.attachment.recorder.backwards
+        self._armed_at = self.attachment.recorder.backwards
         # A compiled graph would hide draws of random numbers.
         torch.compiler.set_stance("force_eager")
         self._drop_gradients()
@@ -268,7 +268,8 @@ class GradientProbe(Probe):
             if self._role == Purpose.EXACT:
                 _until_the_end.enter_context(self._exact)
         if self._facts.batch is None:
-            self._facts.batch, self._facts.samples = fingerprint([args, kwargs]), samples_in([args, kwargs])
+            self._facts.batch = fingerprint([args, kwargs])
+        self._minibatches.called(args, kwargs)
         if module not in self._modules:
             self._first_call(module)
         self._calls += torch.is_grad_enabled()
@@ -287,9 +288,16 @@ class GradientProbe(Probe):
         file = self._reference / f"weights-{len(self._modules)}.pt"
         self._modules.append(module)
         buffers = dict(module.named_buffers())
+        parameters = dict(module.named_parameters())
+        if any(map(is_functorch_wrapped, parameters.values())):
+            self._facts.problem = (
+                "The script calls its model inside torch.func, where weights cannot be read, so that runs "
+                "cannot be compared at the same weights."
+            )
+            return
         state = {
             name: tensor
-            for name, tensor in {**dict(module.named_parameters()), **buffers}.items()
+            for name, tensor in {**parameters, **buffers}.items()
             if id(tensor) not in self._tensors and not is_lazy(tensor) and each_once(tensor) is tensor
         }
         self._tensors |= {id(tensor): (name, tensor) for name, tensor in state.items()}
@@ -328,7 +336,7 @@ class GradientProbe(Probe):
             place = list(self._counts).index(optimizer)
             self._facts.random[place].append(random_state())
             self._keep_gradients(optimizer, place, batch)
-            self._count_minibatches()
+            self._count_minibatches(optimizer)
         if self._role == Purpose.MIXED:
             self._see_overflow(optimizer)
         for buffer, before in self._buffers:
@@ -345,11 +353,22 @@ class GradientProbe(Probe):
         """Return for how many batches updates are held back: before others, all runs for the same ones."""
         return FEWEST_BATCHES if self._later else self._batches_kept
 
-    def _count_minibatches(self) -> None:
-        """Count those whose mean the gradients of this step are; optimizers may share a backward pass."""
-        facts, backwards = self._facts, self.attachment.recorder.backwards
-        facts.backwards = max(facts.backwards, backwards - self._backwards)
-        self._backwards = backwards
+    def returned(self, module: torch.nn.Module, output: Any) -> None:
+        if self._armed:
+            self._minibatches.returned(module, output)
+
+    def backward_begins(self, roots: Sequence[Any]) -> None:
+        if self._armed:
+            self._minibatches.backward_begins(roots)
+
+    def backward_ended(self) -> None:
+        if self._armed:
+            self._minibatches.backward_ended()
+
+    def _count_minibatches(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count those whose mean the gradients of this step are, and the samples in each."""
+        facts = self._facts
+        facts.backwards, facts.samples = self._minibatches.stepped(optimizer)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         facts.ranks = torch.distributed.get_world_size() if distributed else 1
         launched = os.environ.get("WORLD_SIZE", "")
@@ -462,14 +481,3 @@ class OutputProbe(Probe):
         write_result(self.folder, {"inputs": self._inputs, "problem": self._draws.undecidable})
         if len(self._inputs) >= _OUTPUTS:
             self.attachment.stop()
-
-
-def fingerprint(value: Any) -> str:
-    """Return a hash of the bits of every tensor in ``value``, with shapes and dtypes."""
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors_inside(value):
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
-            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            digest.update(bytes_of(plain))
-    return digest.hexdigest()
