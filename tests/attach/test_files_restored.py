@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from attached_scripts import Runs
 
-from narrowcast.attach import OUTPUTS, folder_of_one, registered, restore_files, restore_killed
+from narrowcast.attach import (
+    OUTPUTS,
+    _files,
+    bring_back,
+    folder_of_one,
+    registered,
+    restore_files,
+    restore_killed,
+    set_aside,
+)
 from narrowcast.errors import FileError
 
 # What a script does to the user's files ``kept``, ``sub/in``, and ``link`` to ``kept``.
@@ -88,19 +97,30 @@ def states(tmp_path_factory, fork_server):
     ended = runs.run(HEAD, str(ways), watched=True)
     assert (ended.code, json.loads(ended.lines[-1])) == (0, dict.fromkeys(WAYS, 0)), ended.stderr
     after = state(runs.work)
+    assert set_aside(ended.folder) == "the script replaces or removes a folder (sub)"
+    assert state(runs.work) == after
+    removed = runs.work / str(list(WAYS).index("a folder renamed away")) / "sub"
+    removed.mkdir()
+    assert set_aside(ended.folder) is None
+    aside = state(runs.work)
+    bring_back(ended.folder)
+    removed.rmdir()
+    back = state(runs.work)
     restore_files(ended.folder)
-    return {"before": before, "after": after, "restored": state(runs.work), "outputs": ended.folder / OUTPUTS}
+    states = {"before": before, "after": after, "aside": aside, "back": back, "restored": state(runs.work)}
+    return states | {"outputs": ended.folder / OUTPUTS}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_files_are_as_before(states, way):
     start = f"{list(WAYS).index(way)}/"
-    before, after, restored = (
+    before, after, aside, back, restored = (
         {name: found for name, found in states[when].items() if name.startswith(start)}
-        for when in ("before", "after", "restored")
+        for when in ("before", "after", "aside", "back", "restored")
     )
     assert after != before
-    assert restored == before
+    assert aside == restored == before
+    assert back == after
     new = {name for name, found in after.items() if found[0] and before.get(name, [0])[0] != found[0]}
     outputs = states["outputs"]
     assert all((outputs / name).is_symlink() or (outputs / name).is_file() for name in new)
@@ -201,6 +221,140 @@ def test_restoring_that_is_cut_short_goes_on(runs, monkeypatch):
     assert {path.name for path in (folder / OUTPUTS).iterdir()} == {"first", "second", "new"}
     assert not (folder / "files.jsonl").exists()
     assert not list((folder / "cache/running").glob("*.run"))
+
+
+# What a run writes, keeps open, removes and links.
+CHANGES = """
+    import os
+    open("log", "a").write("of the run")
+    open("kept", "r+").write("X")
+    os.remove("gone"); os.symlink("kept", "link")
+    os.mkdir("new"); open("new/in", "w").write("of the run")
+    """
+
+
+class Killed(BaseException):
+    pass
+
+
+class KillAt:
+    """Lets the first changes of the disk happen, and no other."""
+
+    def __init__(self, number):
+        self.left = number
+
+    def before(self, change):
+        def changed(*places):
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+            return change(*places)
+
+        return changed
+
+
+@pytest.mark.parametrize("way", [set_aside, bring_back])
+@pytest.mark.parametrize("changes", range(6))
+def test_a_kill_while_files_are_exchanged_loses_none(runs, monkeypatch, way, changes):
+    """After any number of renames, the files of the user and those of the run are where they belong."""
+    for name in "kept", "gone":
+        (runs.work / name).write_text("of the user")
+    (runs.work / "link").symlink_to("gone")
+    (runs.work / "script.py").write_text("")
+    before = state(runs.work)
+    folder = runs.run(CHANGES.replace("os.symlink", "os.remove('link'); os.symlink"), watched=True).folder
+    if way is bring_back:
+        assert set_aside(folder) is None
+    kill = KillAt(changes)
+    with monkeypatch.context() as inside:
+        for owner, name in ((os, "rename"), (os, "unlink"), (os, "symlink"), (shutil, "move")):
+            inside.setattr(owner, name, kill.before(getattr(owner, name)))
+        with pytest.raises(Killed):
+            way(folder)
+    restore_files(folder)
+    (runs.work / "script.py").write_text("")
+    found = state(runs.work)
+    assert [found.pop("script.py")[0], before.pop("script.py")[0]] == [b"", b""]
+    assert found == before
+    outputs = {str(path.relative_to(folder / OUTPUTS)) for path in (folder / OUTPUTS).rglob("*")}
+    assert outputs == {"kept", "log", "link", "new", "new/in"}
+    assert {path.name for path in folder.iterdir()} == {
+        "capture.jsonl",
+        "at_end",
+        "narrowcast-outputs",
+        "stdout.txt",
+        "stderr.txt",
+    }
+
+
+def test_open_files_follow_a_run_that_makes_way(runs):
+    """They are renamed, not copied: here of this process, which has the run's log open."""
+    folder = runs.run("open('log', 'w').write('a'); open('kept', 'w')", watched=True).folder
+    (log,) = [runs.work / "log"]
+    with log.open("a") as file:
+        inode = log.stat().st_ino
+        assert set_aside(folder) is None
+        log.write_text("of another run")
+        file.write("b")
+        log.unlink()
+    bring_back(folder)
+    assert (log.read_text(), log.stat().st_ino) == ("ab", inode)
+
+
+def test_files_that_cannot_be_renamed_stay(runs, monkeypatch):
+    for name in "first", "second":
+        (runs.work / name).write_text("of the user")
+    folder = runs.run("open('first', 'w').write('x'); open('second', 'w').write('x')", watched=True).folder
+    after = state(runs.work)
+    rename = os.rename
+
+    def refuse(source, to):
+        if os.path.basename(source) == "second":
+            raise OSError(18, "Invalid cross-device link")
+        rename(source, to)
+
+    with monkeypatch.context() as inside:
+        inside.setattr(os, "rename", refuse)
+        why = set_aside(folder)
+    assert why == "the script changes a file that cannot be renamed (second: Invalid cross-device link)"
+    assert state(runs.work) == after
+    assert set(restore_files(folder)) == {str(runs.work / name) for name in ("first", "second")}
+    assert [(runs.work / name).read_text() for name in ("first", "second")] == ["of the user"] * 2
+
+
+def test_a_copy_is_made_again_if_another_run_had_its_turn(tmp_path, monkeypatch):
+    """It stood still in the middle of the copy, and the other run has written to the same file."""
+    file, copy, turns = tmp_path / "file", tmp_path / "copy", []
+    file.write_text("of the user")
+    copy2 = shutil.copy2
+
+    def slow_copy(source, to):
+        if not turns:
+            turns.append(os.rename(file, tmp_path / "of the other run"))
+            (tmp_path / "of the other run").write_text("spoiled")
+            file.write_text("of the user")
+            copy2(tmp_path / "of the other run", to)
+        else:
+            copy2(source, to)
+
+    monkeypatch.setattr(shutil, "copy2", slow_copy)
+    _files._copy(str(file), str(copy))
+    assert copy.read_text() == "of the user"
+
+
+def test_copies_stay_on_the_file_system_of_the_file(tmp_path, monkeypatch):
+    """In the folder of the run, or hidden where the script does not look."""
+    work, run = tmp_path / "disk/me/project/out", tmp_path / "home/run"
+    work.mkdir(parents=True)
+    run.mkdir(parents=True)
+    ways = [str(work / "new/file"), str(run), ".hidden"]
+    assert _files.place_of_copies(*ways) == str(run / "narrowcast-originals")
+    monkeypatch.setattr(_files, "_device_of", lambda folder: folder.startswith(str(tmp_path / "disk")))
+    assert _files.place_of_copies(*ways) == str(tmp_path / "disk/.hidden")
+    monkeypatch.setattr(os, "access", lambda folder, _: str(folder).endswith("out"))
+    assert _files.place_of_copies(*ways) == str(work / ".hidden")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert _files.place_of_copies(*ways) == str(run / "narrowcast-originals")
 
 
 def test_runs_in_one_folder_wait_for_each_other(tmp_path, monkeypatch):

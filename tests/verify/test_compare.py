@@ -3,6 +3,7 @@
 import json
 import re
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 from training_scripts import X, trains
@@ -13,13 +14,63 @@ from narrowcast.machine import Choice
 from narrowcast.observe.capture import Capture, read_comparison
 from narrowcast.report import summary
 from narrowcast.verify.compare import ComparisonSettings, _comparison, compared_instead, stays_in_fp32
-from narrowcast.verify.compare._comparison import _Spent, by_turns
+from narrowcast.verify.compare._comparison import _Spent, formats_of_pair
 from narrowcast.verify.compare._runs import RunSettings, ScriptRuns
 
 
 def test_pairs_of_runs_begin_with_each_format_in_turn():
-    assert list(by_turns(1)) == [(("fp32", "mixed"), 0), (("mixed", "fp32"), 0)]
-    assert [repeat for _, repeat in by_turns(3)] == [0, 1, 2]
+    pairs = [formats_of_pair(number) for number in range(3)]
+    assert pairs == [("fp32", "mixed"), ("mixed", "fp32"), ("fp32", "mixed")]
+
+
+@pytest.fixture
+def timed(tmp_path, monkeypatch):
+    """Time pairs of made-up runs, whose steps take turns or not; return the pairs and what was noted."""
+
+    def time_all(blocks, fits=lambda pairs: 0, **asked):
+        settings = ComparisonSettings(target=("train.py",), folder=tmp_path, **asked)
+        noted, pairs = [], []
+        writer = SimpleNamespace(write=noted.append)
+        comparison = _comparison._Comparison(settings, ScriptRuns(settings), writer)
+        step = {"event": "step", "optimizer": 0, "interval_s": 0.1}
+        pause = {"event": "pause", "waited_s": 0.0}
+
+        def time_pair(formats, repeat, steps):
+            pairs.append((formats, repeat, steps))
+            comparison.spent += [_Spent(1.0, 1.0, 10)] * 2
+            for format_ in formats:
+                comparison.captures[format_].append(Capture(events=(step, pause) * (blocks + 1)))
+
+        monkeypatch.setattr(_comparison._Comparison, "_time_pair", lambda _, *words: time_pair(*words))
+        monkeypatch.setattr(_comparison._Comparison, "_steps_that_fit", lambda _, pairs: fits(pairs))
+        comparison._time_all()
+        return pairs, [event["text"] for event in noted], comparison.runs.expected
+
+    return time_all
+
+
+@pytest.mark.parametrize(
+    ("blocks", "fits", "pairs", "said"),
+    [
+        (4, {1: 8}, [200, 8], ""),
+        (4, {1: None}, [200], "timed in one pair of runs, to keep to the time limit"),
+        (3, {2: 8, 1: 7}, [200, 8, 7], ""),  # too few blocks
+        (0, {2: 8, 1: None}, [200, 8], "timed in 2 of 3 pairs of runs"),
+        (0, {2: None}, [200], "timed in 1 of 3 pairs of runs, to keep to the time limit"),
+    ],
+)
+def test_runs_that_took_no_turns_are_timed_in_three_pairs(timed, blocks, fits, pairs, said):
+    found, noted, expected = timed(blocks, fits.get)
+    assert [steps for _, _, steps in found] == pairs
+    assert [formats[0] for formats, _, _ in found] == ["fp32", "mixed", "fp32"][: len(pairs)]
+    assert {repeat for _, repeat, _ in found} == {0}
+    assert len(noted) == bool(said)
+    assert "".join(noted).startswith(said)
+    assert expected == 2 * len(pairs) + 5
+
+
+def test_each_seed_is_timed_once(timed):
+    assert [repeat for _, repeat, _ in timed(0, None, repeats=2)[0]] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -41,15 +92,18 @@ def test_the_second_pair_of_runs_fits_the_time_limit(tmp_path, start_s, each_s, 
     spent = [_Spent(start_s + 0.4, 199 * each_s, 199), _Spent(start_s - 0.4, 199 * each_s, 199)]
     comparison = _comparison._Comparison(settings, ScriptRuns(settings), None, spent=spent)
     step = {"event": "step", "optimizer": 0, "interval_s": each_s, "skipped": False}
+    pause = {"event": "pause", "waited_s": 0.0}
     for name in "fp32", "mixed":
-        comparison.captures[name].append(Capture(events=(step,) * 199))
-    assert comparison._steps_that_fit() == expected
+        comparison.captures[name].append(Capture(events=(step, pause) * 199))
+    assert comparison._steps_that_fit(1) == expected
+    if expected not in (None, settings.steps, 200):
+        assert comparison._steps_that_fit(2) in (None, *range(expected // 2))
 
 
 @pytest.mark.long
 def test_steps_of_a_process_that_the_script_starts_are_timed(compared, monkeypatch):
     spent = []
-    monkeypatch.setattr(_comparison._Comparison, "_steps_that_fit", lambda self: spent.extend(self.spent))
+    monkeypatch.setattr(_comparison._Comparison, "_steps_that_fit", lambda self, _: spent.extend(self.spent))
     step = "time.sleep(0.02)", "loss = net(torch.ones(4, 8)).mean()"
     training = textwrap.indent(trains("nn.Linear(8, 1)", *step, before="import time", steps=30), "    ")
     start = "if __name__ == '__main__': torch.multiprocessing.spawn(work, nprocs=1)"

@@ -5,6 +5,7 @@ import math
 import os
 
 import pytest
+import torch
 from training_scripts import trains
 
 from narrowcast.observe.capture import read_capture
@@ -82,6 +83,102 @@ def test_slow_steps_take_turns_one_by_one_from_the_start(pair, monkeypatch):
         assert [len(block) for block in blocks] == [1] * 6
 
 
+# What scripts do to files at each step, and what they find then: their own files and no others.
+WRITES = r"""
+import json, sqlite3, threading, torch
+from pathlib import Path
+work = Path(sys.argv[1]); os.chdir(work)
+assert sorted(os.listdir()) == ["kept", "latest.pt", "sub"], os.listdir()
+assert Path("kept").read_text() == "of the user" and torch.load("latest.pt") == "of the user"
+rows = open("rows.txt", "a"); kept = open("kept", "r+"); table = sqlite3.connect("table.db")
+table.execute("create table steps (step integer)")
+def writes(step):
+    rows.write(f"{step}\n"); rows.flush()
+    kept.seek(0); kept.write(f"step {step:06}"); kept.flush()
+    table.execute("insert into steps values (?)", (step,)); table.commit()
+    os.makedirs("runs/events", exist_ok=True)
+    with open("runs/events/log", "a") as log: log.write(f"{step}\n")
+    torch.save(step, "part.pt"); os.replace("part.pt", "latest.pt")
+    torch.save(step, f"sub/step-{step}.pt")
+    if step > 1: os.remove(f"sub/step-{step - 2}.pt")
+def finds(step):
+    steps = list(range(step + 1))
+    assert open("rows.txt").read() == open("runs/events/log").read() == "".join(f"{n}\n" for n in steps)
+    assert [row for (row,) in table.execute("select step from steps order by step")] == steps
+    assert Path("kept").read_text() == f"step {step:06}" and torch.load("latest.pt") == step
+    assert set(os.listdir("sub")) == {"in", *(f"step-{n}.pt" for n in steps[-2:])}, os.listdir("sub")
+    assert sorted(os.listdir()) == ["kept", "latest.pt", "rows.txt", "runs", "sub", "table.db"], os.listdir()
+# Beside the training, as TensorBoard's writer.
+def beside():
+    count = 0
+    while True:
+        with open("runs-of-thread.txt", "a") as file: file.write(f"{count}\n")
+        assert [int(line) for line in open("runs-of-thread.txt")] == list(range(count + 1)); count += 1
+        time.sleep(0.001)
+"""
+
+
+def contents(folder):
+    """Every file in a folder, with its bytes."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def users_files(tmp_path):
+    work = tmp_path / "work"
+    (work / "sub").mkdir(parents=True)
+    (work / "kept").write_text("of the user")
+    (work / "sub/in").write_text("too")
+    torch.save("of the user", work / "latest.pt")
+    return work
+
+
+def test_runs_that_write_files_take_turns_each_with_its_own(pair, users_files):
+    """What each has open, appends to, replaces, removes and reads is what it would find alone."""
+    before = contents(users_files)
+    why, done = pair(script("writes(step)", "finds(step)", before=WRITES), str(users_files))
+    assert why is None
+    captures = [read_capture(run.folder / "capture.jsonl") for run in done]
+    assert min(len(blocks_of(capture, "training")) for capture in captures) >= 4
+    assert contents(users_files) == before
+    first, second = (contents(run.folder / "narrowcast-outputs") for run in done)
+    assert first.keys() == second.keys()
+    steps = "".join(f"{step}\n" for step in range(60)).encode()
+    for outputs in first, second:
+        (rows,) = (text for name, text in outputs.items() if name.endswith("rows.txt"))
+        (log,) = (text for name, text in outputs.items() if name.endswith("runs/events/log"))
+        assert rows == log == steps
+    assert all(run.changes_files for run in done)
+
+
+def test_threads_that_write_stand_still_while_the_other_run_has_its_turn(pair, users_files):
+    before = contents(users_files)
+    start = "thread = threading.Thread(target=beside, daemon=True); thread.start()\n"
+    text = script("assert thread.is_alive()", before=WRITES + start)
+    why, done = pair(text, str(users_files))
+    assert why is None
+    assert contents(users_files) == before
+    for run in done:
+        (lines,) = run.folder.glob("narrowcast-outputs/**/runs-of-thread.txt")
+        counts = [int(line) for line in lines.read_text().splitlines()]
+        assert counts == list(range(len(counts)))
+        assert len(counts) > 20
+
+
+@pytest.mark.parametrize("turn", ["mixed", "fp32"])
+def test_an_interrupt_puts_the_files_of_the_user_back(pair, users_files, turn):
+    before, told = contents(users_files), []
+
+    def interrupt(text):
+        told.append(text)
+        if sum(turn in text for text in told) > 2 and any("mixed" in text for text in told):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pair(script("writes(step)", before=WRITES, steps=2000), str(users_files), progress=interrupt)
+    assert contents(users_files) == before
+
+
 # Of a container, less than any run takes.
 LIMIT = """from narrowcast.machine import _facts
 _facts._LIMITS.append(_facts.Path(os.environ["NARROWCAST_RUN_DIR"], "limit"))
@@ -89,7 +186,7 @@ _facts._LIMITS[-1].write_text("100000000\\n")
 """
 LOCK = "fcntl.flock(held := open(sys.argv[1]), fcntl.LOCK_EX"
 ALONE = {
-    "changes files": script("step == 30 and open(sys.argv[1], 'a').write('x')"),
+    "removes a folder": script("if step == 30: os.rename(sys.argv[1], sys.argv[1] + '-moved')"),
     "failed beside": script(before=f"{LOCK} | fcntl.LOCK_NB)"),
     "took no step": script(before=f"{LOCK})"),
     "of the memory": script(before=LIMIT),
@@ -103,17 +200,18 @@ def test_what_cannot_take_turns_runs_one_after_the_other(pair, tmp_path, monkeyp
         monkeypatch.setattr(_runs, "_PATIENCE_S", 0.5)
         monkeypatch.setattr(_runs, "_PATIENCE", 0)
     file = tmp_path / "file"
-    file.write_text("of the user")
+    if why == "removes a folder":
+        file.mkdir()
+    else:
+        file.write_text("of the user")
     said, done = pair(ALONE[why], str(file))
     assert why in said
     assert [run.format for run in done] == ["fp32", "mixed"]
     fp32, mixed = (noted(run, "step") for run in done)
     assert len(fp32) == len(mixed) == (2 if why == "fewer than 3 steps" else 60)
-    half = len(fp32) // 2  # a file is changed then
+    half = len(fp32) // 2  # the folder is removed then
     assert fp32[-1] < mixed[half] or mixed[-1] < fp32[half]
-    assert file.read_text() == "of the user"
-    outputs = [path.read_text() for run in done for path in run.folder.rglob("narrowcast-outputs/**/file")]
-    assert outputs == ["of the userx"] * (2 if why == "changes files" else 0)
+    assert file.is_dir() or file.read_text() == "of the user"
 
 
 def test_an_interrupt_ends_both_runs(pair):

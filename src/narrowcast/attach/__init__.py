@@ -4,11 +4,14 @@ from narrowcast.attach._attachment import Attachment, attached, run_attached
 from narrowcast.attach._files import (
     OUTPUTS,
     FileWatch,
+    bring_back,
     changed_files,
     folder_of_one,
+    has_files_to_move,
     registered,
     restore_files,
     restore_killed,
+    set_aside,
 )
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import RULE_NOTE
@@ -24,13 +27,16 @@ __all__ = [
     "Observer",
     "Script",
     "attached",
+    "bring_back",
     "call_site",
     "changed_files",
     "folder_of_one",
+    "has_files_to_move",
     "is_functorch_wrapped",
     "registered",
     "restore_files",
     "restore_killed",
     "run_attached",
     "run_script",
+    "set_aside",
 ]

@@ -33,6 +33,9 @@ JOURNAL = "files.jsonl"
 OUTPUTS = "narrowcast-outputs"
 """Folder, in that of a run, of the files that it wrote."""
 _COPIES = "narrowcast-originals"
+_HIDDEN = ".narrowcast-originals-"
+# Marks the folder of a run whose files were set aside, so that those in their places are not its own.
+_AWAY = "narrowcast-away"
 _POLL_S = 0.2
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -63,7 +66,8 @@ class FileWatch:
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
 
     Args:
-        folder: of the run, for the journal and the copies; files in it are ignored.
+        folder: of the run, for the journal; files in it are ignored. Copies of files on another file system
+            are in a hidden folder there, so that they can be renamed.
     """
 
     in_force: FileWatch | None = None  # in this process
@@ -71,6 +75,7 @@ class FileWatch:
     def __init__(self, folder: Path) -> None:
         # Kept as a path, not an open file: scripts exist that close file descriptors they did not open.
         self._folder = os.path.realpath(folder)
+        self._hidden = f"{_HIDDEN}{uuid.uuid4().hex}"
         self._kept: set[str] = set()
         cwd = os.path.realpath(os.getcwd())
         caches = (os.path.realpath(each) + os.sep for each in _cache_folders())
@@ -119,7 +124,7 @@ class FileWatch:
             self._log(name, was="nothing", **facts)
             return
         if stat.S_ISREG(about.st_mode):
-            self._log(name, was="file", copy=uuid.uuid4().hex, owner=(about.st_uid, about.st_gid))
+            self._log(name, was="file", owner=(about.st_uid, about.st_gid))
         elif stat.S_ISLNK(about.st_mode):
             self._log(name, was="link", target=os.readlink(name))
         elif stat.S_ISDIR(about.st_mode):
@@ -137,16 +142,18 @@ class FileWatch:
             name = name if follow else os.path.join(name, os.path.basename(text))
             ignored = name.endswith(_NO_DATA) or name.startswith(("/dev/", "/proc/", "/sys/"))
             ignored = ignored or f"{name}{os.sep}".startswith(self._ignored) or "__pycache__" in name
+            ignored = ignored or f"{os.sep}{_HIDDEN}" in name
             return None if ignored else name
         return None
 
     def _log(self, path: str, **facts: Any) -> None:
         """Write a line of the journal, after the copy of the file that it names."""
+        copies = place_of_copies(path, self._folder, self._hidden)
+        facts["copy"] = os.path.join(copies, uuid.uuid4().hex)
         try:
-            if "copy" in facts:
-                copies = os.path.join(self._folder, _COPIES)
+            if facts["was"] == "file":
                 os.makedirs(copies, exist_ok=True)
-                shutil.copy2(path, os.path.join(copies, facts["copy"]))
+                _copy(path, facts["copy"])
             descriptor = os.open(os.path.join(self._folder, JOURNAL), os.O_WRONLY | os.O_APPEND)
             with open(descriptor, "ab") as journal:
                 # In one piece: other processes write here too. A line of its own, even after one cut short.
@@ -155,6 +162,38 @@ class FileWatch:
             why = f"narrowcast cannot copy it to {self._folder} ({error.strerror}), so it stays as it is"
             raise OSError(error.errno, why, path) from None
         self._kept.add(path)
+
+
+def _copy(path: str, to: str) -> None:
+    """Copy a file; again if it is another one by then, since another run had its turn meanwhile."""
+    while True:
+        before = os.stat(path)
+        shutil.copy2(path, to)
+        if os.path.samestat(before, os.stat(path)):
+            return
+
+
+def place_of_copies(path: str, folder: str, hidden: str) -> str:
+    """Return the folder of the copy of ``path``: in that of the run, if a rename can move the file there.
+
+    Else one named ``hidden``, as near to the root of the file system as can be: scripts that list their own
+    folders do not find it.
+    """
+    inside = os.path.join(folder, _COPIES)
+    parent = os.path.dirname(path)
+    while not os.path.isdir(parent):
+        parent = os.path.dirname(parent)
+    device = _device_of(parent)
+    if device == _device_of(folder):
+        return inside
+    for ancestor in [*reversed(Path(parent).parents), Path(parent)]:
+        if _device_of(str(ancestor)) == device and os.access(ancestor, os.W_OK | os.X_OK):
+            return os.path.join(ancestor, hidden)
+    return inside
+
+
+def _device_of(folder: str) -> int:
+    return os.stat(folder).st_dev
 
 
 def _cache_folders() -> list[Path]:
@@ -190,6 +229,82 @@ def changed_files(folder: Path) -> dict[str, dict[str, Any]]:
     return lines
 
 
+def _moves(line: dict[str, Any]) -> bool:
+    """Return whether what a line of the journal names is exchanged when runs take turns.
+
+    Folders stay, since what is in them is exchanged, and so do temporary files: no other run has their names.
+    """
+    return line["was"] != "folder" and not line.get("is_temporary")
+
+
+def _own(line: dict[str, Any]) -> str:
+    """Return where that which a run wrote is while the run stands still."""
+    return f"{line['copy']}.own"
+
+
+def has_files_to_move(folder: Path) -> bool:
+    """Return whether the run in ``folder`` has changed files that another one would see."""
+    return any(path and _moves(line) for path, line in changed_files(folder).items())
+
+
+def set_aside(folder: Path) -> str | None:
+    """Put files back as they were before the run in ``folder``, which stands still, until ``bring_back``.
+
+    Everything is renamed: what a process has open stays open, and a kill leaves each file in one of its
+    places, where ``restore_files`` finds it.
+
+    Returns:
+        Why that cannot be; then nothing was moved.
+    """
+    lines = changed_files(folder)
+    lines.pop("", None)
+    for path, line in lines.items():
+        if line["was"] == "folder" and (os.path.islink(path) or not os.path.isdir(path)):
+            return f"the script replaces or removes a folder ({Path(path).name})"
+    moved = []
+    try:
+        for path, line in lines.items():
+            if not _moves(line):
+                continue
+            if os.path.lexists(path):
+                os.makedirs(os.path.dirname(line["copy"]), exist_ok=True)
+                os.rename(path, _own(line))
+            moved.append((path, line))
+            _put_back(path, line)
+    except OSError as error:
+        for before, its_line in moved:
+            _bring_back(before, its_line)
+        return f"the script changes a file that cannot be renamed ({Path(path).name}: {error.strerror})"
+    (folder / _AWAY).touch()
+    return None
+
+
+def bring_back(folder: Path) -> None:
+    """Undo ``set_aside``, before the run in ``folder`` goes on: no other run's files are in their places now.
+
+    Raises:
+        FileError: one cannot be renamed; ``restore_files`` knows where each of them is.
+    """
+    (folder / _AWAY).unlink(missing_ok=True)
+    path = ""
+    try:
+        for path, line in changed_files(folder).items():
+            if path and _moves(line):
+                _bring_back(path, line)
+    except OSError as error:
+        raise FileError(f"cannot put {path} back for the run in {folder}: {error.strerror}") from error
+
+
+def _bring_back(path: str, line: dict[str, Any]) -> None:
+    """Exchange what was there before the run for what the run has there, unless that is nothing."""
+    if line["was"] == "file" and not os.path.lexists(line["copy"]):
+        os.rename(path, line["copy"])
+    elif line["was"] == "link" and os.path.islink(path):
+        os.unlink(path)
+    if os.path.lexists(_own(line)):
+        os.rename(_own(line), path)
+
+
 def restore_files(folder: Path) -> list[str]:
     """Move what the run in ``folder`` wrote to its ``outputs``, and put back what was there before.
 
@@ -203,26 +318,38 @@ def restore_files(folder: Path) -> list[str]:
     """
     lines = changed_files(folder)
     cwd = lines.pop("", {}).get("cwd", "/")
+    if (folder / _AWAY).exists():  # everything else is in its place, or is another run's
+        in_place = {path: line for path, line in lines.items() if not _moves(line)}
+    else:
+        in_place = lines
     moved, path = [], ""
     try:
-        for path, line in lines.items():
-            if not _is_as_before(path, line, folder) and os.path.lexists(path):
-                _move(path, folder / OUTPUTS, cwd)
+        for path, line in in_place.items():
+            if not _is_as_before(path, line) and os.path.lexists(path):
+                _move(path, path, folder / OUTPUTS, cwd)
                 moved.append(path)
-        for path, line in sorted(lines.items()):  # a folder before what is in it
-            _put_back(path, line, folder)
+        for path, line in lines.items():
+            if os.path.lexists(_own(line)):
+                _move(_own(line), path, folder / OUTPUTS, cwd)
+                moved.append(path)
+        for path, line in sorted(in_place.items()):  # a folder before what is in it
+            _put_back(path, line)
     except (OSError, shutil.Error) as error:
         why = getattr(error, "strerror", None) or error
+        place = os.path.dirname(lines[path]["copy"])
         raise FileError(
-            f"cannot put {path} back as it was before the run in {folder}: {why}. Its content is in "
-            f"{folder / _COPIES}; {folder / JOURNAL} tells which file it is, and deleting that gives it up"
+            f"cannot put {path} back as it was before the run in {folder}: {why}. Its content is in {place}; "
+            f"{folder / JOURNAL} tells which file it is, and deleting that gives it up"
         ) from error
-    shutil.rmtree(folder / _COPIES, ignore_errors=True)
+    for place in {os.path.dirname(line["copy"]) for line in lines.values()}:
+        if os.path.basename(place).startswith((_COPIES, _HIDDEN)):
+            shutil.rmtree(place, ignore_errors=True)
+    (folder / _AWAY).unlink(missing_ok=True)
     (folder / JOURNAL).unlink(missing_ok=True)
     return moved
 
 
-def _is_as_before(path: str, line: dict[str, Any], folder: Path) -> bool:
+def _is_as_before(path: str, line: dict[str, Any]) -> bool:
     is_link = os.path.islink(path)
     if line["was"] == "nothing":
         with suppress(OSError):
@@ -232,27 +359,27 @@ def _is_as_before(path: str, line: dict[str, Any], folder: Path) -> bool:
         return is_link and os.readlink(path) == line["target"]
     if line["was"] == "folder":
         return os.path.isdir(path) and not is_link
-    copy = folder / _COPIES / line["copy"]
-    put_back = not copy.exists()  # before a kill
-    return put_back or (os.path.isfile(path) and not is_link and filecmp.cmp(path, copy, shallow=False))
+    if not os.path.exists(line["copy"]):  # put back before a kill, or while the run stands still
+        return True
+    return os.path.isfile(path) and not is_link and filecmp.cmp(path, line["copy"], shallow=False)
 
 
-def _move(path: str, outputs: Path, cwd: str) -> None:
-    """Move a file or a folder; what was in ``cwd`` keeps its relative path."""
-    inside = Path(path).is_relative_to(cwd)
-    to = outputs / (os.path.relpath(path, cwd) if inside else f"absolute{path}")
+def _move(path: str, name: str, outputs: Path, cwd: str) -> None:
+    """Move a file or a folder that was ``name``; what was in ``cwd`` keeps its relative path."""
+    inside = Path(name).is_relative_to(cwd)
+    to = outputs / (os.path.relpath(name, cwd) if inside else f"absolute{name}")
     if to.is_dir() and not to.is_symlink():  # from a move that was killed
         shutil.rmtree(to)
     to.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(path, to)
 
 
-def _put_back(path: str, line: dict[str, Any], folder: Path) -> None:
+def _put_back(path: str, line: dict[str, Any]) -> None:
     if line["was"] == "folder":
         Path(path).mkdir(mode=line["mode"], parents=True, exist_ok=True)
     elif line["was"] == "link" and not os.path.lexists(path):
         os.symlink(line["target"], path)
-    elif line["was"] == "file" and (copy := folder / _COPIES / line["copy"]).exists():
+    elif line["was"] == "file" and (copy := Path(line["copy"])).exists():
         if os.path.lexists(path):  # as before: only its time may differ
             shutil.copystat(copy, path)
             copy.unlink()

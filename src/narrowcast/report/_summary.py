@@ -18,6 +18,8 @@ from narrowcast.observe.capture import (
     median_of_runs,
     speedup_of,
     times_s,
+    took_turns,
+    why_no_speedup,
     worth_it,
 )
 from narrowcast.report._right import judge_gradients, judge_training, next_for_right, next_for_speed
@@ -101,7 +103,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
             "notes": [
                 *_notes(comparison),
                 *([early] if early else []),
-                *_of_blocks(ratio["speedup"], fp32, mixed),
+                *_of_blocks(ratio["speedup"], fp32, mixed, kind),
                 *doubts(fp32.whole, mixed.whole, kind),
             ],
             "reasons": {**fp32.reasons, **mixed.reasons, **ratio_reasons, **_why_unchecked(checks, kind)},
@@ -114,9 +116,12 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     return result
 
 
-def _of_blocks(speedup: float | None, fp32: _Side, mixed: _Side) -> list[str]:
+def _of_blocks(speedup: float | None, fp32: _Side, mixed: _Side, kind: str | None) -> list[str]:
     """Say why the speedup is not that of the medians beside it, where one would notice."""
     if speedup is None or fp32.time is None or mixed.time is None:
+        return []
+    captures = [[run.capture for run in side.runs] for side in (fp32, mixed)]
+    if not took_turns(captures[0], captures[1], kind):
         return []
     of_medians = fp32.time.median_s / mixed.time.median_s
     if 1 / _ALIKE < speedup / of_medians < _ALIKE:
@@ -208,9 +213,9 @@ def _ratio(fp32: _Side, mixed: _Side, kind: str | None) -> tuple[dict[str, Any],
         over, under = mixed.numbers[key], fp32.numbers[key]
         numbers[name] = over / under if over is not None and under else None
     missing = [key for key, value in numbers.items() if value is None]
+    no_speedup = why_no_speedup(captures[0], captures[1], kind)
     return numbers, {
-        key: "a time is missing" if key.startswith("speedup") else "one of the two is missing"
-        for key in missing
+        key: no_speedup if key.startswith("speedup") else "one of the two is missing" for key in missing
     }
 
 

@@ -26,6 +26,7 @@ from narrowcast.observe.capture._files import (
     start_event,
 )
 from narrowcast.observe.capture._speed import (
+    FEWEST_PAIRS,
     LEAST_GAIN,
     Spread,
     kind_of,
@@ -33,6 +34,8 @@ from narrowcast.observe.capture._speed import (
     speedup_of,
     student_975,
     times_s,
+    took_turns,
+    why_no_speedup,
     worth_it,
 )
 
@@ -40,6 +43,7 @@ __all__ = [
     "COMPARISON",
     "ENOUGH_ELEMENTS",
     "EXPLANATION",
+    "FEWEST_PAIRS",
     "LEAST_GAIN",
     "OUTPUT_LIMIT",
     "PAGE",
@@ -65,5 +69,7 @@ __all__ = [
     "start_event",
     "student_975",
     "times_s",
+    "took_turns",
+    "why_no_speedup",
     "worth_it",
 ]

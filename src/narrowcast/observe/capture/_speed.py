@@ -12,6 +12,8 @@ from narrowcast.observe.capture._files import Capture
 
 LEAST_GAIN = 1.05
 """A speedup that is certainly smaller is not worth it."""
+FEWEST_PAIRS = 3
+"""Of runs whose steps took no turns; with fewer there is no interval."""
 
 # Of a run's steps, the first that are left out: caches fill, memory is claimed, kernels are chosen.
 _WARM_UP_SHARE = 0.1
@@ -60,18 +62,61 @@ def times_s(capture: Capture, kind: str | None) -> list[float]:
 def speedup_of(
     fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None
 ) -> tuple[float, float, float] | None:
-    """Return the speedup of steps or calls, and the ends of its interval; None: a time is missing.
+    """Return the speedup of steps or calls, and the ends of its 95 % interval; None: ``why_no_speedup``.
 
-    Uses blocks where the runs took turns, else the medians of all times.
+    Uses the pairs whose runs took turns, and if none did the medians of at least ``FEWEST_PAIRS`` pairs.
     """
-    sides = [[blocks_of(one, kind) for one in captures] for captures in (fp32, mixed)]
-    if paired := speedup_of_pairs(list(zip(*sides, strict=False))):
+    if paired := speedup_of_pairs(_blocks_of_pairs(fp32, mixed, kind)):
         return paired
-    before, after = (median_of_runs([times_s(one, kind) for one in captures]) for captures in (fp32, mixed))
-    if before is None or after is None or min(before.interval_s[0], after.interval_s[0]) <= 0:
+    return _speedup_of_medians(_ratios_of_medians(fp32, mixed, kind))
+
+
+def why_no_speedup(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> str:
+    """Say why ``speedup_of`` is None."""
+    pairs = len(_ratios_of_medians(fp32, mixed, kind))
+    if pairs == 0:
+        return "a time is missing"
+    timed = "one pair" if pairs == 1 else f"{pairs} pairs"
+    return (
+        f"steps took too few turns, and {timed} of runs, one after the other, do not show how far equal runs "
+        f"differ; --repeats {FEWEST_PAIRS} times {FEWEST_PAIRS} pairs"
+    )
+
+
+def took_turns(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> bool:
+    """Return whether the runs of a pair took turns, in enough blocks for an interval."""
+    return speedup_of_pairs(_blocks_of_pairs(fp32, mixed, kind)) is not None
+
+
+def _blocks_of_pairs(
+    fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None
+) -> list[tuple[list[list[float]], list[list[float]]]]:
+    pairs = zip(fp32, mixed, strict=False)  # the last one may have begun only
+    return [(blocks_of(a, kind), blocks_of(b, kind)) for a, b in pairs]
+
+
+def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> list[float]:
+    """Return the logarithm of the speedup by the medians of each pair of runs that has both."""
+    ratios = []
+    for before, after in zip(fp32, mixed, strict=False):
+        times, mixed_times = times_s(before, kind), times_s(after, kind)
+        if times and mixed_times and min(*times, *mixed_times) > 0:
+            ratios.append(math.log(statistics.median(times) / statistics.median(mixed_times)))
+    return ratios
+
+
+def _speedup_of_medians(ratios: Sequence[float]) -> tuple[float, float, float] | None:
+    """Compute the speedup and its interval from pairs of runs one after the other; None: too few.
+
+    A machine that is busy for a while slows one run of a pair and not the other, which only other pairs show.
+    So the interval is Student's, of their spread, taken as ``_PROCESS_SPREAD`` at least.
+    """
+    if len(ratios) < FEWEST_PAIRS:
         return None
-    (low, high), (mixed_low, mixed_high) = before.interval_s, after.interval_s
-    return before.median_s / after.median_s, low / mixed_high, high / mixed_low
+    middle = statistics.fmean(ratios)
+    spread = max(statistics.stdev(ratios), _PROCESS_SPREAD)
+    reach = student_975(len(ratios) - 1) * spread / math.sqrt(len(ratios))
+    return math.exp(middle), math.exp(middle - reach), math.exp(middle + reach)
 
 
 def worth_it(speedup: Sequence[float], asked: float | None) -> str:
@@ -146,13 +191,18 @@ def speedup_of_pairs(
     Each process has a speed of its own (addresses, placement of threads), which blocks cannot show and two
     pairs hardly can. So the variance between pairs is estimated as if ``_PRIOR_PAIRS`` more of them had been
     seen that differed by ``_PROCESS_SPREAD``. Student's t gives the interval.
+
+    On a busy machine that speed changes as the run goes on. So each third of a pair is a comparison by
+    itself, and the interval also allows for how far those differ, which should be equal.
     """
     found = []
+    moved = []
     for fp32, mixed in pairs:
         sums = [(sum(a), sum(b)) for a, b in zip(fp32, mixed, strict=False) if len(a) == len(b)]
         ratios = [math.log(a / b) for a, b in sums if a > 0 and b > 0]
         if len(ratios) >= _FEWEST_BLOCKS:
             found.append(_trimmed(ratios))
+            moved.append(_range_of_thirds(ratios))
     if not found:
         return None
     weights = [1 / (_PROCESS_SPREAD**2 + variance) for _, variance in found]
@@ -160,6 +210,8 @@ def speedup_of_pairs(
     between = sum(w * (estimate - middle) ** 2 for w, (estimate, _) in zip(weights, found, strict=True))
     freedom = _PRIOR_PAIRS + len(found) - 1
     reach = student_975(freedom) * math.sqrt((_PRIOR_PAIRS + between) / freedom / sum(weights))
+    usual_move = sum(w * move for w, move in zip(weights, moved, strict=True)) / sum(weights)
+    reach = math.hypot(reach, usual_move)
     return math.exp(middle), math.exp(middle - reach), math.exp(middle + reach)
 
 
@@ -177,6 +229,13 @@ def _trimmed(values: Sequence[float]) -> tuple[float, float]:
     alike = min(max(products / squares + 1 / count, 0.0), 0.9)  # an estimate is 1 / count too low
     wider = student_975(len(kept) - 1) / _NORMAL_975
     return statistics.fmean(kept), variance * (1 + alike) / (1 - alike) * wider**2
+
+
+def _range_of_thirds(values: Sequence[float]) -> float:
+    """Return how far apart the means of the first, the middle and the last third of ``values`` are."""
+    first, second = len(values) // 3, 2 * len(values) // 3
+    means = [statistics.fmean(part) for part in (values[:first], values[first:second], values[second:])]
+    return max(means) - min(means)
 
 
 def student_975(freedom: int) -> float:

@@ -7,7 +7,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, Unsupp
 from narrowcast.machine import best_format, slow_formats
 from narrowcast.observe.capture import (
     COMPARISON,
+    FEWEST_PAIRS,
     LEAST_GAIN,
     RUN,
     Capture,
@@ -32,6 +33,7 @@ from narrowcast.observe.capture import (
     speedup_of,
     start_event,
     times_s,
+    took_turns,
     worth_it,
 )
 from narrowcast.policy import as_policy
@@ -159,6 +161,7 @@ class _Comparison:
         spent: what each timed run took.
         began: when, by ``time.monotonic``.
         memory: the most that a timed run claimed, in thousandths of what there is.
+        changes_files: whether one changed files of the user before a pause.
     """
 
     settings: ComparisonSettings
@@ -169,6 +172,7 @@ class _Comparison:
     spent: list[_Spent] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
     memory: int = 0
+    changes_files: bool = False
 
     def run(self) -> None:
         settings = self.settings
@@ -220,24 +224,44 @@ class _Comparison:
     # ---- runs that are timed
 
     def _time_all(self) -> str | None:
-        """Time all pairs of runs; return why the steps of one did not take turns, if so."""
-        alone = []
-        self.runs.expected = 2 * max(self.settings.repeats, 2) + _ASIDE
-        for formats, repeat in by_turns(self.settings.repeats):
+        """Time all pairs of runs; return why the steps of one did not take turns, if so.
+
+        Two pairs, or one a seed; of one seed three if steps took no turns, since the medians of two runs, one
+        after the other, do not show how far equal ones differ.
+        """
+        alone: list[str | None] = []
+        pairs = max(self.settings.repeats, 2)
+        while len(alone) < pairs:
+            self.runs.expected = 2 * pairs + _ASIDE
             steps = self.settings.steps
-            if self.spent and self.settings.repeats == 1:
-                fit = self._steps_that_fit()
+            if alone and self.settings.repeats == 1:
+                fit = self._steps_that_fit(pairs - len(alone))
                 if fit is None:
-                    self.runs.expected -= 2
-                    text = "timed in one pair of runs, to keep to the time limit, so that the interval is "
-                    self._write("note", text=f"{text}within one run; --time-limit 0 times two pairs")
+                    self.runs.expected = 2 * len(alone) + _ASIDE
+                    self._note_pairs_left_out(len(alone))
                     break
                 steps = fit
-            alone.append(self._time_pair(formats, repeat, steps))
-            # One with exact sums takes twice its memory.
-            self.runs.beside = not any(alone) and self.memory < LITTLE_MEMORY
+            repeat = len(alone) if self.settings.repeats > 1 else 0
+            alone.append(self._time_pair(formats_of_pair(len(alone)), repeat, steps))
+            if self.settings.repeats == 1 and not self._took_turns():
+                pairs = FEWEST_PAIRS
+            # One with exact sums takes twice its memory, and two at a time would see each other's files.
+            little = self.memory < LITTLE_MEMORY and not self.changes_files
+            self.runs.beside = not any(alone) and little
             self.runs.ends = self.began + max(self._limit_s(self._pair_s()), 3 * sum(self.spent[0][:2]))
         return next(filter(None, alone), None)
+
+    def _took_turns(self) -> bool:
+        return took_turns(self.captures["fp32"], self.captures["mixed"], kind_of(self._all()))
+
+    def _note_pairs_left_out(self, pairs: int) -> None:
+        if self._took_turns():
+            text = "timed in one pair of runs, to keep to the time limit, so that the interval is within one "
+            text += "run; --time-limit 0 times two pairs"
+        else:
+            text = f"timed in {pairs} of {FEWEST_PAIRS} pairs of runs, to keep to the time limit; "
+            text += "--time-limit 0 times all"
+        self._write("note", text=text)
 
     def _limit_s(self, pair_s: float) -> float:
         return self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * pair_s)
@@ -245,14 +269,15 @@ class _Comparison:
     def _pair_s(self) -> float:
         return sum(run.startup_s + run.stepping_s for run in self.spent[:2])
 
-    def _steps_that_fit(self) -> int | None:
-        """Return after how many steps to end a run of the second pair; 0: never; None: not even a few fit."""
+    def _steps_that_fit(self, pairs: int) -> int | None:
+        """Return after how many steps to end the runs of ``pairs`` more; 0: never; None: too few fit."""
         asked = self.settings.steps
         if self.settings.time_limit_s == 0:
             return asked
         first = self.spent[:2]
         pair_s = sum(run.stepping_s / run.steps for run in first)
-        starts = 3 + _ASIDE - 2 * self.runs.beside  # of two more timed runs, those aside, and this process
+        # Of the timed runs, those aside, and this process.
+        starts = 2 * pairs + 1 + _ASIDE - 2 * self.runs.beside
         # The three runs that keep gradients train up to the last step of those; two go at a time.
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
@@ -260,8 +285,9 @@ class _Comparison:
         if self._too_slow() and not self.spawns:
             aside_s += self._profile_s()
         aside_s += starts * _WITH_END * sum(run.startup_s for run in first) / 2
-        left_s = self._limit_s(self._pair_s()) - self._pair_s() - aside_s
-        fit, most = int(max(left_s, 0.0) / max(pair_s, 1e-6)), max(run.steps for run in first)
+        spent_s = sum(run.startup_s + run.stepping_s for run in self.spent)
+        left_s = self._limit_s(self._pair_s()) - spent_s - aside_s
+        fit, most = int(max(left_s, 0.0) / pairs / max(pair_s, 1e-6)), max(run.steps for run in first)
         if left_s <= 0 or fit < min(_FEWEST_STEPS, most):
             return None
         return fit if fit < most else asked
@@ -306,6 +332,7 @@ class _Comparison:
             ) from error
         _check_comparable(capture)
         self.memory = max(self.memory, run.numbers[MEMORY])
+        self.changes_files |= run.changes_files
         self.captures[run.format].append(capture)
         self.spawns |= path.name != RUN
         totals = capture.totals()
@@ -454,10 +481,9 @@ def _check_comparable(capture: Capture) -> None:
         )
 
 
-def by_turns(repeats: int) -> Iterator[tuple[tuple[str, str], int]]:
-    """Yield the formats of each pair of timed runs in their order, and the repeat: two pairs for one seed."""
-    for repeat in range(max(repeats, 2)):
-        yield ("fp32", "mixed") if repeat % 2 == 0 else ("mixed", "fp32"), repeat if repeats > 1 else 0
+def formats_of_pair(number: int) -> tuple[str, str]:
+    """Return the formats of a pair of timed runs in their order: AB, BA, AB, so that drift is even."""
+    return ("fp32", "mixed") if number % 2 == 0 else ("mixed", "fp32")
 
 
 def _trained_capture(folder: Path) -> Path:

@@ -21,7 +21,16 @@ from typing import Any, Self
 import msgspec
 
 from narrowcast._files import replacing
-from narrowcast.attach import OUTPUTS, changed_files, folder_of_one, registered, restore_files
+from narrowcast.attach import (
+    OUTPUTS,
+    bring_back,
+    changed_files,
+    folder_of_one,
+    has_files_to_move,
+    registered,
+    restore_files,
+    set_aside,
+)
 from narrowcast.errors import FileError, ScriptError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
 
@@ -54,6 +63,7 @@ LITTLE_MEMORY = 200
 # A run that makes no progress for so long may wait for what the other one holds, as a lock or a port.
 _PATIENCE_S = 10.0
 _PATIENCE = 10
+_STOPPED = "TtZXx"  # stopped, traced, or dead: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
 _TOO_SHORT = f"the script's own process took fewer than {_WARM_UP} steps"
 
 
@@ -317,6 +327,7 @@ class LiveRun(ExitStack):
         numbers: what it shares with the process, as ``shared_numbers`` has it.
         code: the exit code; None: it has not ended.
         active_s: how long it was not paused; ``startup_s``: until its first step.
+        changes_files: whether it changed files of the user before it paused.
     """
 
     def __init__(
@@ -332,6 +343,7 @@ class LiveRun(ExitStack):
         self.numbers = shared_numbers(self.folder)
         self.code: int | None = None
         self.active_s = self.startup_s = 0.0
+        self.changes_files = self._is_aside = False
         self._title, self._tell, self._full = title, tell, ""
         self.enter_context(registered(self.folder))
         self.callback(lambda: written(restore_files(self.folder)))
@@ -358,6 +370,9 @@ class LiveRun(ExitStack):
             patience_s: after which to return all the same; the run is stopped wherever it is.
             limit_s: of steps, after which the run is told to end.
         """
+        if self._is_aside:
+            bring_back(self.folder)
+            self._is_aside = False
         began, before_s, told = time.monotonic(), self.active_s, 0.0
         self.numbers[UNTIL] = until
         while self.code is None:
@@ -379,6 +394,34 @@ class LiveRun(ExitStack):
                 told = now
                 self._tell(last_line(self.folder))
         return False
+
+    def make_way(self) -> str | None:
+        """Put the user's files back as they were before this run, until it goes on; it stands still.
+
+        Returns:
+            Why that cannot be; then they stay as they are.
+        """
+        if not has_files_to_move(self.folder):
+            return None
+        self.changes_files = True
+        if why := self._why_not_still() or set_aside(self.folder):
+            return why
+        self._is_aside = True
+        return None
+
+    def _why_not_still(self) -> str | None:
+        """Wait until every thread of the run stands still, which takes a moment; else return why it does not.
+
+        A thread or a loader that still writes would do so to the files of the other run.
+        """
+        if not os.path.isdir("/proc/self/task"):
+            return "the script changes files, and this system has no /proc to tell when a run stands still"
+        began = time.monotonic()
+        while _moves(self._process.pid):
+            if time.monotonic() - began > _PATIENCE_S:
+                return f"the script changes files, and a process of {self.name} does not stand still"
+            time.sleep(_TURN_POLL_S)
+        return None
 
     @property
     def steps(self) -> int:
@@ -434,6 +477,19 @@ def _start_process(settings: RunSettings) -> subprocess.Popen[bytes]:
         )
 
 
+def _moves(group: int) -> bool:
+    """Return whether a thread of a process group is not stopped, by the system's ``/proc``."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile
+            if os.getpgid(int(process.name)) != group:
+                continue
+            for thread in (process / "task").iterdir():
+                # The state stands after the name, which may have spaces and parentheses.
+                if (thread / "stat").read_text().rpartition(")")[2].split()[0] not in _STOPPED:
+                    return True
+    return False
+
+
 def full_disk(folder: Path, name: str = "stderr.txt") -> str:
     """Say where the disk is full, if it is for ``name`` in the folder of a run or a file that it wrote."""
     for path in [*map(Path, reversed(changed_files(folder))), folder / name]:
@@ -480,8 +536,8 @@ def take_turns(
 ) -> str | None:
     """Make a run of each of two formats, their steps in turns; return why they did not take turns, if so.
 
-    They pause at the end of a step, and all processes of a run stand still then. A run that changes files
-    goes on to its end alone, before the other one could see them.
+    They pause at the end of a step, and all processes of a run stand still then. What one of them has changed
+    of the user's files makes way for the other one, and is back when it goes on.
 
     Args:
         formats: that of the first run, and that of the second.
@@ -491,7 +547,8 @@ def take_turns(
         limit_s: of a run and of the pair's first one, after how long to end it.
     """
     with begin(formats[0]) as one:
-        why = _why_not(one) if one.go(_WARM_UP) else _TOO_SHORT
+        warm = one.go(_WARM_UP)
+        why = _why_not(one) or one.make_way() if warm else _TOO_SHORT
         if why is None:
             with begin(formats[1]) as two:
                 first, why = _alternate(one, two, steps, limit_s)
@@ -517,7 +574,10 @@ def take_turns(
 
 
 def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple[LiveRun, str | None]:
-    """Let two runs take turns; return which one has to go on to its end first, and why, unless it ended."""
+    """Let two runs take turns; return which one has to go on to its end first, and why, unless it ended.
+
+    The files of the other one have made way.
+    """
     order, block = [two, one], 0
     while True:
         spent_s: list[float] = []
@@ -527,7 +587,9 @@ def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple
             if block or run is two:
                 paused = run.go(run.steps + block if block else _WARM_UP, patience_s=patience_s)
                 spent_s.append(run.active_s - before_s)
-                if (why := _why_not(run)) or run.code is not None:
+                if run.code is not None:
+                    return run, None
+                if why := _why_not(run) or run.make_way():
                     return run, why
                 if not paused:
                     return other, f"{run.name} took no step in {patience_s:.0f} s beside the other run"
@@ -548,8 +610,4 @@ def _why_not(run: LiveRun) -> str | None:
         return "it is one of the ranks of a job, which wait for each other"
     if run.numbers[MEMORY] > _MOST_MEMORY:
         return f"{run.name} takes {run.numbers[MEMORY] / 1000:.0%} of the memory"
-    for path, line in changed_files(run.folder).items():
-        shared = path and line["was"] != "folder" and not line.get("is_temporary")
-        if shared and os.path.lexists(path):
-            return f"the script changes files ({Path(path).name})"
     return None
