@@ -12,6 +12,7 @@ import pytest
 import sklearn.datasets  # noqa: F401 - it sets variables of the environment as it is imported
 import torch
 import typer
+import yaml
 
 import narrowcast as nc
 from child_processes import finished, output_of
@@ -146,7 +147,12 @@ COMMANDS = sorted(
 )
 
 
-@pytest.mark.parametrize(("document", "command"), COMMANDS)
+ADVICE = re.findall(r"`(narrowcast [^`]+ train\.py)`", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("document", "command"), [*COMMANDS, *(("docs/faq.md", command) for command in sorted({*ADVICE}))]
+)
 def test_commands_are_commands(document, command):
     """Its options are those of narrowcast's verbs, its examples and targets exist, its scripts are shown."""
     program, *words = shlex.split(command.removeprefix(".venv/bin/"))
@@ -187,6 +193,65 @@ def run_command(command, folder):
         "PET_STANDALONE": "1",  # torchrun takes a free port then, whoever else uses its usual one
     }
     return output_of([sys.executable, "-m", module, *words], cwd=folder, env=os.environ | own)
+
+
+def gate():
+    """The shell commands of the job in docs/compare.md, but for its installation."""
+    (job,) = blocks(ROOT / "docs" / "compare.md", "yaml")
+    (steps,) = [one["steps"] for one in yaml.safe_load(job)["jobs"].values()]
+    return {step["name"]: step["run"] for step in steps if "run" in step and step["name"] != "Install"}
+
+
+def run_gate(script, folder):
+    """Run the job as GitHub does, and return the exit code of each step, and what it summarizes."""
+    (folder / "train.py").write_text(script, encoding="utf-8")
+    programs = folder / "bin"
+    programs.mkdir()
+    for name, words in {"narrowcast": "-m narrowcast", "python": ""}.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
+        (programs / name).chmod(0o755)
+    own = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "GITHUB_STEP_SUMMARY": str(folder / "summary"),
+        "NARROWCAST_CACHE_DIR": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    codes = {}
+    for name, commands in gate().items():
+        shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", commands]
+        codes[name] = finished(shell, cwd=folder, env=os.environ | own).returncode
+    summary = folder / "summary"
+    return codes, summary.read_text() if summary.exists() else ""
+
+
+def documented_fields():
+    """The paths of the table of fields in docs/compare.md."""
+    text = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8")
+    table = text.partition("The fields of the JSON to build on:")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?`) \|", table, re.MULTILINE)
+    return [field for row in rows for field in re.findall(r"`([\w.]+)`", row)]
+
+
+@pytest.mark.long
+def test_the_gate_to_paste_runs_and_its_fields_are_there(tmp_path):
+    codes, summary = run_gate(blocks(ROOT / "README.md", "python")[0], tmp_path)
+    assert codes == {"Compare": 0, "Summary": 0}
+    assert summary.startswith("right: yes\nworth it: ")
+    assert (tmp_path / "comparison" / "report.html").is_file()
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert len(documented_fields()) > 30
+    for field in documented_fields():
+        value = found
+        for name in field.split("."):
+            value = value[name]
+        assert value is not None or found["reasons"][field]
+    assert found["loss"]["site"].endswith("train.py:10")
+
+
+@pytest.mark.long
+def test_the_gate_to_paste_fails_where_the_script_does(tmp_path):
+    codes, summary = run_gate("raise SystemExit(5)", tmp_path)
+    assert (codes, summary) == ({"Compare": 3, "Summary": 0}, "")
 
 
 @pytest.mark.long

@@ -81,8 +81,11 @@ def test_the_table_of_a_script_and_whose_options_are_whose(shared):
     lines = ended.stdout.splitlines()
     assert lines[0] == "train.py --json --lock x: bf16 on this CPU, by the policy locks/rules.toml"
     assert max(map(len, lines)) <= 79
-    assert "layer_norm" in ended.stdout
-    assert "optimizer" in lines
+    (head,) = [number for number, line in enumerate(lines) if line.startswith("what costs most  ")]
+    times = [line.split()[-1] for line in lines[head + 1 : head + 11] if line.startswith("  ")]
+    assert len(times) == 5
+    assert times == sorted(times, key=lambda time: -float(time.replace("<1", "0.5")))
+    assert "more rows: narrowcast explain --table shows all, in the order of calls" in ended.stdout
     printed = (workshop.folder / "explained" / "stdout.txt").read_text()
     assert printed == "words ['--json', '--lock', 'x']\n", "stopped after 3 steps"
     assert ended.stderr.endswith("/explained/report.html\n")
@@ -197,7 +200,11 @@ def test_a_sentence_instead_of_a_table(workshop, script, said):
 
 @pytest.mark.long
 def test_a_folder_that_run_uses_again_shows_the_newer_run_alone(trains):
-    assert trains.narrowcast("explain", "-p", "bf16", "--run-dir", "kept", "train.py").code == 0
+    ended = trains.narrowcast("explain", "-p", "bf16", "--run-dir", "kept", "--table", "train.py")
+    assert ended.code == 0
+    assert "layer_norm" in ended.stdout
+    assert "optimizer" in ended.stdout.splitlines()
+    assert "more rows" not in ended.stdout
     assert trains.narrowcast("run", "--policy", "fp16", "--run-dir", "kept", "train.py").code == 0
     assert trains.narrowcast("report", "kept").stdout.startswith("narrowcast: fp16 on cpu")
     assert 'id="formats"' not in (trains.folder / "kept" / "report.html").read_text()

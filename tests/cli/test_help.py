@@ -36,7 +36,17 @@ PAGES = {
         "--run-dir",
         "--json",
     ],
-    ("explain", "-h"): ["SCRIPT", "--policy", "--against", "--lock", "--check", "--all", "--json", "--steps"],
+    ("explain", "-h"): [
+        "SCRIPT",
+        "--policy",
+        "--against",
+        "--lock",
+        "--check",
+        "--table",
+        "--all",
+        "--json",
+        "--steps",
+    ],
     ("doctor", "-h"): ["narrowcast doctor [OPTIONS] [SCRIPT] [ARGS]...", f"{SECONDS:.0f} seconds"],
     ("migrate", "-h"): [
         "narrowcast migrate [OPTIONS] PATH... ",

@@ -18,6 +18,18 @@ Casts: 48 of 400 operations a step (12 %), 4.0 MiB of 32 MiB read and written
   (12 %), 12 % of the time.
 Matmuls: 50 % of the time, of which 98 % in a format narrower than fp32.
 
+what costs most         calls  in        as    out       by          casts time
+blocks.*.qkv  x 3
+  linear                    3  fp32      bf16  bf16      table     439 KiB   30
+backward
+  mm                        1  bf16            bf16      -               -   20
+blocks.*  x 3
+  softmax.int               3  bf16      fp16  fp16      rule 1          -    6
+blocks.*  x 3
+  einsum > bmm              3  fp16      bf16  bf16      table     6.0 KiB    6
+blocks.*.norm  x 2
+  layer_norm                2  fp32+bf16 fp32  fp32      table     1.2 KiB    4
+
 module, operator        calls  in        as    out       by          casts time
 emb
   embedding                 1  fp32            fp32      unlisted        -    2
@@ -52,7 +64,7 @@ def found_in(folder, events):
 
 
 def test_the_table_to_the_letter(tmp_path):
-    text = explain_text(found_in(tmp_path, made_captures.explained_events()))
+    text = explain_text(found_in(tmp_path, made_captures.explained_events()), whole=True)
     body, _, last = text.rpartition("\n\n")
     assert f"{body}\n" == TEXT
     assert last.startswith("Of a step, from 2 watched steps. in, out: ")
@@ -64,7 +76,31 @@ def test_every_site_is_shown_where_asked(tmp_path):
     lines = explain_text(found, every=True).splitlines()
     assert sum(line.startswith("  ") and " view " in line for line in lines) == 40
     assert "blocks.31.qkv" in lines
-    assert "blocks.*.qkv  x 40" in explain_text(found)
+    assert "blocks.*.qkv  x 40" in explain_text(found, whole=True)
+
+
+def test_it_begins_with_the_five_rows_that_cost_most(tmp_path):
+    found = found_in(tmp_path, made_captures.explained_events())
+    text = explain_text(found)
+    most, _, rest = TEXT.partition("\n\nmodule, operator")
+    assert text.startswith(most)
+    more = "4 more rows: narrowcast explain --table shows all, in the order of calls, --all each call site"
+    assert more in " ".join(text.split())
+    assert "addcdiv_" not in text
+    assert rest.partition("\n\n")[2] in text, "rules are said all the same"
+    few = explain_text(found | {"sites": found["sites"][:3]})
+    assert "more rows" not in few
+    assert "what costs most" not in explain_text(found | {"sites": found["sites"][:3]}, whole=True)
+
+
+def test_under_auto_it_says_why(tmp_path):
+    because = "measured on 2026-11-23, bf16 against fp32: 4x in matmul"
+    found = found_in(tmp_path, made_captures.explained_events(because=because))
+    assert found["because"] == because
+    assert explain_text(found).splitlines()[1] == f"auto chose bf16: {because}."
+    page = Seen(made_captures.write_page(tmp_path).read_text())
+    assert f"auto chose bf16: {because}." in page.words
+    assert "auto chose" not in TEXT
 
 
 def test_json_has_every_site_and_shares_that_add_up(tmp_path):
@@ -118,7 +154,7 @@ def test_a_page_has_the_panel_and_says_where_it_cannot(tmp_path):
 
 def test_the_page_has_the_figures_of_the_text(tmp_path):
     page = Seen(made_captures.write_page(made_captures.explained_run(tmp_path)).read_text())
-    for line in made_captures.squeezed(TEXT.partition("casts time\n")[2].partition("\n\n")[0]):
+    for line in made_captures.squeezed(TEXT.rpartition("casts time\n")[2].partition("\n\n")[0]):
         assert line in page.words
     for words in TEXT.partition("\n\n")[0].split(": ", 2)[2].split("\nMatmuls: "):
         assert " ".join(words.split()) in page.words

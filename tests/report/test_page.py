@@ -9,6 +9,7 @@ import pytest
 from seen_page import Seen
 
 from narrowcast.observe.capture import PARAMETER_LIMIT, read_capture, read_comparison
+from narrowcast.report import _page
 from narrowcast.report._page import comparison_page, run_page
 
 
@@ -47,6 +48,78 @@ def test_verdict_and_numbers_stand_in_words(trained):
     ):
         assert words in page.words
     assert page.plots == ["plot-errors", "plot-times", "plot-loss-0", "plot-difference-0"]
+
+
+def test_a_dot_beyond_the_limit_beside_a_yes_says_why(tmp_path):
+    """Of a step of four minibatches: one small tensor beyond its limit, and all together."""
+    parameters = [made_captures.parameter(f"layers.{n}.weight", 0.01) for n in range(3)]
+    parameters += [made_captures.parameter("head.bias", 0.5) | {"shape": [4]}]
+    found = made_captures.certificate(error_over_noise=0.475, parameters=parameters, minibatches=4)
+    runs = made_captures.both(range(1), made_captures.training, steps=5)
+    folder = made_captures.comparison(tmp_path, runs, found)
+    page = seen(folder)
+    for words in (
+        "✓ yes 0.475 error over noise of gradients, limit 0.05, not counted: rounding alone makes a relative "
+        "error of 0.0034",
+        "mixed precision beyond the limit, not counted limit",
+        "0 lost. Beyond the limit and not counted (rings): head.bias, fewer than 16 elements.",
+        "head.bias 4; not counted: fewer than 16 elements 0.5 kept",
+    ):
+        assert words in page.words
+    rings = [path for path in page.all("path") if path["class"].startswith("exempt")]
+    assert [path["class"] for path in rings] == ["exempt", "exempt hole", "exempt total", "exempt total hole"]
+    within = made_captures.comparison(tmp_path / "within", runs, made_captures.certificate())
+    assert "not counted" not in seen(within).words
+
+
+def test_each_note_stands_once_in_a_page(tmp_path):
+    notes = [made_captures.note(text) for text in ("the first note", "the second note")]
+    runs = made_captures.both(range(1), made_captures.training, steps=5)
+    page = seen(made_captures.comparison(tmp_path, runs, *notes))
+    assert [page.words.count(note["text"]) for note in notes] == [1, 1]
+
+
+def test_the_loss_that_is_judged_is_drawn_first(tmp_path):
+    """The finder's comes first in each run, and is listed below."""
+    runs = {}
+    for name, events in made_captures.both(range(1), made_captures.training, steps=20).items():
+        found = 0
+        for event in events:
+            if event["event"] == "loss" and found < 5:
+                event["site"] = "find.py:9"
+                found += 1
+        runs[name] = events
+    page = seen(made_captures.comparison(tmp_path, runs, made_captures.certificate()))
+    assert page.words.index("Loss at train.py:41") < page.words.index("Loss at find.py:9")
+
+
+@pytest.mark.parametrize(
+    ("right", "worth_it", "sentence"),
+    [
+        ("yes", "yes: x", "Mixed precision (bf16) is right for train.py, and worth it: 1.63x faster."),
+        ("yes", "no: x", "Mixed precision (bf16) is right for train.py, but not worth it: 1.63x faster."),
+        ("no: x", "no: x", "Mixed precision (bf16) is wrong for train.py, and not worth it: 1.63x faster."),
+        ("no: x", "cannot tell: x", "is wrong for train.py. We cannot tell whether it is worth it."),
+        (
+            "cannot tell: x",
+            "yes: x",
+            "We cannot tell whether bf16 is right for train.py. It is 1.63x faster.",
+        ),
+        ("cannot tell: x", "no: x", "bf16 is right for train.py. It is not worth it: 1.63x faster."),
+        ("cannot tell: x", "cannot tell: x", "bf16 is right for train.py, nor whether it is worth it."),
+    ],
+)
+def test_the_heading_is_a_plain_sentence(tmp_path, monkeypatch, right, worth_it, sentence):
+    made = made_captures.both(range(1), made_captures.training)
+    folder = made_captures.comparison(tmp_path, made, made_captures.certificate())
+    whole = _page.summary
+
+    def decided(comparison):
+        return whole(comparison) | {"verdict": {"right": right, "worth_it": worth_it}}
+
+    monkeypatch.setattr(_page, "summary", decided)
+    (heading,) = re.findall(r"<h1>(.*)</h1>", comparison_page(read_comparison(folder)))
+    assert re.sub(r"1\.\d\dx", "1.63x", heading).endswith(sentence)
 
 
 def test_a_page_fetches_nothing_and_is_small(trained):
@@ -91,7 +164,7 @@ def test_headings_and_labels_serve_screen_readers(trained):
                 "✗ no 2.19 error over noise of gradients, limit 0.05 Gradients: 2.19 is above 0.05; losses:",
                 "In mixed-1 (seed 1), 91 of 300 losses are not finite (or beyond 1e100), from backward",
                 "mixed-0 (seed 0): 9 of 300 steps skipped: 1, 2, 3, 4, 97, 120, 121, 194 and more.",
-                "final loss scale - 2048",
+                "final loss scale, first run - 2048",
                 "A skipped step",
             ],
             ["Incomplete", "SQNR"],

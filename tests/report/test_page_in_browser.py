@@ -21,6 +21,13 @@ MAKES = {
 FAST = ("training", "explained", "doctor script")
 
 
+HIDDEN_CELLS = """() => [...document.querySelectorAll('.scrolls')].flatMap(card => {
+  const edge = card.getBoundingClientRect().right + 1;
+  const cells = [...card.querySelectorAll('tbody th, tbody td')];
+  return cells.filter(cell => cell.getBoundingClientRect().right > edge).map(cell => cell.outerHTML);
+})"""
+
+
 class Opened:
     """A page that was opened, and all that happened which should not."""
 
@@ -73,6 +80,7 @@ def test_a_page_draws_fits_and_does_nothing_else(browser, tmp_path, what):
             assert all(drawn(page)), "a figure is empty"
             assert bool(drawn(page)) == ("expla" not in what and "doctor" not in what)
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.evaluate(HIDDEN_CELLS) == [], "a column is beyond the edge of its card"
             assert page.evaluate("typeof window.hacked") == "undefined"
             assert page.locator("h1").count() == 1
             broken = "all => all.filter(one => one.complete && !one.naturalWidth).length"

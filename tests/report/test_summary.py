@@ -7,7 +7,7 @@ import made_captures
 import pytest
 
 from narrowcast.observe.capture import median_of_runs, read_comparison
-from narrowcast.report import run_summary, summary
+from narrowcast.report import comparison_table, run_summary, summary
 from narrowcast.report._table import checks
 
 SITE = "train.py:41"
@@ -84,7 +84,8 @@ def test_a_speedup_that_is_not_that_of_the_medians_is_explained(tmp_path, slow_s
 
     mixed = taking_turns(*[1.0, 1.0, slow_s] * 10)
     found = twice(tmp_path, taking_turns(*[2.0] * 30), mixed)
-    assert len([note for note in found["notes"] if "not that of these medians (2.00x)" in note]) == said
+    note = "comes from steps that took turns; the medians alone would say 2.00x faster"
+    assert len([text for text in found["notes"] if text.endswith(note)]) == said
     assert (found["speedup"] < 1.9) == bool(said)
 
 
@@ -244,7 +245,68 @@ def test_counted_tensors_stand_in_for_an_allocators_peak(tmp_path):
 # ---- losses
 
 
-def test_a_final_loss_is_the_first_seeds_by_call_site(tmp_path):
+def test_a_final_loss_is_the_mean_over_the_seeds_of_both(tmp_path):
+    """What the table shows has the difference that the verdict goes by."""
+    fp32, mixed = ([1.0, 2.0, 6.0], [2.0, 2.5, 6.0])
+    sides = [seeds(*(run([], [value]) for value in side)) for side in (fp32, mixed)]
+    sides[0].append((3, run([], [90.0])))  # a seed of FP32 alone is not in it
+    found = summed(tmp_path, *sides)
+    assert (found["fp32"]["final_loss"], found["mixed"]["final_loss"]) == ({SITE: 3.0}, {SITE: 3.5})
+    assert found["loss"]["difference"] == 0.5
+    assert found["loss"]["seeds"] == [0, 1, 2]
+    table = comparison_table(found)
+    assert "final loss (3 seeds)" in table
+    words = (
+        "final loss: mean of what was passed to backward() in the last tenth of steps, over the same 3 seeds"
+    )
+    assert words in " ".join(table.split())
+
+
+FINDER, TRAINING, OTHER = "find.py:9", "train.py:41", "train.py:57"
+
+
+def phases(*sites_and_losses):
+    """A run whose losses have these call sites, a step after each."""
+    events = [made_captures.start(), made_captures.device()]
+    for number, (site, value) in enumerate(sites_and_losses, start=1):
+        when = {"time_s": float(number), "backward": number}
+        step = {"interval_s": None, "optimizer": 0, "skipped": False, "scale": None}
+        events.append({"event": "loss", "site": site, "value": value} | when)
+        events.append({"event": "step"} | step | when)
+    return [*events, made_captures.end(steps=len(sites_and_losses))]
+
+
+@pytest.mark.parametrize("fails", [FINDER, TRAINING, OTHER])
+def test_the_loss_with_the_most_steps_is_judged_and_others_listed(tmp_path, fails):
+    """A learning-rate finder is over before the training begins; a critic and an actor take turns."""
+
+    def three_seeds(*broken):
+        finder, training, other = ((at, "nan" if at in broken else 1.0) for at in (FINDER, TRAINING, OTHER))
+        return seeds(*[phases(*[finder] * 4, *[training, other, training] * 3, training)] * 3)
+
+    found = summed(tmp_path, three_seeds(), three_seeds(fails), made_captures.certificate())
+    sites = found["loss"]["sites"]
+    assert {site: (one["steps"], one["judged"]) for site, one in sites.items()} == {
+        FINDER: (4, False),
+        TRAINING: (7, True),
+        OTHER: (3, True),
+    }
+    assert sites[fails]["verdict"] == "fail"
+    note = "the loss at find.py:9 (4 steps) is not judged, since that at train.py:41 has more (7)"
+    assert found["notes"] == [note]
+    assert right(found) == ("pass" if fails == FINDER else "fail")
+    rows = {line.strip().split("  ")[0]: line for line in comparison_table(found).splitlines()}
+    assert rows["final loss, find.py:9"].endswith("not judged")
+    assert "not judged" not in rows["final loss, train.py:41"] + rows["final loss, train.py:57"]
+
+
+def test_a_loss_that_fp32_cannot_train_counts_only_where_it_is_judged(tmp_path):
+    both = [[phases((FINDER, value), *[(TRAINING, 1.0)] * 3)] for value in ("inf", "nan")]
+    found = twice(tmp_path, both[0][0], both[1][0], made_captures.certificate())
+    assert right(found) == "pass"
+
+
+def test_a_final_loss_of_one_seed_in_both(tmp_path):
     losses = [1.0 / n for n in range(1, 41)]
     two_sites = run([], losses)
     two_sites[2:2] = run([], [5.0, 7.0], site="other.py:1")[2:-1]

@@ -192,7 +192,8 @@ def test_it_holds_up_to_the_batch_at_which_a_limit_is_reached():
     found = judged(measured(*drawn(8, bias=0.01, spread=0.02)), samples=64)
     k = found.holds_up_to
     assert found.at(k).value < 0.05 <= found.at(k + 1).value
-    assert found.reason.endswith(f"Right up to an effective batch of {64 * k:,} samples (k = {k}).")
+    holds = f"Holds for batches of up to {64 * k:,} samples ({k:,} of yours averaged)."
+    assert found.reason.endswith(f"{holds} Larger batches have less noise to hide the error.")
     # One parameter, a thousandth of the whole, with a bias of its own; 15 elements are too few to tell.
     for elements, expected in ((16, True), (15, False)):
         small = [0.01 * one for one in drawn(8, bias=0.2, spread=0.01, elements=elements)]
@@ -492,7 +493,7 @@ def test_the_table_of_a_small_one():
     assert verdict == "gradient certificate: pass"
     assert "error over noise  0.005" in summary
     assert "cosine            0.999950" in summary
-    assert "right up to       not known: that needs four batches with noise" in summary
+    assert "holds for         not known: that needs four batches with noise" in summary
     assert head.split("  ")[0] == "parameter (worst first)"
     assert row.split() == ["weight", "0.005", "0.01", "0.99995", "yes"]
 

@@ -193,7 +193,7 @@ def test_a_biased_rounding_of_one_layer_is_refused_for_large_batches():
     assert found.verdict == "pass", found.reason
     assert 1 <= found.holds_up_to < 1024
     samples = found.holds_up_to * 64
-    assert f"Right up to an effective batch of {samples:,} samples (k = {found.holds_up_to})." in found.reason
+    assert f"Holds for batches of up to {samples:,} samples ({found.holds_up_to} of yours" in found.reason
     large = certified(model, minibatches=4096)
     assert large.verdict == "fail"
     assert "2.weight" in large.reason

@@ -73,6 +73,9 @@ def explain(
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
     as_json: JsonOption = False,
+    whole: Annotated[
+        bool, typer.Option("--table", help="Show all rows, in the order of calls, not only the most costly.")
+    ] = False,
     every: Annotated[
         bool, typer.Option("--all", help="Show each call site alone, not repeated layers as one.")
     ] = False,
@@ -86,7 +89,8 @@ def explain(
 ) -> int:
     """Show what ran in which format: per module and operator, the rule that decided, casts and time.
 
-    Watches a few steps of the script in mixed precision, then stops it.
+    The five rows that cost most; --table shows all. Watches a few steps of the script in mixed precision,
+    then stops it.
     """
     if sum(option is not None for option in (against, lock, check)) > 1:
         raise typer.BadParameter("one of them at a time", param_hint="'--against', '--lock' or '--check'")
@@ -127,7 +131,7 @@ def explain(
     elif lock is not None and not _keep(found, lock):
         code = CHECK_FAILED
     else:
-        _show(found, as_json=as_json, every=every)
+        _show(found, as_json=as_json, whole=whole, every=every)
     for page in pages:
         talk(f"report: {page}")
     return code
@@ -141,10 +145,11 @@ def _policy_of(locked: Lock, path: Path | None) -> str:
     return locked.policy
 
 
-def _show(found: Mapping[str, Any], *, as_json: bool, every: bool) -> None:
+def _show(found: Mapping[str, Any], *, as_json: bool, whole: bool = False, every: bool = False) -> None:
     from narrowcast.report import explain_text
 
-    show_result(found, lambda: explain_text(found, every=every, color=sys.stdout.isatty()), as_json=as_json)
+    color = sys.stdout.isatty()
+    show_result(found, lambda: explain_text(found, whole=whole, every=every, color=color), as_json=as_json)
 
 
 def _show_differences(
@@ -156,7 +161,7 @@ def _show_differences(
     problem = first["problem"] or second["problem"]
     found = differences(decided_sites(first), decided_sites(second))
     if problem is not None and not as_json:
-        _show(first if first["problem"] else second, as_json=False, every=every)
+        _show(first if first["problem"] else second, as_json=False)
         return
     answer = {
         "schema": _SCHEMA,
@@ -189,7 +194,7 @@ def _check(found: Mapping[str, Any], locked: Lock, path: str, *, as_json: bool, 
     from narrowcast.report import check_text, differences, facts_changed, lock_of
 
     if found["problem"] is not None:
-        _show(found, as_json=as_json, every=every)
+        _show(found, as_json=as_json)
         return CHECK_FAILED
     now = lock_of(found)
     changed = differences(locked.sites, now.sites)

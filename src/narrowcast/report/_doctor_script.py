@@ -9,7 +9,7 @@ from typing import Any
 from narrowcast.observe.explanation import count_text, percent
 from narrowcast.report._doctor import doctor_page
 from narrowcast.report._render import sentence, terminal_text
-from narrowcast.report._text import UNKNOWN, duration, printable, ratio, site_name
+from narrowcast.report._text import UNKNOWN, duration, printable, site_name, speed_text
 
 _RUNS = ("fp32", "mixed")
 _PARTS = {
@@ -73,9 +73,10 @@ def _parts(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _size(row: dict[str, Any]) -> tuple[str, ...]:
-    machine = "" if row["machine_speedup"] is None else ratio(row["machine_speedup"])
+    here = UNKNOWN if row["speedup"] is None else speed_text(row["speedup"])
+    machine = "" if row["machine_speedup"] is None else speed_text(row["machine_speedup"])
     name = f"{printable(_shape_text(row))} ({count_text(row['count'])})"
-    return name, percent(row["share"]), ratio(row["speedup"]), machine
+    return name, percent(row["share"]), here, machine
 
 
 def conclusion(found: dict[str, Any]) -> list[str]:

@@ -40,9 +40,14 @@ _FACTS = ("policy", "torch", "device", "format")
 _ADVICE = "write it anew with narrowcast explain --lock"
 
 
-def explain_text(found: Mapping[str, Any], *, every: bool = False, color: bool = False) -> str:
-    """Return what ``narrowcast explain`` found in lines of at most 79 columns; ``every``: each site alone."""
-    lines = [(printable(text), heading) for text, heading in explained_lines(found, every=every)]
+def explain_text(
+    found: Mapping[str, Any], *, whole: bool = False, every: bool = False, color: bool = False
+) -> str:
+    """Return what ``narrowcast explain`` found in lines of at most 79 columns.
+
+    The rows that cost most; with ``whole`` all others too, and with ``every`` each site alone.
+    """
+    lines = [(printable(text), heading) for text, heading in explained_lines(found, whole=whole, every=every)]
     return "\n".join(bold(text) if heading and color else text for text, heading in lines)
 
 
@@ -61,10 +66,14 @@ def explain_panel(folder: Path) -> dict[str, Any] | None:
     found = explained(capture)
     parts = explained_parts(found)
     every = explained_parts(found, every=True)["groups"]
+    costly = list[tuple[Any, ...]]()
+    for group, *row in parts["costly"]:
+        costly += [(group, None, None), (group, *row)]
     return parts | {
         "problem": found["problem"],
         # In the folder of a comparison it is of another run, which its date shows.
         "started": capture.start["started"],
+        "costly": (costly, 0),
         "lines": _lines(parts["groups"], _MOST_LINES // 2),
         "every": _lines(every, _MOST_LINES),
     }

@@ -206,9 +206,16 @@ def _every(found: Sequence[float]) -> Sequence[float]:
     return found[:: max(1, math.ceil(len(found) / _MOST_MARKS))]
 
 
-def loss_figures(runs: Sequence[TimedRun]) -> tuple[list[Figure], int]:
-    """Draw the losses of each call site, and what differs between formats; return how many were too many."""
-    sites = list(dict.fromkeys(loss["site"] for run in runs for loss in run.capture.of("loss")))
+def loss_figures(runs: Sequence[TimedRun], first: str | None = None) -> tuple[list[Figure], int]:
+    """Draw the losses of each call site, and what differs between formats; return how many were too many.
+
+    ``first``: the call site that is drawn first, since it is the one that is judged.
+    """
+    seen = [loss["site"] for run in runs for loss in run.capture.of("loss")]
+    sites = list(dict.fromkeys(seen))
+    if first in sites:
+        sites.remove(first)
+        sites.insert(0, first)
     shown = runs[:_MOST_RUNS]
     most = _POINTS_TOGETHER // max(1, len(shown) * min(len(sites), _MOST_SITES))
     most = max(_FEWEST_POINTS, min(_MOST_POINTS, most))
@@ -411,54 +418,85 @@ def error_axis(errors: Iterable[float]) -> Axis:
     return Axis([*powers, *(10 * power for power in powers), 1e-3, 1.0], base=10, margin=0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnError:
+    """An error; ``state`` is ``"kept"``, ``"lost"``, or ``"exempt"``: beyond a limit, but not counted."""
+
+    value: float | str | None
+    state: str = "kept"
+
+
+_STYLE_OF_STATE = {"kept": "mixed dots", "exempt": "exempt", "lost": "fail cross"}
+
+
 def error_figure(
     what: str,
     key: str,
-    total: float | str | None,
-    single: Sequence[tuple[float | str | None, bool]],
+    total: DrawnError,
+    single: Sequence[DrawnError],
     limits: Sequence[float],
+    *,
+    total_exempt: str | None = None,
+    exempt: Sequence[str] = (),
 ) -> Figure | None:
-    """Draw errors as dots: of all together, and of each parameter with whether it is lost; None: no total.
+    """Draw errors as dots: of all together, and of each parameter; None: no total.
 
-    ``limits`` are that of the total and that of a parameter, where they have one.
+    ``limits`` are that of the total and that of a parameter, where they have one. ``total_exempt`` and
+    ``exempt``: why the total and some parameters beyond them do not count.
     """
-    if total is None:
+    if total.value is None:
         return None
-    every = [(held_error(float(error)), lost) for error, lost in single if error is not None]
-    x = error_axis([held_error(float(total)), *(error for error, _ in every)])
+    at_total = held_error(float(total.value))
+    every = [(held_error(float(error.value)), error.state) for error in single if error.value is not None]
+    x = error_axis([at_total, *(error for error, _ in every)])
     rows = [(250, 250), (720, 200)] if every else [(500, 400)]
     marks = [
         Mark(style="limit", path=f"M{_BOX * x.at(limit):.1f} {middle - half}v{2 * half}")
         for limit, (middle, half) in zip(limits, rows, strict=False)
     ]
-    for lost in (False, True):
+    for state, style in _STYLE_OF_STATE.items():
         # Spread over five heights, so that equal errors do not cover each other.
         places = [
             (_BOX * x.at(error), 580 + 70 * (place % 5))
             for place, (error, of) in enumerate(every)
-            if of == lost
+            if of == state
         ]
         path = "".join(f"M{at:.1f} {down}h0" for at, down in places[:_MOST_DOTS])
-        marks += [Mark(style="fail cross" if lost else "mixed dots", path=path)] if path else []
-    marks.append(
-        Mark(style="mixed total", path=f"M{_BOX * x.at(held_error(float(total))):.1f} {rows[0][0]}h0")
-    )
+        if path:
+            marks += _dots(style, path)
+    path = f"M{_BOX * x.at(at_total):.1f} {rows[0][0]}h0"
+    marks += _dots("exempt total" if total.state == "exempt" else "mixed total", path)
+    legend = [("mixed-dot", "mixed precision")]
+    if total_exempt or exempt:
+        legend.append(("exempt-dot", "beyond the limit, not counted"))
+    if limits:
+        legend.append(("limit", "limit"))
     return Figure(
         name="plot-errors",
         x_ticks=x.ticks(),
         y_ticks=(("together", 75.0), ("each", 28.0)) if every else (("together", 50.0),),
         marks=marks,
-        legend=[("mixed-dot", "mixed precision"), *([("limit", "limit")] if limits else [])],
+        legend=legend,
         facts={
             "what": what,
             "of": key.replace("_", " "),
-            "total": total,
+            "total": total.value,
             "limits": tuple(limits),
             "count": len(single),
-            "lost": sum(lost for _, lost in single),
-            "worst": max((float(error) for error, _ in single if error is not None), default=None),
+            "lost": sum(error.state == "lost" for error in single),
+            "total_exempt": total_exempt,
+            "exempt": list(exempt),
+            "worst": max((float(error.value) for error in single if error.value is not None), default=None),
         },
     )
+
+
+def _dots(style: str, path: str) -> list[Mark]:
+    """Draw dots; those that do not count are rings, made of a dot of the card's colour on a larger one."""
+    marks = [Mark(style=style, path=path)]
+    if style.startswith("exempt"):
+        marks.append(Mark(style=f"{style} hole", path=path))
+    return marks
 
 
 def held_error(error: float) -> float:

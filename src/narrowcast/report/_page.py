@@ -28,6 +28,7 @@ from narrowcast.observe.capture import (
 from narrowcast.report._explain import explain_panel
 from narrowcast.report._figures import (
     NO_SEED,
+    DrawnError,
     Figure,
     error_axis,
     error_figure,
@@ -40,19 +41,21 @@ from narrowcast.report._figures import (
 from narrowcast.report._files import Found, Pictures, pictures
 from narrowcast.report._render import html_page
 from narrowcast.report._summary import final_losses, summary
-from narrowcast.report._table import NAMES, checks, rows
-from narrowcast.report._text import number, shortened, signed, site_name
+from narrowcast.report._table import NAMES, checks, exemption, rows, total_exemption, what_a_loss_is
+from narrowcast.report._text import number, plural, shortened, signed, site_name
 
 _LONGEST_FACT = 400
 _MOST_FACTS = 120
 _MOST_LINES = 60
 _MOST_PARAMETERS = 200
+_MOST_EXEMPT = 3
 
 
 def comparison_page(comparison: ComparisonCapture) -> str:
     """Render the page of a comparison, whole or cut short; pictures are read from its runs' folders."""
     found, start, runs = summary(comparison), comparison.own.start, comparison.runs
-    losses, more_sites = loss_figures(runs)
+    of_loss = found["loss"] or {"site": None}
+    losses, more_sites = loss_figures(runs, first=of_loss["site"])
     judged, times = checks(found), [times_s(run.capture, found["kind"]) for run in runs]
     what = "forward calls" if found["kind"] == "inference" else "steps"
     error = _error(found)
@@ -67,6 +70,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         found=found,
         error=error,
         rows=rows(found),
+        what_a_loss_is=what_a_loss_is(found),
         checks=judged,
         loss_check=next((check for check in judged if check.name == "loss"), None),
         names=NAMES,
@@ -154,14 +158,28 @@ def _error(found: Mapping[str, Any]) -> Figure | None:
     """Draw the errors that the verdict goes by against their limits; None: none was measured."""
     output, certificate = found["output"], found["certificate"]
     if output:
-        return error_figure("outputs", "relative_error", output["relative_error"], (), (OUTPUT_LIMIT,))
+        total = DrawnError(value=output["relative_error"])
+        return error_figure("outputs", "relative_error", total, (), (OUTPUT_LIMIT,))
     if not certificate:
         return None
     key = "relative_error" if certificate["error_over_noise"] is None else "error_over_noise"
     # Without noise the limits depend on why there is none: the reason says them.
     limits = (TOTAL_LIMIT, PARAMETER_LIMIT) if key == "error_over_noise" else ()
-    single = [(p[key], p["lost"]) for p in certificate["parameters"] if p["judged"]]
-    return error_figure("gradients", key, certificate[key], single, limits)
+    of_total = total_exemption(certificate)
+    total = DrawnError(value=certificate[key], state="exempt" if of_total else "kept")
+    single, of_single = [], []
+    for parameter in certificate["parameters"]:
+        if not parameter["judged"]:
+            continue
+        state = "lost" if parameter["lost"] else "kept"
+        exempt = exemption(parameter, certificate) if limits else None
+        if exempt is not None:
+            state = "exempt"
+            of_single.append(f"{shortened(parameter['name'])}, {exempt}")
+        single.append(DrawnError(value=parameter[key], state=state))
+    if len(of_single) > _MOST_EXEMPT:
+        of_single[_MOST_EXEMPT:] = [f"and {plural(len(of_single) - _MOST_EXEMPT, 'more parameter')}"]
+    return error_figure("gradients", key, total, single, limits, total_exempt=of_total, exempt=of_single)
 
 
 def _script(argv: Sequence[str]) -> str:
@@ -222,7 +240,11 @@ def _parameters(certificate: Mapping[str, Any]) -> dict[str, Any]:
     axis = error_axis(place for place in places if place is not None)
     return {
         "judged": [
-            parameter | {"at": None if place is None else round(100 * axis.at(place), 2)}
+            parameter
+            | {
+                "at": None if place is None else round(100 * axis.at(place), 2),
+                "exempt": exemption(parameter, certificate),
+            }
             for parameter, place in zip(judged[:_MOST_PARAMETERS], places, strict=False)
         ],
         "others": others[:_MOST_PARAMETERS],

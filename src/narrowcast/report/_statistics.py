@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from narrowcast.observe.capture import TimedRun, student_975, times_s
+from narrowcast.observe.capture import Capture, TimedRun, student_975, times_s
 
 _LAST_SHARE = 0.1
 _TOO_UNEVEN = 4.0
@@ -29,6 +29,52 @@ def mean(values: Sequence[float]) -> float:
         return statistics.fmean(values)
     except (ValueError, OverflowError):
         return sum(values) / len(values)
+
+
+def steps_by_site(captures: Sequence[Capture]) -> Counter[str]:
+    """Count the optimizer steps of each call site of ``backward``, in the run in which it has the most.
+
+    A step counts for each call site with a loss since the step before. Where no optimizer steps, as updates
+    are made by hand, each loss counts.
+    """
+    found = Counter[str]()
+    for capture in captures:
+        steps, losses, since_step = Counter[str](), Counter[str](), set[str]()
+        for event in capture.events:
+            if event["event"] == "loss":
+                losses[event["site"]] += 1
+                since_step.add(event["site"])
+            elif event["event"] == "step":
+                steps.update(since_step)
+                since_step.clear()
+        of_run = steps or losses
+        for site in losses:
+            found[site] = max(found[site], of_run[site])
+    return found
+
+
+def judged_sites(captures: Sequence[Capture]) -> list[str]:
+    """List the call sites whose losses are judged, that with the most steps first.
+
+    The others that are judged take turns with it, as those of a generator and a discriminator do. A site
+    whose losses all come before or after it is of another phase: a learning-rate finder, or a pretraining.
+    """
+    steps = steps_by_site(captures)
+    if not steps:
+        return []
+    most = max(steps, key=steps.__getitem__)
+    judged = {most: None}
+    for capture in captures:
+        losses = capture.of("loss")
+        of_most = [loss["backward"] for loss in losses if loss["site"] == most]
+        if not of_most:
+            continue
+        for loss in losses:
+            # The second loss of the last step comes after the last one of the first.
+            between = of_most[0] <= loss["backward"] <= of_most[-1]
+            if between or steps[loss["site"]] == steps[most]:
+                judged[loss["site"]] = None
+    return list(judged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,15 @@ from narrowcast.report._statistics import (
     far_apart,
     final_loss,
     judge_losses,
+    judged_sites,
     many_skipped,
     mean,
+    steps_by_site,
 )
-from narrowcast.report._text import percent_change, speed_interval, speed_text
+from narrowcast.report._text import percent_change, plural, site_name, speed_interval, speed_text
 
 NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
+_SCHEMA = 1
 _WORST_FIRST = ("fail", "cannot tell", "pass")
 _JUDGED = {"certificate": "gradients", "output": "outputs", "loss": "losses"}
 _RATIOS = ("speedup", "speedup_interval", "memory_ratio", "process_memory_ratio")
@@ -45,23 +48,27 @@ _ALIKE = 1.05
 def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict[str, Any]:
     """Return everything that a comparison found, as JSON-ready values.
 
-    None for a number that cannot be had; ``reasons`` says why, by the number's path. NaN and infinities are
-    the strings ``"nan"``, ``"inf"`` and ``"-inf"``. Times are in seconds, sizes in bytes.
+    ``schema`` is the version of these fields. None for a number that cannot be had; ``reasons`` says why, by
+    the number's path. NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. Times are in
+    seconds, sizes in bytes.
 
     ``fp32`` and ``mixed``: step_time_s_median and step_time_s_interval (between steps of the optimizer that
     stepped first, the first tenth of each run, at least one, left out), forward_time_s_median and
     forward_time_s_interval (of a script that only computes), steps and skipped_steps (of all optimizers of
     the first run), final_scale, peak_tensor_bytes (CUDA's allocator; on a CPU the live tensors of a
-    separate short run), peak_resident_bytes (of the process), final_loss (by call site, the mean of the
-    last tenth), calls_per_step (of all modules), wall_s, format, last_line, stopped (by ``--steps`` or a
-    time limit), runs; ``mixed`` has policy too.
+    separate short run), peak_resident_bytes (of the process), final_loss (by call site of ``backward``, the
+    mean of the last tenth of its losses, over the seeds that both formats ran), calls_per_step (of all
+    modules), wall_s, format, last_line, stopped (by ``--steps`` or a time limit), runs; ``mixed`` has policy
+    too.
     ``speedup`` and ``speedup_interval`` (95 %): FP32 time over mixed time; ``memory_ratio`` and
     ``process_memory_ratio``: mixed peak_tensor_bytes and peak_resident_bytes over those of FP32.
     ``certificate`` (of the latest step that was judged; ``steps`` has all), ``output`` (of a script that
-    only computes) and ``loss`` each have a verdict and a reason. ``verdict`` has ``right``, by the gradients
-    and losses or by the outputs, unless mixed precision skipped every step, and ``worth_it``, by the speedup;
-    each is ``"yes"``, ``"no: ..."`` or ``"cannot tell: ..."``, and ``next`` has a command for each that is
-    not yes. Then kind, finished, notes, seed, folder, settings, versions and report.
+    only computes) and ``loss`` each have a verdict and a reason. ``loss`` is of the worst call site that is
+    judged: that with the most steps, and those that take turns with it; ``loss.sites`` has all, with steps,
+    seeds and judged. ``verdict`` has ``right``, by the gradients and losses or by the outputs, unless mixed
+    precision skipped every step, and ``worth_it``, by the speedup; each is ``"yes"``, ``"no: ..."`` or
+    ``"cannot tell: ..."``, and ``next`` has a command for each that is not yes. Then kind, finished, notes,
+    seed, folder, settings, versions and report.
 
     Args:
         comparison: what ``read_comparison`` returned; one that was killed gives what it has.
@@ -72,8 +79,10 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     ratio, ratio_reasons = _ratio(fp32, mixed, kind)
     certificate = _certificate(comparison, kind)
     output = _output(comparison, kind)
-    loss = _loss(fp32, mixed, kind, comparison.runs)
-    finite = all(math.isfinite(loss) for seeds in fp32.final_losses.values() for loss in seeds.values())
+    loss = _loss(fp32, mixed, kind)
+    fp32.numbers["final_loss"] = _means_of_seeds(fp32, mixed)
+    mixed.numbers["final_loss"] = _means_of_seeds(mixed, fp32)
+    finite = _is_finite(fp32, loss)
     checks = {"certificate": certificate, "output": output, "loss": loss}
     by_default = loss is not None and few_seeds(loss) and finite and not many_skipped(mixed.whole)
     early = None
@@ -88,6 +97,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     start, formats = comparison.own.start, mixed.numbers["format"] or ""
     result: dict[str, Any] = json_ready(
         {
+            "schema": _SCHEMA,
             "fp32": fp32.numbers,
             "mixed": mixed.numbers | {"policy": comparison.own.start["policy"]},
             **ratio,
@@ -104,6 +114,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
                 *_notes(comparison),
                 *([early] if early else []),
                 *_of_blocks(ratio["speedup"], fp32, mixed, kind),
+                *_other_losses(loss),
                 *doubts(fp32.whole, mixed.whole, kind),
             ],
             "reasons": {**fp32.reasons, **mixed.reasons, **ratio_reasons, **_why_unchecked(checks, kind)},
@@ -126,8 +137,22 @@ def _of_blocks(speedup: float | None, fp32: _Side, mixed: _Side, kind: str | Non
     of_medians = fp32.time.median_s / mixed.time.median_s
     if 1 / _ALIKE < speedup / of_medians < _ALIKE:
         return []
-    text = "the speedup is that of blocks of steps that took turns, not that of these medians"
-    return [f"{text} ({of_medians:.2f}x)"]
+    alone = speed_text(of_medians)
+    return [f"{speed_text(speedup)} comes from steps that took turns; the medians alone would say {alone}"]
+
+
+def _other_losses(loss: Mapping[str, Any] | None) -> list[str]:
+    """Name each loss that is not judged, since another phase of the script has more steps."""
+    if loss is None or loss["site"] is None:
+        return []
+    steps = {site: of_site["steps"] for site, of_site in loss["sites"].items()}
+    most = max(steps, key=steps.__getitem__)
+    more = f"that at {site_name(most)} has more ({steps[most]})"
+    return [
+        f"the loss at {site_name(site)} ({plural(steps[site], 'step')}) is not judged, since {more}"
+        for site, of_site in loss["sites"].items()
+        if not of_site["judged"]
+    ]
 
 
 class _Side:
@@ -142,7 +167,7 @@ class _Side:
         self.whole = [run for run in self.runs if comparison.finished or run.capture.end is not None]
         self.time = median_of_runs([times_s(run.capture, kind) for run in self.runs])
         self.losses = {run.name: losses for run, losses in losses_of(comparison.runs) if run.format == name}
-        self.final_losses = final_losses(self.runs, comparison.runs)
+        self.final_losses = final_losses(self.whole, comparison.runs)
         formats = {device["format"]: None for run in self.runs for device in run.capture.of("device")}
         resident = [t["peak_resident_bytes"] for t in totals if t["peak_resident_bytes"] is not None]
         peak, no_peak = self._peak_tensor_bytes(comparison)
@@ -158,7 +183,7 @@ class _Side:
             "final_scale": first.get("final_scale"),
             "peak_tensor_bytes": peak,
             "peak_resident_bytes": max(resident, default=None),
-            "final_loss": {site: next(iter(seeds.values())) for site, seeds in self.final_losses.items()},
+            "final_loss": {},
             "calls_per_step": calls_per_step(self.runs),
             "wall_s": statistics.median(walls) if walls else None,
             "format": ", ".join(formats) or None,
@@ -288,33 +313,64 @@ def final_losses(runs: Sequence[TimedRun], among: Sequence[TimedRun]) -> dict[st
     return {site: {seed: mean(values) for seed, values in by_seed.items()} for site, by_seed in found.items()}
 
 
-def _loss(fp32: _Side, mixed: _Side, kind: str | None, runs: Sequence[TimedRun]) -> dict[str, Any] | None:
-    """Judge the losses by the worst call site."""
+def _means_of_seeds(side: _Side, other: _Side) -> dict[str, float]:
+    """Return the mean final loss of each call site, over the seeds of the verdict: those of both formats."""
+    means = {}
+    for site, by_seed in side.final_losses.items():
+        common = [seed for seed in by_seed if seed in other.final_losses.get(site, {})]
+        # A loss that only one format has is shown too.
+        means[site] = mean([by_seed[seed] for seed in common or by_seed])
+    return means
+
+
+def _is_finite(fp32: _Side, loss: Mapping[str, Any] | None) -> bool:
+    """Return whether every loss that is judged is finite in FP32 itself."""
+    sites = loss["sites"] if loss else {}
+    judged = [site for site, of_site in sites.items() if of_site["judged"]]
+    return all(math.isfinite(value) for site in judged for value in fp32.final_losses[site].values())
+
+
+def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
+    """Judge the losses by the worst of the call sites that are judged."""
     if kind == "inference":
         return None
-    sites, others = {}, final_losses(mixed.whole, runs)
+    whole = [run.capture for run in (*fp32.whole, *mixed.whole)]
+    steps, judged = steps_by_site(whole), judged_sites(whole)
+    verdicts, seeds = {}, {}
     values = [[side.losses[r.name] for r in side.whole if r.name in side.losses] for side in (fp32, mixed)]
-    for site, by_seed in final_losses(fp32.whole, runs).items():
-        other = others.get(site, {})
-        sites[site] = judge_losses([(by_seed[seed], other[seed]) for seed in by_seed if seed in other])
+    for site, by_seed in fp32.final_losses.items():
+        other = mixed.final_losses.get(site, {})
+        seeds[site] = [seed for seed in by_seed if seed in other]
+        verdicts[site] = judge_losses([(by_seed[seed], other[seed]) for seed in seeds[site]])
         far = far_apart(*([of_run.get(site, []) for of_run in side] for side in values))
-        if far and sites[site].verdict == "cannot tell":
-            sites[site] = replace(sites[site], verdict="fail", reason=far)
-    if not sites:
-        return {"site": None, **asdict(judge_losses([])), "sites": {}}
+        if far and verdicts[site].verdict == "cannot tell":
+            verdicts[site] = replace(verdicts[site], verdict="fail", reason=far)
+    sites = {}
+    for site, verdict in verdicts.items():
+        sites[site] = asdict(verdict) | {
+            "seeds": seeds[site],
+            "steps": steps[site],
+            "judged": site in judged,
+        }
+    candidates = [site for site in judged if site in sites]
+    if not candidates:
+        return {
+            "site": None,
+            **asdict(judge_losses([])),
+            "seeds": [],
+            "steps": 0,
+            "judged": False,
+            "sites": sites,
+        }
     # A loss that is not finite has no difference; it counts for more than one of too few seeds.
     worst = min(
-        sites,
+        candidates,
         key=lambda at: (
-            _WORST_FIRST.index(sites[at].verdict),
-            sites[at].difference is not None and sites[at].times_fp32 is None,
+            _WORST_FIRST.index(verdicts[at].verdict),
+            verdicts[at].difference is not None and verdicts[at].times_fp32 is None,
         ),
     )
-    return {
-        "site": worst,
-        **asdict(sites[worst]),
-        "sites": {site: asdict(verdict) for site, verdict in sites.items()},
-    }
+    return {"site": worst, **sites[worst], "sites": sites}
 
 
 def _never_steps(fp32: _Side, mixed: _Side) -> bool:

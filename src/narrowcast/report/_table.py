@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from narrowcast.observe.capture import TOTAL_LIMIT, Capture
+from narrowcast.observe.capture import ENOUGH_ELEMENTS, PARAMETER_LIMIT, TOTAL_LIMIT, Capture
 from narrowcast.report._render import terminal_text
 from narrowcast.report._summary import NOTHING_TRAINED, few_seeds
 from narrowcast.report._text import (
@@ -71,11 +71,13 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
         _row(summary, "peak_resident_bytes", "peak process memory", mebibytes, process),
         *_loss_rows(summary),
     ]
+    # Times are of all runs, these numbers of the first one.
+    first = ", first run" if max(len(summary[side]["runs"]) for side in NAMES) > 1 else ""
     # Zeros of a script that only computes would look as if something were missing.
     if kind != "inference":
-        found.append(_row(summary, "steps", "optimizer steps", count))
-        found.append(_row(summary, "skipped_steps", "skipped steps", count))
-    found.append(_row(summary, "final_scale", "final loss scale", number))
+        found.append(_row(summary, "steps", f"optimizer steps{first}", count))
+        found.append(_row(summary, "skipped_steps", f"skipped steps{first}", count))
+    found.append(_row(summary, "final_scale", f"final loss scale{first}", number))
     found.append(_row(summary, "wall_s", "wall time", seconds))
     always = (median, "peak tensor memory", "peak process memory") if kind else ()
     empty = ((UNKNOWN, UNKNOWN), ("", ""))
@@ -93,15 +95,7 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
         found.append(Check(name="steps", verdict="fail", numbers=skipped, reason=NOTHING_TRAINED))
     certificate, output, loss = summary["certificate"], summary["output"], summary["loss"]
     if certificate is not None:
-        key = "relative_error" if certificate["error_over_noise"] is None else "error_over_noise"
-        limit = f" (limit {TOTAL_LIMIT:g})" if key == "error_over_noise" else ""
-        numbers = [f"{key.replace('_', ' ')} {short(certificate[key])}{limit}"]
-        worst = certificate["worst_parameter"]
-        if worst is not None:
-            numbers.append(f"worst {short(worst[key])} in {shortened(worst['name'])}")
-        if len(certificate.get("steps", ())) > 1:
-            numbers.append(f"by step: {_by_step(certificate['steps'])}")
-        found.append(_check("gradients", certificate, numbers))
+        found.append(_check("gradients", certificate, _gradient_numbers(certificate)))
     if output is not None:
         numbers = [
             f"relative error {short(output['relative_error'])}",
@@ -114,11 +108,53 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
             f"difference {signed(loss['difference'])}",
             f"spread of seeds {short(loss['seed_spread'])}",
         ]
-        if len(loss["sites"]) > 1:
-            numbers.append(f"worst of {len(loss['sites'])} losses: {site_name(loss['site'])}")
+        judged = sum(of_site["judged"] for of_site in loss["sites"].values())
+        if judged > 1:
+            numbers.append(f"worst of {judged} losses: {site_name(loss['site'])}")
+        elif len(loss["sites"]) > 1:
+            numbers.append(f"at {site_name(loss['site'])}")
         check = _check("loss", loss, numbers)
         found.append(replace(check, verdict="not judged") if few_seeds(loss) else check)
     return found
+
+
+def _gradient_numbers(certificate: Mapping[str, Any]) -> list[str]:
+    """Format the errors of gradients with their limits, and why one beyond its limit does not count."""
+    key = "relative_error" if certificate["error_over_noise"] is None else "error_over_noise"
+    limit = f" (limit {TOTAL_LIMIT:g})" if key == "error_over_noise" else ""
+    if why := total_exemption(certificate):
+        limit = f" (beyond {TOTAL_LIMIT:g}, not counted: {why})"
+    numbers = [f"{key.replace('_', ' ')} {short(certificate[key])}{limit}"]
+    worst = certificate["worst_parameter"]
+    if worst is not None:
+        of_worst = [one for one in certificate["parameters"] if one["name"] == worst["name"]]
+        exempt = exemption(of_worst[0], certificate) if of_worst else None
+        why = f" (beyond {PARAMETER_LIMIT:g}, not counted: {exempt})" if exempt else ""
+        numbers.append(f"worst {short(worst[key])} in {shortened(worst['name'])}{why}")
+    if len(certificate.get("steps", ())) > 1:
+        numbers.append(f"by step: {_by_step(certificate['steps'])}")
+    return numbers
+
+
+def total_exemption(certificate: Mapping[str, Any]) -> str | None:
+    """Return why gradients pass although their error over noise is beyond the limit; None: it is not."""
+    ratio, relative = certificate["error_over_noise"], certificate["relative_error"]
+    if ratio is None or float(ratio) < TOTAL_LIMIT or certificate["verdict"] != "pass":
+        return None
+    return f"rounding alone makes a relative error of {short(relative)}"
+
+
+def exemption(parameter: Mapping[str, Any], certificate: Mapping[str, Any]) -> str | None:
+    """Return why a parameter whose error over noise is beyond its limit is not lost; None: it is not so."""
+    ratio, relative = parameter["error_over_noise"], parameter["relative_error"]
+    if ratio is None or not parameter["judged"] or parameter["lost"] or not float(ratio) > PARAMETER_LIMIT:
+        return None
+    if certificate.get("minibatches", 1) == 1:
+        # The larger one of noise and gradient is the yardstick.
+        return f"small beside its own gradient: relative error {short(relative)}"
+    if math.prod(parameter["shape"]) < ENOUGH_ELEMENTS:
+        return f"fewer than {ENOUGH_ELEMENTS} elements"
+    return f"its interval reaches below {PARAMETER_LIMIT:g}"
 
 
 def _by_step(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -139,6 +175,7 @@ def comparison_table(summary: Mapping[str, Any], *, color: bool = False) -> str:
         found=summary,
         policy="" if mixed["policy"] in _NAMES_OF_FORMATS else mixed["policy"],
         rows=found,
+        what_a_loss_is=what_a_loss_is(summary),
         checks=checks(summary),
         table=table(head, [(row.name, row.fp32, row.mixed, row.change) for row in found], left=(0, 3)),
     )
@@ -182,16 +219,32 @@ def _reasons(summary: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _loss_rows(summary: Mapping[str, Any]) -> list[Row]:
+    """List the final loss of each call site, those that are judged first."""
     losses = [summary[side]["final_loss"] for side in NAMES]
-    sites = list(dict.fromkeys([*losses[0], *losses[1]]))
+    of_sites = (summary["loss"] or {"sites": {}})["sites"]
+    judged = [site for site, of_site in of_sites.items() if of_site["judged"]]
+    sites = list(dict.fromkeys([*judged, *losses[0], *losses[1]]))
     found = []
     for site in sites:
+        of_site = of_sites.get(site, {})
         name = "final loss" if len(sites) == 1 else f"final loss, {site_name(site)}"
+        if len(sites) == 1 and of_site.get("seeds"):
+            name += f" ({plural(len(of_site['seeds']), 'seed')})"
         fp32, mixed = (number(side.get(site)) for side in losses)
-        of_site = (summary["loss"] or {"sites": {}})["sites"].get(site, {})
-        same = of_site.get("difference") == 0 and fp32 == mixed
-        found.append(Row(name=name, fp32=fp32, mixed=mixed, change="the same" if same else ""))
+        change = "the same" if of_site.get("difference") == 0 and fp32 == mixed else ""
+        if judged and site not in judged:
+            change = "not judged"
+        found.append(Row(name=name, fp32=fp32, mixed=mixed, change=change))
     return found
+
+
+def what_a_loss_is(summary: Mapping[str, Any]) -> str:
+    """Say what the rows of final losses are; empty where there are none."""
+    if not summary["fp32"]["final_loss"] and not summary["mixed"]["final_loss"]:
+        return ""
+    seeds = len((summary["loss"] or {"seeds": []})["seeds"])
+    over = f", over the same {plural(seeds, 'seed')} in both formats" if seeds else ""
+    return f"final loss: mean of what was passed to backward() in the last tenth of steps{over}"
 
 
 def run_block(capture: Capture, *, capture_path: str | None = None, with_told: bool = True) -> str:

@@ -150,7 +150,7 @@ def percent_change(value: float | str | None) -> str:
 def speed_text(speedup: float | str) -> str:
     """Format FP32 time over mixed time as ``1.32x faster`` or ``1.20x slower``."""
     value = float(speedup)
-    return f"{fixed(value, 2)}x faster" if value >= 1 else f"{fixed(_inverse(value), 2)}x slower"
+    return f"{_times(value)}x faster" if value >= 1 else f"{_times(_inverse(value))}x slower"
 
 
 def speed_interval(ratio: Mapping[str, Any]) -> str:
@@ -160,7 +160,13 @@ def speed_interval(ratio: Mapping[str, Any]) -> str:
     low, high = map(float, ratio["speedup_interval"])
     faster = float(ratio["speedup"]) >= 1
     low, high = (low, high) if faster else (_inverse(high), _inverse(low))
-    return f"{fixed(low, 2)}x to {fixed(high, 2)}x"
+    return f"{_times(low)}x to {_times(high)}x"
+
+
+def _times(value: float) -> str:
+    """Format to three digits, and at most two decimals: ``1.32``, ``13.2``, ``132``."""
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return fixed(value, decimals)
 
 
 def _inverse(value: float) -> float:

@@ -197,7 +197,7 @@ def _as_table(certificate: Certificate, *, rows: int = 12) -> str:
         "policy": f"{certificate.policy} ({certificate.format})",
         "loss scale": "none" if certificate.loss_scale is None else f"{certificate.loss_scale:g}",
         "at step": str(certificate.at_step),
-        "right up to": up_to(certificate) or "not known: that needs four batches with noise",
+        "holds for": up_to(certificate) or "not known: that needs four batches with noise",
     }
     lines += [f"{name:<18}{_fit(value, _WIDTH - 18)}" for name, value in summary.items()]
     parameters = worst_first(certificate.parameters)
@@ -218,14 +218,16 @@ def number(value: float | None) -> str:
 
 
 def up_to(certificate: Certificate) -> str | None:
-    """Say in words what ``holds_up_to`` says, as "an effective batch of 2,048 samples (k = 32)"."""
+    """Say in words what ``holds_up_to`` says: "batches of up to 96 samples (12 of yours averaged)"."""
     k, samples = certificate.holds_up_to, certificate.samples
     if not k:
         return None if k is None else "no batch"
-    least = "at least " * (k == MOST_MINIBATCHES)
+    # Larger ones were not looked at.
+    most = "at least " if k == MOST_MINIBATCHES else ""
     if samples is None:
-        return f"{least}{k:,} minibatch{'es' * (k > 1)} a step"
-    return f"an effective batch of {least}{k * samples:,} samples (k = {k:,})"
+        return f"steps of up to {most}{k:,} minibatch{'es' * (k > 1)}"
+    yours = "one of yours" if k == 1 else f"{k:,} of yours averaged"
+    return f"batches of up to {most}{k * samples:,} samples ({yours})"
 
 
 def _fit(text: str, width: int) -> str:

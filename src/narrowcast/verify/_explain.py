@@ -13,7 +13,7 @@ import torch
 from narrowcast.attach import RULE_NOTE
 from narrowcast.casting import apply
 from narrowcast.errors import FileError, PolicyError, SettingError
-from narrowcast.machine import versions
+from narrowcast.machine import best_format, versions
 from narrowcast.observe.capture import EXPLANATION, Capture, CaptureWriter, start_event
 from narrowcast.observe.explanation import explained, explained_lines, read_explanation
 from narrowcast.observe.op_trace import OpTrace, together, trace_events
@@ -136,7 +136,7 @@ def explain_script(
                 raise
             raise FileError(f"the explanation is incomplete{full}") from error
     advice = "watch its model with nc.explain(model, policy, batch)"
-    unknown = ("device", "format", "unit", "steps", "complete", "totals")
+    unknown = ("device", "format", "because", "unit", "steps", "complete", "totals")
     lists: dict[str, Any] = {name: [] for name in ("rules", "sites", "unreached", "notes")}
     return {
         "schema": _SCHEMA,
@@ -237,9 +237,13 @@ def _watched_events(
     trace: OpTrace, seen: Any, policy: Policy, device: str, **facts: Any
 ) -> list[dict[str, Any]]:
     """Return the events of an explanation, between its start and its notes."""
+    because = "as asked"
+    if policy.compute == "auto":
+        because = best_format(device).because
     more = {
         "device": device,
         "format": format_name(resolve(policy, device)),
+        "because": because,
         "rules": [str(rule) for rule in policy.rules],
         "versions": versions(),
     }

@@ -292,7 +292,8 @@ def certificate_of(
     words = up_to(certificate) if verdict == PASS else None
     if words is None or (certificate.holds_up_to or 0) < minibatches:
         return certificate
-    return replace(certificate, reason=" ".join([reason, f"Right up to {words}.", *notes]))
+    holds = f"Holds for {words}. Larger batches have less noise to hide the error."
+    return replace(certificate, reason=" ".join([reason, holds, *notes]))
 
 
 def _result(one: Measured, x: float) -> ParameterResult:

@@ -168,6 +168,7 @@ EVENTS: dict[str, Any] = {
         complete=bool,  # false: the script ended within the first step
         device=str,
         format=str,
+        because=NotRequired[str],  # why the format; older captures do not have it
         rules=list[str],
         versions=_Facts,
         **dict.fromkeys(("ops", "casts", "moved_bytes", "cast_bytes"), _Count),

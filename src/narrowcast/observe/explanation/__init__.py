@@ -6,7 +6,7 @@ import functools
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ _SCHEMA = 1
 _PER_STEP = ("ops", "calls", "casts", "cast_bytes", "moved_bytes", "duration_s")
 SILENT = ("view", "no floats")
 """Kinds of sites that compute nothing."""
+_MOST_COSTLY = 5
 _UNITS = ((2**60, "EiB"), (2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -52,9 +53,9 @@ def explained(capture: Capture) -> dict[str, Any]:
 
     Returns:
         JSON-ready: ``schema``, ``target``, ``policy``, ``rules``, ``problem`` (a sentence if there are no
-        numbers, else null), ``device``, ``format``, ``unit``, ``steps``, ``totals`` (of one step), ``sites``,
-        ``unreached``, ``notes``, ``reasons`` (path of each number that is null -> why) and
-        ``versions``. Times and bytes are of one step, shares are of all that was watched.
+        numbers, else null), ``device``, ``format``, ``because`` (why that format), ``unit``, ``steps``,
+        ``totals`` (of one step), ``sites``, ``unreached``, ``notes``, ``reasons`` (path of each number that
+        is null -> why) and ``versions``. Times and bytes are of one step, shares are of all that was watched.
     """
     watched = capture.of("watched")[-1]
     steps, duration_s = max(1, watched["steps"]), watched["duration_s"]
@@ -70,6 +71,7 @@ def explained(capture: Capture) -> dict[str, Any]:
         "target": list(capture.start["argv"]),
         "policy": capture.start["policy"],
         "problem": None if sites else "nothing that the script did was seen",
+        "because": watched.get("because", "as asked"),
         **{name: watched[name] for name in ("rules", "device", "format", "unit", "steps", "complete")},
         "totals": totals,
         "sites": sites,
@@ -197,12 +199,27 @@ def explained_parts(found: Mapping[str, Any], *, every: bool = False) -> dict[st
         unreached.append(f"their operator was not called: {'; '.join(uncalled)}")
     reached = {site["rule"] for site in found["sites"]}
     groups = _grouped(found, every=every)
-    return {"found": found, "groups": groups, "reached": reached, "unreached": unreached}
+    return {
+        "found": found,
+        "groups": groups,
+        "costly": _costly(groups),
+        "rows": sum(len(group.rows) for group in groups),
+        "reached": reached,
+        "unreached": unreached,
+    }
 
 
-def explained_lines(found: Mapping[str, Any], *, every: bool = False) -> list[Line]:
-    """Return the text of ``explained_parts``."""
-    lines = _template().render(explained_parts(found, every=every)).rstrip("\n").split("\n")
+def _costly(groups: Iterable[_Group]) -> list[tuple[_Group, Columns, Counter[str]]]:
+    """Return the rows that take most time, each with its group, the most costly first."""
+    rows = [(group, columns, numbers) for group in groups for columns, numbers in group.rows.items()]
+    rows.sort(key=lambda row: -row[2]["duration_s"])
+    return rows[:_MOST_COSTLY]
+
+
+def explained_lines(found: Mapping[str, Any], *, whole: bool = True, every: bool = False) -> list[Line]:
+    """Return the text of ``explained_parts``: the rows that cost most, and with ``whole`` all others."""
+    values = explained_parts(found, every=every) | {"whole": whole or every}
+    lines = _template().render(values).rstrip("\n").split("\n")
     return [(line.removeprefix(_HEADING), line.startswith(_HEADING)) for line in lines]
 
 
