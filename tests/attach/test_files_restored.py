@@ -287,6 +287,25 @@ def test_a_kill_while_files_are_exchanged_loses_none(runs, monkeypatch, way, cha
     }
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_runs_that_were_killed_are_restored_in_any_order(runs, order):
+    """One had made way; what is in the places of its files then is the other one's."""
+    for name in "kept", "gone":
+        (runs.work / name).write_text("of the user")
+    (runs.work / "script.py").write_text("")
+    before = state(runs.work)
+    folders = [runs.run(CHANGES, watched=True).folder]
+    assert set_aside(folders[0]) is None
+    folders.append(runs.run(CHANGES.replace("of the run", "of the other run"), watched=True).folder)
+    for which in order:
+        restore_files(folders[which])
+    after = state(runs.work)
+    assert after.keys() == before.keys()
+    assert all(after[name] == before[name] for name in ("kept", "gone"))
+    logs = [(folder / OUTPUTS / "log").read_text() for folder in folders]
+    assert logs == ["of the run", "of the other run"]
+
+
 def test_open_files_follow_a_run_that_makes_way(runs):
     """They are renamed, not copied: here of this process, which has the run's log open."""
     folder = runs.run("open('log', 'w').write('a'); open('kept', 'w')", watched=True).folder

@@ -147,6 +147,19 @@ def note(text):
     return {"event": "note", "text": text}
 
 
+def in_turns(events, steps=1):
+    """The events of a run that took turns with another one, in blocks of so many steps or calls."""
+    pause = {"event": "pause", "time_s": 0.0, "waited_s": 0.0}
+    found, count = [], 0
+    for event in events:
+        found.append(event)
+        if event["event"] in ("step", "forward"):
+            count += 1
+            if count % steps == 0:
+                found.append(pause)
+    return found
+
+
 def comparison(folder, events_of_runs, *own, finished=True, **started):
     """Write a comparison: ``events_of_runs`` maps names such as ``fp32-0`` to events of a run."""
     folder = Path(folder)

@@ -35,17 +35,6 @@ def run(intervals=(), losses=(), *, site=SITE, ended=True, format_="fp32", notes
     return [*events, made_captures.end(**totals)] if ended else events
 
 
-def in_turns(events):
-    """The run of ``run`` or ``calls``, in blocks of one step or call, which took turns with another run."""
-    pause = {"event": "pause", "time_s": 0.0, "waited_s": 0.0}
-    found = []
-    for event in events:
-        found.append(event)
-        if event["event"] in ("step", "forward"):
-            found.append(pause)
-    return found
-
-
 def calls(durations, **changed):
     """A run that only computes."""
     events = [made_captures.start(), made_captures.device()]
@@ -171,14 +160,16 @@ SPREAD = [1.0, *[0.99, 1.01] * 15]
     ],
 )
 def test_the_second_answer_goes_by_the_speedup(tmp_path, factor, asked, answer):
-    mixed = run() if factor is None else in_turns(run([None, *(time / factor for time in SPREAD)]))
+    mixed = (
+        run() if factor is None else made_captures.in_turns(run([None, *(time / factor for time in SPREAD)]))
+    )
     why = {"event": "not_worth_it", "cause": "casts", "reason": "slow casts"}
-    found = twice(tmp_path, in_turns(run([None, *SPREAD])), mixed, why, min_speedup=asked)
+    found = twice(tmp_path, made_captures.in_turns(run([None, *SPREAD])), mixed, why, min_speedup=asked)
     assert found["verdict"]["worth_it"].startswith(answer)
 
 
 def test_less_memory_is_said_beside_a_speed_that_is_not_worth_it(tmp_path):
-    sides = [in_turns(run([None, *SPREAD], peak_tensor_bytes=peak)) for peak in (100, 60)]
+    sides = [made_captures.in_turns(run([None, *SPREAD], peak_tensor_bytes=peak)) for peak in (100, 60)]
     answer = twice(tmp_path, *sides)["verdict"]["worth_it"]
     assert (
         answer
@@ -188,7 +179,7 @@ def test_less_memory_is_said_beside_a_speed_that_is_not_worth_it(tmp_path):
 
 def test_calls_are_timed_where_nothing_is_trained_and_only_there(tmp_path):
     """The calls before the first backward of a training are too few and too early to stand for it."""
-    sides = (in_turns(calls([9.0, *[each] * 19])) for each in (0.4, 0.1))
+    sides = (made_captures.in_turns(calls([9.0, *[each] * 19])) for each in (0.4, 0.1))
     found = twice(tmp_path / "computes", *sides)
     assert (found["kind"], found["fp32"]["forward_time_s_median"]) == ("inference", 0.4)
     assert found["speedup"] == pytest.approx(4.0)

@@ -58,6 +58,7 @@ _WARM_UP = 3
 _BLOCK_S = 0.1
 _BLOCKS = 30
 _FIRST_BLOCK = 5
+_FEWEST_BLOCKS = 6  # two more than an interval takes
 _MOST_MEMORY = 450  # thousandths
 LITTLE_MEMORY = 200
 # A run that makes no progress for so long may wait for what the other one holds, as a lock or a port.
@@ -579,6 +580,9 @@ def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple
     The files of the other one have made way.
     """
     order, block = [two, one], 0
+    first_block = _FIRST_BLOCK
+    if steps:  # runs of a few steps take shorter turns
+        first_block = max(1, min(_FIRST_BLOCK, (steps - _WARM_UP) // _FEWEST_BLOCKS))
     while True:
         spent_s: list[float] = []
         for run, other in (order, order[::-1]):
@@ -595,12 +599,12 @@ def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple
                     return other, f"{run.name} took no step in {patience_s:.0f} s beside the other run"
                 if run.stepping_s > limit_s(run, one):
                     return other, None
-        most = max(_FIRST_BLOCK, steps // _BLOCKS) if steps else math.inf
+        most = max(first_block, steps // _BLOCKS) if steps else math.inf
         fitting = math.ceil(block * _BLOCK_S / max(min(spent_s), 1e-6))
         if block:
             block = int(min(max(fitting, 1), most))
         else:  # the warm-up showed how long a step takes
-            block = _FIRST_BLOCK if one.stepping_s < (_WARM_UP - 1) * _BLOCK_S else 1
+            block = first_block if one.stepping_s < (_WARM_UP - 1) * _BLOCK_S else 1
         order.reverse()
 
 
