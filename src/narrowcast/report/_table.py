@@ -243,7 +243,7 @@ def what_a_loss_is(summary: Mapping[str, Any]) -> str:
     if not summary["fp32"]["final_loss"] and not summary["mixed"]["final_loss"]:
         return ""
     seeds = len((summary["loss"] or {"seeds": []})["seeds"])
-    over = f", over the same {plural(seeds, 'seed')} in both formats" if seeds else ""
+    over = f", over the same {seeds} seeds in both formats" if seeds > 1 else ""
     return f"final loss: mean of what was passed to backward() in the last tenth of steps{over}"
 
 
