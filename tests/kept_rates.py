@@ -19,6 +19,8 @@ def rows_of(name, speeds, *, estimated=False, spread=0.0, late=False):
                     **{"time_s_median": 0.01 / faster if seen else None, "rounds": 9 if seen else 0},
                     **{"expected_time_s": None if seen else 0.01 / faster, "out_of_time": late},
                     **{"reason": None if seen else "one call would take long"},
+                    "speed_at_most": faster if estimated and not seen else None,
+                    "speed_at_most_shape": [256, 256] if estimated and not seen else None,
                     "speed_against_fp32": faster if seen else None,
                     "speed_against_fp32_low": faster - spread if seen else None,
                     "speed_against_fp32_high": faster + spread if seen else None,

@@ -13,6 +13,7 @@ SHORT = ("doctor", "--budget-s", "0.3")
 FULL = {
     **{"size": "large", "shape": [64, 64], "rounds": 5, "calls_per_round": 1, "out_of_time": False},
     **dict.fromkeys(("reason", "expected_time_s", "rate_element_per_s", "rate_byte_per_s")),
+    **dict.fromkeys(("speed_at_most", "speed_at_most_shape")),
     **dict.fromkeys(("time_s_median", "time_s_low", "time_s_high"), 0.01),
     **dict.fromkeys((f"speed_against_fp32{end}" for end in ("", "_low", "_high")), 1.0),
     "rate_flop_per_s": 1e9,
@@ -66,6 +67,22 @@ def test_the_text_and_the_json_are_of_the_same_rates(measured, here, capsys):
     told = capsys.readouterr()
     assert json.loads(told.out)["report"] is None
     assert "note: there is no page: " in told.err
+    assert "--output" not in told.err, "doctor has no such option"
+
+
+def test_a_script_is_profiled_in_bf16_where_auto_is_fp32(measured, here, monkeypatch, capsys):
+    """Instead of one sentence that there is nothing to compare."""
+    profiled = []
+
+    def diagnose(settings, *_, **__):
+        profiled.append(settings.policy)
+        return {"target": ["train.py"], "problem": "nothing to profile"}
+
+    monkeypatch.setattr("narrowcast.verify.diagnose", diagnose)
+    here.write("train.py", "pass\n")
+    assert main(["doctor", "train.py"]) == 0
+    assert profiled == ["bf16"]
+    assert "auto computes in fp32 here, since measured on " in capsys.readouterr().err
 
 
 def test_a_real_measurement_as_a_process(workshop):

@@ -5,7 +5,7 @@ import pytest
 from narrowcast.cli import main
 from narrowcast.cli._output import talk
 
-LONG = f"cannot write the page {'x' * 90}: No space left on device; name another place with --output FILE"
+LONG = f"cannot write the page {'x' * 90}: No space left on device; name another place with --output"
 
 
 def test_a_sentence_is_wrapped_at_words_and_none_is_broken(capsys, monkeypatch):

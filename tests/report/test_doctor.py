@@ -36,18 +36,20 @@ How fast each format is on this CPU
 
 - fp16 not measured in matmul with casts 64 x 64: torch cannot do it here: no
   kernel.
-- (): estimated from one call or a smaller size, where a call takes long.
+- (): cut short, as one call takes long: counted as the speed at the largest
+  smaller size that was measured.
 
 x: times the speed of exact fp32. Operands are in the format already; with
 casts they are in fp32 and cast at every call, as autocast does with what is
-new to it. Forward calls; medians of 9 rounds in which the formats take turns,
-whose middle half spans 2 % of the median, 50 % at worst.
+new to it. Forward and backward pass together (of additions the forward pass:
+the backward pass computes nothing); medians of 9 rounds in which the formats
+take turns, whose middle half spans 2 % of the median, 50 % at worst.
 ~: something else was running; measure again with --fresh when this machine is
 quiet.
 Measured just now, in 7.2 s.
 
 On this CPU, policy "auto" chooses bf16: measured on 2026-11-23, bf16 against
-fp32: 4x in matmul.
+fp32: 4x faster in matmul.
 - A matmul repays its casts from somewhere between 64 x 64 and 512 x 512: a
   model of smaller layers is slower in bf16 here.
 - fp16 is slow here: use fp32.
@@ -125,7 +127,7 @@ def test_the_page_says_what_the_text_says(found):
     said = " ".join(text.split())
     for words in (
         "fp16 not measured in matmul with casts 64 x 64: torch cannot do it here: no kernel.",
-        "(): estimated from one call",
+        "(): cut short, as one call takes long",
         "A matmul repays its casts from somewhere between 64 x 64 and 512 x 512: a model of smaller layers",
         "tf32 is off for matmul",
         "fp16 is slow here: use fp32.",

@@ -81,6 +81,9 @@ def test_a_page_draws_fits_and_does_nothing_else(browser, tmp_path, what):
             assert bool(drawn(page)) == ("expla" not in what and "doctor" not in what)
             assert page.evaluate("document.documentElement.scrollWidth") <= width
             assert page.evaluate(HIDDEN_CELLS) == [], "a column is beyond the edge of its card"
+            if what.startswith("doctor"):
+                cut_off = "all => all.filter(one => one.scrollWidth > one.clientWidth).length"
+                assert page.eval_on_selector_all(".scrolls", cut_off) == 0, "a column is lost"
             assert page.evaluate("typeof window.hacked") == "undefined"
             assert page.locator("h1").count() == 1
             broken = "all => all.filter(one => one.complete && !one.naturalWidth).length"

@@ -110,7 +110,7 @@ def test_wrong_use_is_two_and_one_line(tmp_path, capsys):
 
 def test_a_page_that_cannot_be_written_is_wrong_use(folder, capsys):
     assert main(["report", str(folder), "--output", str(folder)]) == 2
-    why = "Is a directory; name another place with --output FILE"
+    why = f"Is a directory; to write it elsewhere: narrowcast report {folder} --output FILE"
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", f"narrowcast: cannot write the page {folder}: {why}\n")
 

@@ -263,7 +263,7 @@ def test_ranks_with_other_rates_train_in_one_format(world):
     for facts in ranks:
         assert facts["formats"] == {"cpu": "torch.bfloat16"}
         assert facts["because"].endswith(
-            "bf16 against fp32: 3x in matmul, 3x in matmul with casts, 3x in convolution"
+            "bf16 against fp32: 3x faster in matmul, 3x faster in matmul with casts, 3x faster in convolution"
         )
 
 

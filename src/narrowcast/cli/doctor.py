@@ -79,7 +79,12 @@ def doctor(
     if script is not None:
         from narrowcast.observe.capture import make_run_folder
         from narrowcast.verify import ScriptSettings
+        from narrowcast.verify.compare import compared_instead, stays_in_fp32
 
+        instead = compared_instead(policy)
+        if instead is not None:
+            talk(f"auto computes in fp32 here, since {stays_in_fp32(policy)}; profiling {instead}")
+            policy = instead
         folder = make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, cache=cache_dir, tell=tell)
         target = (script, *(arguments or []))
         settings = ScriptSettings(target=target, is_module=module, policy=policy, folder=folder)

@@ -195,7 +195,8 @@ def known_to_be_slow(format_name: str, kind: str = "matmul") -> str | None:
 
     Measured: bf16 and fp16 matmuls at 0.06 of fp32's speed and less on AMD with AVX2 alone; bf16 at 0.19 on
     Intel with AVX512 alone, at 0.6 with AVX512-BF16 and no AMX (at 2 to 6 times on AMD with AVX512-BF16).
-    fp16 convolutions with AVX512-FP16 alone are hundreds of times slower; its matmuls are as fast as fp32's.
+    fp16 convolutions with their backward passes are 6 times slower at least on AMD, where they are emulated,
+    and dozens to hundreds of times with AVX512-FP16 alone, where forward passes run at 0.6 of fp32's speed.
     """
     has = _cpu_instructions(format_name)
     if kind == "matmul" and has is None:
@@ -203,5 +204,7 @@ def known_to_be_slow(format_name: str, kind: str = "matmul") -> str | None:
     if kind == "matmul" and has == "AVX512-BF16" and "Intel" in processor_name():
         return "bf16 on this CPU runs on AVX512-BF16 without AMX: matmuls at about 0.6 of fp32's speed"
     if kind == "convolution" and has == "AVX512-FP16":
-        return "fp16 on this CPU runs on AVX512-FP16: convolutions are hundreds of times slower"
+        return "fp16 on this CPU runs on AVX512-FP16: convolutions are dozens to hundreds of times slower"
+    if kind == "convolution" and format_name == "fp16":
+        return "fp16 convolutions were 6 to hundreds of times slower on all CPUs that were measured"
     return None

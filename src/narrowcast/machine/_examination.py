@@ -32,7 +32,12 @@ from narrowcast.machine._torch_internals import default_store
 
 _SCHEMA = 1
 # Raise it whenever rows get another meaning: other shapes, other fields, another way to time.
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
+# Of the rates that earlier versions kept, which timed forward passes alone: nothing about training follows.
+_FORWARD_ALONE = 2
+_NO_BACKWARD = "which did not time backward passes"
+_ONLY_FORWARD = f"since the kept rates are of an earlier version, {_NO_BACKWARD}"
+_MEASURE_AGAIN = "they have no backward passes; narrowcast doctor measures again"
 # Within this, two formats are as fast as each other: the spread of a quiet machine is a few percent.
 _AS_FAST = 1.1
 # Where the middle half of the ratios spans more than this share of them, something else was running.
@@ -78,9 +83,9 @@ def examine(
         why = measure_auto(device["device_type"], cache, fresh=fresh, progress=progress)
         notes += [why] if why else []
     path = None if cache is None else rates_path(cache, key)
-    rates, why = (None, None) if path is None or fresh else read_rates(path, key)
+    rates, why = (None, None) if cache is None or fresh else read_rates(cache, key)
     if why is not None:
-        notes.append(f"{path} {why}: measured anew")
+        notes.append(f"{why}: measured anew")
     if rates is None:
         rates = _measured(devices, budget, progress)
         why = _keep(rates, path, key)
@@ -89,7 +94,8 @@ def examine(
     else:
         rates |= {"source": "cache", "file": str(path)}
     for device in rates["devices"]:
-        device["auto"] = (_auto_rates(device["device_type"], cache) or {}).get("rows")
+        of_auto, _ = _auto_rates(device["device_type"], cache)
+        device["auto"] = of_auto and of_auto["rows"]
         device["choice"] = asdict(best_format(device["device_type"], cache))
         for row in device["rows"]:
             row["steady"] = _is_steady(row)
@@ -148,18 +154,32 @@ def rates_path(folder: Path, key: dict[str, Any]) -> Path:
     return folder / "rates" / f"{digest[:16]}.json"
 
 
-def read_rates(path: Path, key: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
-    """Return rates that were kept, or None and why not; both None if there is no file."""
+def read_rates(folder: Path, key: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    """Return rates that were kept, or None and why not, as a clause; both None if there is no file."""
+    path = rates_path(folder, key)
     try:
         kept = json.loads(path.read_bytes())
         rates: dict[str, Any] | None = dict(kept["rates"]) if kept["key"] == key else None
     except (FileNotFoundError, NotADirectoryError):
-        return None, None
+        older = rates_path(folder, _key_of_forward_alone(key))
+        return None, f"{older} is of an earlier version, {_NO_BACKWARD}" if older.is_file() else None
     except OSError as error:
-        return None, f"cannot be read ({error.strerror})"
+        return None, f"{path} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, RecursionError):
         rates = None
-    return rates, "is damaged, or of another machine or version" if rates is None else None
+    return rates, f"{path} is damaged, or of another machine or version" if rates is None else None
+
+
+def _key_of_forward_alone(key: dict[str, Any]) -> dict[str, Any]:
+    """Return the key under which earlier versions kept what ``key`` is about."""
+    if "auto" in key:
+        return {"auto": [_FORWARD_ALONE, *key["auto"][1:]]}
+    return key | {"cache_format": _FORWARD_ALONE}
+
+
+def _is_of_forward_alone(why: str | None) -> bool:
+    """Return whether ``read_rates`` found only what an earlier version kept."""
+    return why is not None and why.endswith(_NO_BACKWARD)
 
 
 def _keep(rates: dict[str, Any], path: Path | None, key: dict[str, Any]) -> str | None:
@@ -185,7 +205,7 @@ def _keep(rates: dict[str, Any], path: Path | None, key: dict[str, Any]) -> str 
 # ---- "auto" by the rates
 
 
-_by_rates: dict[tuple[str, Path | None], Choice | None] = {}
+_by_rates: dict[tuple[str, Path | None], tuple[Choice | None, str]] = {}
 _of_rank_0: dict[str, Choice] = {}
 
 
@@ -201,10 +221,10 @@ def best_format(device_type: str, cache: Path | None = None) -> Choice:
     where = device_type, cache or cache_folder()
     if where not in _by_rates:
         _by_rates[where] = _by_kept_rates(*where)
-    choice = _by_rates[where]
+    choice, why_not = _by_rates[where]
     alone = not grouped and os.environ.get("WORLD_SIZE", "1") != "1"
     if choice is None or alone:
-        table, why = table_format(device_type), "as ranks cannot agree yet" if choice else "not measured"
+        table, why = table_format(device_type), "as ranks cannot agree yet" if choice else why_not
         choice = Choice(format=table.format, because=f"{table.because}; by the table, {why}")
     if grouped and dist.get_world_size() > 1:
         choice = _of_rank_0[device_type] = _agreed(device_type, choice)
@@ -231,9 +251,15 @@ def measure_auto(
     fresh: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> str | None:
-    """Measure the small set of cells that decides ``auto``, unless it is kept; return why it is not kept."""
-    if not fresh and _auto_rates(device_type, cache) is not None:
+    """Measure the small set of cells that decides ``auto``, unless it is kept.
+
+    Returns:
+        What to say of it: why it is not kept, or that what an earlier version kept was measured again.
+    """
+    kept, why = _auto_rates(device_type, cache)
+    if not fresh and kept is not None:
         return None
+    older = f"{why}: measured anew" if why and not fresh else None
     candidate = _candidate(device_type)
     try:
         rows = measure_device(
@@ -247,20 +273,28 @@ def measure_auto(
     path = None if cache is None else rates_path(cache, key)
     why = _keep({"measured_at_s": time.time(), "rows": rows}, path, key)
     _by_rates.pop((device_type, cache), None)
-    return f"the rates that decide auto on {device_type} were not kept: {why}" if why else None
+    return f"the rates that decide auto on {device_type} were not kept: {why}" if why else older
 
 
-def _by_kept_rates(device_type: str, cache: Path | None) -> Choice | None:
-    kept, candidate = _auto_rates(device_type, cache), _candidate(device_type)
+def _by_kept_rates(device_type: str, cache: Path | None) -> tuple[Choice | None, str]:
+    """Return the choice by the kept rates; None where the table decides, with the reason."""
+    (kept, why), candidate = _auto_rates(device_type, cache), _candidate(device_type)
     table = table_format(device_type).format
     speeds = None if kept is None else _auto_speeds(kept["rows"], candidate, table)
     if kept is None or speeds is None:
-        return None
+        return None, _ONLY_FORWARD if _is_of_forward_alone(why) else "not measured"
     worth = math.prod(speeds.values()) > _WORTH ** len(speeds)
     date = time.strftime("%Y-%m-%d", time.localtime(kept["measured_at_s"]))
-    each = ", ".join(f"{speed:.2g}x in {kind.replace('_', ' ')}" for kind, speed in speeds.items())
+    each = ", ".join(f"{_words_of(speed)} in {kind.replace('_', ' ')}" for kind, speed in speeds.items())
     because = f"measured on {date}, {candidate} against fp32: {each}"
-    return Choice(format=candidate if worth else "fp32", because=because)
+    return Choice(format=candidate if worth else "fp32", because=because), ""
+
+
+def _words_of(speed: float) -> str:
+    """Say a speed against fp32 as ``2.5x faster`` or ``1.6x slower``."""
+    if speed == 0:
+        return "impossible"
+    return f"{speed:.2g}x faster" if speed >= 1 else f"{1 / speed:.2g}x slower"
 
 
 def _candidate(device_type: str) -> str:
@@ -269,9 +303,9 @@ def _candidate(device_type: str) -> str:
     return "bf16" if table == "fp32" else table
 
 
-def _auto_rates(device_type: str, cache: Path | None) -> dict[str, Any] | None:
-    key = _auto_key(device_type)
-    return None if cache is None else read_rates(rates_path(cache, key), key)[0]
+def _auto_rates(device_type: str, cache: Path | None) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the kept rates that decide ``auto``, or None and why not, as ``read_rates`` does."""
+    return (None, None) if cache is None else read_rates(cache, _auto_key(device_type))
 
 
 def _auto_key(device_type: str) -> dict[str, Any]:
@@ -289,21 +323,22 @@ def _auto_key(device_type: str) -> dict[str, Any]:
 def _auto_speeds(rows: list[dict[str, Any]], candidate: str, table: str) -> dict[str, float] | None:
     """Return the speed of ``candidate`` against fp32 by kind of work; None if a cell is missing or unclear.
 
-    An estimate counts only where it confirms that the table is fp32, since on a busy machine a short call
-    may take very long; it is 0 where torch cannot do it.
+    What was cut short counts as the speed that it had at a smaller size, if that is below fp32's. Where torch
+    cannot do it, 0 confirms that the table is fp32.
     """
     speeds = {}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         of_kind = {row["format"]: row for row in rows if row["kind"] == kind}
-        fp32_s, mine = of_kind["fp32"]["time_s_median"], of_kind[candidate]
-        if fp32_s is None or mine["out_of_time"]:
+        mine = of_kind[candidate]
+        if mine["out_of_time"]:
             return None
-        speed = mine["speed_against_fp32"]
-        if speed is None:
-            speed = fp32_s / mine["expected_time_s"] if mine["expected_time_s"] else 0.0
-            if table != "fp32" or speed > 1:
-                return None
-        elif not _is_steady(mine):
+        if _is_steady(mine):
+            speed = mine["speed_against_fp32"]
+        elif mine["speed_at_most"] is not None and mine["speed_at_most"] < 1:
+            speed = mine["speed_at_most"]
+        elif not mine["rounds"] and mine["expected_time_s"] is None and table == "fp32":
+            speed = 0.0
+        else:
             return None
         speeds[kind] = speed
     return speeds
@@ -311,21 +346,29 @@ def _auto_speeds(rows: list[dict[str, Any]], candidate: str, table: str) -> dict
 
 def _is_steady(row: dict[str, Any]) -> bool:
     speed = row["speed_against_fp32"]
-    low, high = row.get("speed_against_fp32_low"), row.get("speed_against_fp32_high")
-    return speed is not None and (low is None or high is None or high - low <= _STEADY * speed)
+    if speed is None:
+        return False
+    width = row["speed_against_fp32_high"] - row["speed_against_fp32_low"]
+    return bool(width <= _STEADY * speed)
 
 
 # ---- formats that are slow here
 
 
-def _is_slow(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
-    """Return whether a row of ``rows`` is slower than fp32: measured so, or estimated where fp32 is known."""
+def _is_slow(row: dict[str, Any]) -> bool:
+    """Return whether a row is slower than fp32: measured so, or cut short and so at a smaller size."""
     speed = row["speed_against_fp32"]
-    if speed is None and row["expected_time_s"] and not row["out_of_time"]:
-        same = (row["kind"], row["shape"], "fp32")
-        fp32 = [r["time_s_median"] for r in rows if (r["kind"], r["shape"], r["format"]) == same]
-        speed = fp32[0] / row["expected_time_s"] if fp32 and fp32[0] else None
-    return bool(speed is not None and speed * _AS_FAST < 1)
+    if speed is None:
+        speed = row["speed_at_most"]
+    return speed is not None and speed * _AS_FAST < 1
+
+
+def _how_slow(row: dict[str, Any], kind: str) -> str:
+    """Say how much slower than fp32 a row is, of the size at which that was measured."""
+    speed, shape = row["speed_against_fp32"], row["shape"]
+    if speed is None:
+        speed, shape = row["speed_at_most"], row["speed_at_most_shape"]
+    return f"{_words_of(speed)} in {kind}s of {' x '.join(map(str, shape))}"
 
 
 def slow_formats(
@@ -333,25 +376,34 @@ def slow_formats(
 ) -> list[str]:
     """Return a sentence for each of ``formats`` that is slower than fp32 on this machine, with what to use.
 
-    Decided by the largest steady matmul and convolution among ``rows``, unless a larger one may be fast; by
-    default those that ``doctor`` kept for this CPU; without any, by what is known of this kind of CPU. A slow
-    convolution is said in either case, since rates are of forward calls alone.
+    Decided by the largest matmul and convolution among ``rows`` that was measured steadily or cut short,
+    unless a larger one may be fast; by default those that ``doctor`` kept for this CPU. Where they do not
+    show that the largest is fast, what is known of this kind of CPU is said. If only an earlier version kept
+    rates, without backward passes, a sentence says that they are not used.
     """
     is_cpu, found = device_type == "cpu", []
-    rows = kept_rows() if rows is None and is_cpu else rows or []
-    for name in {name: None for name in formats if name in ("bf16", "fp16")}:
+    low = [name for name in dict.fromkeys(formats) if name in ("bf16", "fp16")]
+    if rows is None:
+        rows = kept_rows() if is_cpu else []
+        if is_cpu and low and not rows and _is_of_forward_alone(_auto_rates("cpu", cache_folder())[1]):
+            found.append(f"the rates that an earlier version kept here are not used: {_MEASURE_AGAIN}")
+    for name in low:
         slower, known = [], []
         for kind in ("matmul", "convolution"):
             of_kind = [row for row in rows if (row["kind"], row["format"]) == (kind, name)]
-            steady = [at for at, row in enumerate(of_kind) if _is_steady(row)]
-            slow = [_is_slow(row, rows) for row in of_kind[steady[-1] :]] if steady else [True]
-            if steady and all(slow):
-                slower.append(f"{kind}s at {of_kind[steady[-1]]['speed_against_fp32']:.2g} of fp32's speed")
-            elif is_cpu and (kind == "convolution" or slow[0]):
+            clear = [at for at, row in enumerate(of_kind) if _is_steady(row) or row["speed_at_most"]]
+            from_clear = of_kind[clear[-1] :] if clear else []
+            if clear and all(map(_is_slow, from_clear)):
+                slower.append(_how_slow(from_clear[0], kind))
+                continue
+            is_fast = len(from_clear) == 1 and not _is_slow(from_clear[0])
+            if is_cpu and not is_fast:
                 known.append(known_to_be_slow(name, kind))
         where = "CPU" if is_cpu else "GPU"
-        said = [f"{name} on this {where} is slow, as measured: {' and '.join(slower)}"] if slower else []
-        if said := said + [fact for fact in known if fact]:
+        measured = f"{name} on this {where} is slow, as measured forward and backward against fp32: "
+        said = [measured + " and ".join(slower)] if slower else []
+        said += [fact for fact in known if fact]
+        if said:
             instead = best_format(device_type).format
             other = "" if instead in ("fp32", name) else f"--policy {instead} or "
             found.append(f"{'; '.join(said)}: use {other}--policy fp32")
@@ -373,4 +425,5 @@ def kept_rows() -> list[dict[str, Any]]:
                 continue
             if [key["cpu"], key["torch"]["version"]] == here:
                 return list(kept["rates"]["devices"][0]["rows"])
-    return list((_auto_rates("cpu", cache) or {"rows": []})["rows"])
+    of_auto, _ = _auto_rates("cpu", cache)
+    return list(of_auto["rows"]) if of_auto else []

@@ -1,4 +1,4 @@
-"""How fast each format is: matmuls, a convolution and an addition, measured side by side in a given time."""
+"""How fast each format is, forward and backward: matmuls, convolutions and additions, side by side."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ _CALLS_IN_TIME = 30
 _FOR_ROUNDS = 0.4
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CAST_MATMUL = "matmul_with_casts"
+# The backward pass of a product has two more of the same size: one for each operand's gradient.
+_PRODUCTS_PER_CALL = 3
 _TF32_CAPABILITY = 8
 
 
@@ -54,8 +56,9 @@ class Work:
 
     ``matmul`` and ``convolution`` (3x3, padded, as many channels out as in) have their operands in the format
     already; ``matmul_with_casts`` has them in fp32 and casts both at each call, as autocast does with what it
-    sees for the first time; ``add`` adds two tensors into a third, and stands for all elementwise work that
-    waits for memory. Each is a forward call.
+    sees for the first time; the backward pass casts their gradients back. A call is what training does: the
+    forward pass, and the backward pass for both operands. ``add`` adds two tensors into a third, and stands
+    for all elementwise work that waits for memory: forward alone, as its backward pass computes nothing.
     """
 
     kind: str
@@ -68,8 +71,10 @@ class Work:
             return shape.numbers[0]
         if self.kind == "convolution":
             batch, channels, side = shape.numbers
-            return 2 * batch * channels * channels * 9 * side * side
-        return 2 * shape.numbers[0] ** 3
+            forward = 2 * batch * channels * channels * 9 * side * side
+        else:
+            forward = 2 * shape.numbers[0] ** 3
+        return _PRODUCTS_PER_CALL * forward
 
     def tensor_shape(self, shape: Shape) -> list[int]:
         """Return the shape of the first operand."""
@@ -81,7 +86,7 @@ class Work:
         return [shape.numbers[0]] * 2
 
     def prepare(self, shape: Shape, format_name: str, device: str) -> Callable[[], object]:
-        """Make the operands and return a call that does the work once."""
+        """Make the operands and return a call that does the work once, forward and backward."""
         dtype, random = DTYPES[format_name], torch.Generator(device=device).manual_seed(0)
 
         def operand(*sizes: int) -> torch.Tensor:
@@ -89,17 +94,29 @@ class Work:
             return made if self.kind == _CAST_MATMUL else made.to(dtype)
 
         first = operand(*self.tensor_shape(shape))
+        if self.kind == "add":
+            second, result = operand(*self.tensor_shape(shape)), torch.empty_like(first)
+            return lambda: torch.add(first, second, out=result)
         if self.kind == "convolution":
             channels = shape.numbers[1]
-            weight = operand(channels, channels, 3, 3)
-            return lambda: F.conv2d(first, weight, padding=1)
-        second = operand(*self.tensor_shape(shape))
-        if self.kind == "matmul":
-            return lambda: first @ second
-        if self.kind == "add":
-            result = torch.empty_like(first)
-            return lambda: torch.add(first, second, out=result)
-        return lambda: first.to(dtype) @ second.to(dtype)
+            second = operand(channels, channels, 3, 3)
+        else:
+            second = operand(*self.tensor_shape(shape))
+        operands = (first.requires_grad_(), second.requires_grad_())
+        # Each result is as large as the first operand, and in the format.
+        gradient = operand(*self.tensor_shape(shape)).to(dtype)
+
+        def forward_and_backward() -> torch.Tensor:
+            if self.kind == "convolution":
+                result = F.conv2d(first, second, padding=1)
+            elif self.kind == _CAST_MATMUL:
+                result = first.to(dtype) @ second.to(dtype)
+            else:
+                result = first @ second
+            torch.autograd.grad(result, operands, gradient)
+            return result
+
+        return forward_and_backward
 
 
 def work_for(device_type: str, *, has_tf32: bool = False) -> tuple[Work, ...]:
@@ -159,8 +176,9 @@ def _shapes(*numbers: tuple[int, ...], named: tuple[int, int, int]) -> tuple[Sha
 
 
 _CPU_SHAPES = (
-    _shapes((64,), (128,), (256,), (512,), (1024,), (2048,), named=(0, 3, 5)),
-    _shapes((1, 16, 16), (1, 32, 32), (4, 64, 32), (4, 256, 28), named=(0, 2, 3)),
+    # The first steps are for CPUs on which a low format takes hundreds of times as long.
+    _shapes((32,), (64,), (128,), (256,), (512,), (1024,), named=(1, 4, 5)),
+    _shapes((1, 8, 8), (1, 16, 16), (1, 32, 32), (4, 64, 32), (4, 256, 28), named=(1, 3, 4)),
     _shapes((2**12,), (2**18,), (2**22,), named=(0, 1, 2)),
 )
 _GPU_SHAPES = (
@@ -216,6 +234,9 @@ def measure_device(
         fp32 by the time in this format, with its quartiles. Where it was not measured these are null,
         ``reason`` says why, and ``expected_time_s`` is the time of a call, estimated from one or two calls or
         from a smaller size; null if none was made. ``out_of_time``: the time for the device was used up.
+        A format whose call takes too long is cut short: ``speed_at_most`` is the upper quartile of its speed
+        against fp32 at the largest smaller size at which both were measured, ``speed_at_most_shape``; else
+        both are null.
     """
     run = _Run(
         device=device,
@@ -225,15 +246,16 @@ def measure_device(
         longest_s=min(budget.call_s, budget.device_s / _CALLS_IN_TIME),
     )
     share_s = budget.device_s / (2 * sum(1 for work in works for shape in work.shapes if shape.size))
-    with torch.inference_mode():
+    # The caller may have turned gradients off.
+    with torch.inference_mode(False), torch.enable_grad():
         estimates: dict[tuple[Work, Shape], dict[str, float | _Skipped]] = {}
         for work in works:
             of_format = {name: run.estimate(work, name, progress) for name in work.formats}
             for shape in work.shapes:
-                if shape.size is not None:
-                    estimates[work, shape] = {name: known[shape] for name, known in of_format.items()}
-        found = {cell: list[dict[str, Any]]() for cell in estimates}
-        for work, shape in sorted(estimates, key=lambda cell: _cost_s(estimates[cell])):
+                estimates[work, shape] = {name: known[shape] for name, known in of_format.items()}
+        shown = [(work, shape) for work, shape in estimates if shape.size is not None]
+        found = {cell: list[dict[str, Any]]() for cell in shown}
+        for work, shape in sorted(shown, key=lambda cell: _cost_s(estimates[cell])):
             progress(f"{device}: {work.kind.replace('_', ' ')}, {shape.size}")
             found[work, shape] = run.side_by_side(work, shape, estimates[work, shape], share_s)
         for (work, shape), rows in found.items():
@@ -242,6 +264,11 @@ def measure_device(
                 again = run.side_by_side(work, shape, _known(rows), share_s)
                 if _measured(again) == _measured(rows):
                     found[work, shape] = min(rows, again, key=_spread)
+        for (work, shape), rows in found.items():
+            for row in rows:
+                if _is_cut_short(row):
+                    below = run.speed_below(work, shape, row["format"], estimates, found, share_s)
+                    row.update(below)
     return [row for rows in found.values() for row in rows]
 
 
@@ -260,6 +287,12 @@ def _spread(rows: list[dict[str, Any]]) -> float:
 
 def _measured(rows: list[dict[str, Any]]) -> int:
     return sum(row["rounds"] > 0 for row in rows)
+
+
+def _is_cut_short(row: dict[str, Any]) -> bool:
+    """Return whether a low format was left out because one call takes too long."""
+    is_left_out = row["rounds"] == 0 and not row["out_of_time"]
+    return is_left_out and row["expected_time_s"] is not None and row["format"] != "fp32"
 
 
 def _known(rows: list[dict[str, Any]]) -> dict[str, float | _Skipped]:
@@ -349,6 +382,30 @@ class _Run:
             for name in estimates
         ]
 
+    def speed_below(
+        self,
+        work: Work,
+        shape: Shape,
+        name: str,
+        estimates: dict[tuple[Work, Shape], dict[str, float | _Skipped]],
+        found: dict[tuple[Work, Shape], list[dict[str, Any]]],
+        share_s: float,
+    ) -> dict[str, Any]:
+        """Return the speed of a format at the largest size below ``shape`` at which it and fp32 can be timed.
+
+        A size that is not among the rows of ``found`` is timed now, in rounds like any other.
+        """
+        below = work.shapes[: work.shapes.index(shape)]
+        for step in reversed(below):
+            both = {which: estimates[work, step][which] for which in ("fp32", name)}
+            if any(isinstance(value, _Skipped) for value in both.values()):
+                continue
+            rows = found.get((work, step)) or self.side_by_side(work, step, both, share_s / 4)
+            row = next(row for row in rows if row["format"] == name)
+            speed = row["speed_against_fp32_high"]
+            return {"speed_at_most": speed, "speed_at_most_shape": speed and row["shape"]}
+        return {}
+
     def _rounds(
         self,
         calls: dict[str, Callable[[], object]],
@@ -428,6 +485,8 @@ def _row(
         "speed_against_fp32": middle,
         "speed_against_fp32_low": low,
         "speed_against_fp32_high": high,
+        "speed_at_most": None,
+        "speed_at_most_shape": None,
     }
 
 

@@ -67,8 +67,9 @@ def _device(device: dict[str, Any], *, fp32_is_exact: bool) -> dict[str, Any]:
     return device | {
         "where": "this CPU" if is_cpu else f"{device['name']} ({device['device']})",
         "table": table,
+        "columns": [(name, name != "fp32") for name in table[0][1:] if name],
         "skipped": _skipped(rows),
-        "has_estimates": any(cell.startswith("(") for line in table[1] for cell in line),
+        "has_cut_short": any(row["speed_at_most"] is not None for row in rows),
         "repays": _repays(of_format.get(choice["format"], {}).get("matmul_with_casts", [])),
         "tf32_is_off": "tf32" in of_format and fp32_is_exact,
     }
@@ -89,7 +90,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
                 row = cells.get(name)
                 lines[-1].append(_rate(row, scale) if row else "")
                 if name != "fp32":
-                    lines[-1].append(_speed(row, cells.get("fp32")) if row else "")
+                    lines[-1].append(_speed(row) if row else "")
     head = [word for name in formats for word in ([name] if name == "fp32" else [name, ""])]
     return ["", *head], lines
 
@@ -111,13 +112,13 @@ def _rate(row: dict[str, Any], scale: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" if rate >= 10 else f"{rate:.2f}"
 
 
-def _speed(row: dict[str, Any], fp32: dict[str, Any] | None) -> str:
-    """Format the speed against fp32: ``~0.50x`` if unsteady, ``(0.06x)`` if estimated."""
+def _speed(row: dict[str, Any]) -> str:
+    """Format the speed against fp32: ``~0.50x`` if unsteady, ``(0.06x)`` if cut short, of a smaller size."""
     if row["speed_against_fp32"] is not None:
         return f"{'' if row['steady'] else '~'}{ratio(row['speed_against_fp32'])}"
-    fp32_s, mine_s = fp32 and fp32["time_s_median"], row["expected_time_s"]
-    # Without time for it, or against an estimate, it would be a guess from small calls of a busy machine.
-    return f"({ratio(fp32_s / mine_s)})" if fp32_s and mine_s and not row["out_of_time"] else ""
+    if row["speed_at_most"] is not None:
+        return f"({ratio(row['speed_at_most'])})"
+    return ""
 
 
 def _spread(row: dict[str, Any]) -> float:

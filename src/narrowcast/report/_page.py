@@ -139,7 +139,12 @@ def save_page(found: Found, path: Path | None = None) -> Path:
         page, folder = comparison_page(found), found.folder
     else:
         page, folder = run_page(found[0], found[1].parent), found[1].parent
-    return write_page(page, folder / PAGE if path is None else path)
+    try:
+        return write_page(page, folder / PAGE if path is None else path)
+    except FileError as error:
+        raise FileError(
+            f"{error}; to write it elsewhere: narrowcast report {folder} --output FILE"
+        ) from error
 
 
 def write_page(page: str, path: Path) -> Path:
@@ -148,9 +153,7 @@ def write_page(page: str, path: Path) -> Path:
         with replacing(path) as file:
             file.write(page.encode())
     except OSError as error:
-        raise FileError(
-            f"cannot write the page {path}: {error.strerror}; name another place with --output FILE"
-        ) from error
+        raise FileError(f"cannot write the page {path}: {error.strerror}") from error
     return path
 
 

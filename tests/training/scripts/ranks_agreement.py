@@ -172,7 +172,7 @@ def auto():
     model = Tiny()
     stepper = nc.Stepper(DistributedDataParallel(model), make_optimizer("SGD", model.parameters()), "auto")
     train(stepper, stepper.model, batches(2))
-    alone = _by_kept_rates("cpu", cache_folder()).format
+    alone = _by_kept_rates("cpu", cache_folder())[0].format
     formats = {device: str(dtype) for device, dtype in stepper.formats.items()}
     because = best_format("cpu").because
     return {"formats": formats, "alone": alone, "because": because, "digest": digest(model.parameters())}
