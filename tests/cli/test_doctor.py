@@ -80,7 +80,7 @@ def test_a_script_is_profiled_in_bf16_where_auto_is_fp32(measured, here, monkeyp
 
     monkeypatch.setattr("narrowcast.verify.diagnose", diagnose)
     here.write("train.py", "pass\n")
-    assert main(["doctor", "train.py"]) == 0
+    assert main(["doctor", "--fresh", "train.py"]) == 0
     assert profiled == ["bf16"]
     assert "auto computes in fp32 here, since measured on " in capsys.readouterr().err
 

@@ -343,6 +343,9 @@ class _Run:
                 progress(f"{self.device}: {work.kind.replace('_', ' ')} in {format_name}")
                 try:
                     call = work.prepare(shape, format_name, self.device)
+                    if last is None:
+                        # The first backward pass of a process starts threads, which takes 0.3 s.
+                        self._time(call, format_name, 1)
                     seconds = self._quickest(call, format_name)
                 except (RuntimeError, NotImplementedError, TypeError) as error:
                     failure = found[shape] = _Skipped(f"torch cannot do it here: {first_line(error)}")
@@ -414,6 +417,9 @@ class _Run:
         share_s: float,
     ) -> None:
         names, start = list(times), self.clock()
+        if len(names) == 1:
+            # fp32 beside what was cut short: the time is better spent on the size at which both can be timed.
+            share_s /= 4
         for index in range(_MOST_ROUNDS if names else 0):
             now = self.clock()
             if now > self.deadline or (index >= _ENOUGH_ROUNDS and now > start + share_s):
