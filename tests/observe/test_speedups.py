@@ -139,13 +139,12 @@ def test_a_script_against_itself_is_seldom_faster(load, blocks):
 
 
 def test_thirds_that_differ_widen_the_interval():
-    even, turned = (
-        [[0.1 * math.exp(move)] for move in moves] for moves in ([0.0] * 9, [0.0] * 6 + [0.3] * 3)
-    )
-    steady, moved = (speedup_of_pairs([(side, even)]) for side in (even, turned))
-    assert math.log(steady[2] / steady[0]) == pytest.approx(stats.t.ppf(0.975, 3) * 0.015, rel=1e-3)
-    assert math.log(moved[2] / moved[0]) > 0.3
-    assert worth_it(moved, None) == "cannot tell"
+    """The interval reaches as far as the last third is off, though the blocks alone would narrow it."""
+    even = [[0.1]] * 30
+    moved = [[0.1 * math.exp(0.06 * (-1) ** block + 0.15 * (block >= 20))] for block in range(30)]
+    middle, low, high = speedup_of_pairs([(moved, even)])
+    assert 0.15 < math.log(high / middle) < 0.2  # 0.09 by the blocks alone
+    assert worth_it((middle, low, high), None) == "cannot tell"
 
 
 def run_of(step_s, *, blocks=0):

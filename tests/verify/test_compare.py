@@ -130,7 +130,7 @@ def note(*_): low.append(torch.is_autocast_enabled('cpu'))
     )
     text = text.replace("for step in range(1):", "net.register_forward_hook(note)\nfor step in range(40):")
     text = text.replace("0.2 * torch.is_autocast_enabled('cpu') if low else 0", "0.2 * low[-1]")
-    found = compared(text, fp32_because="this CPU is old")
+    found = compared(text, fp32_because="this CPU is old", time_limit_s=200.0)  # of three pairs
     said = [note["text"] for note in found.own.of("note")]
     assert said[0] == "auto computes in fp32 here, since this CPU is old; bf16 was compared"
     result = summary(found)

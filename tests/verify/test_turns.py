@@ -165,6 +165,30 @@ def test_threads_that_write_stand_still_while_the_other_run_has_its_turn(pair, u
         assert len(counts) > 20
 
 
+@pytest.mark.parametrize("moves", [3, 1_000_000])
+def test_files_are_exchanged_once_every_thread_stands_still(pair, users_files, monkeypatch, moves):
+    """Else the runs go on one after the other."""
+    monkeypatch.setattr(_runs, "_PATIENCE_S", 0.5)
+    before, asked, set_aside = contents(users_files), [], _runs.set_aside
+
+    def still_moves(group):
+        asked.append(group)
+        return len(asked) <= moves
+
+    def exchanged(folder):
+        assert len(asked) > moves
+        return set_aside(folder)
+
+    monkeypatch.setattr(_runs, "_moves", still_moves)
+    monkeypatch.setattr(_runs, "set_aside", exchanged)
+    why, done = pair(script("writes(step)", "finds(step)", before=WRITES, steps=12), str(users_files))
+    assert len(asked) > 3
+    if moves > 3:
+        assert "does not stand still" in why
+    assert [len(noted(run, "step")) for run in done] == [12, 12]
+    assert contents(users_files) == before
+
+
 @pytest.mark.parametrize("turn", ["mixed", "fp32"])
 def test_an_interrupt_puts_the_files_of_the_user_back(pair, users_files, turn):
     before, told = contents(users_files), []
