@@ -390,8 +390,8 @@ def test_the_commands_to_type_next_are_of_this_version(workshop, right, worth_it
     start = {"argv": ["tiny.py"], "policy": "bf16", "repeats": 1, "steps": 20, "options": ["--steps", "20"]}
     start |= changed
     commands = [
-        next_for_right(right, start, kind="training", formats="bf16"),
-        next_for_speed(worth_it, start),
+        next_for_right(right, start, kind="training", formats="bf16", was_stopped=True),
+        next_for_speed(worth_it, start, was_stopped=True),
     ]
     for command in filter(None, commands):
         name, *words = shlex.split(command)

@@ -89,7 +89,7 @@ def test_growing_is_by_intervals_of_the_later_steps(certificates, state):
 
 def test_every_answer_but_yes_names_a_command():
     def right(text, **changed):
-        return next_for_right(text, START | changed, kind="training", formats="bf16")
+        return next_for_right(text, START | changed, kind="training", formats="bf16", was_stopped=True)
 
     assert right("yes") is None
     assert right("cannot tell: x") == "narrowcast compare --repeats 3 train.py --lr 0.1"
@@ -102,11 +102,16 @@ def test_every_answer_but_yes_names_a_command():
     assert right("no: x") == "narrowcast compare --policy safe train.py --lr 0.1"
     assert right("no: x", policy="safe") == "narrowcast explain --policy safe train.py --lr 0.1"
     low = {"options": ["--policy", "fp16", "--loss-scale", "1024"]}
-    found = next_for_right("no: x", START | low, kind="training", formats="fp16")
+    found = next_for_right("no: x", START | low, kind="training", formats="fp16", was_stopped=True)
     assert found == "narrowcast compare --policy bf16 train.py --lr 0.1"
-    assert next_for_speed("yes: x", START) is None
-    assert next_for_speed("no: x", START) == "narrowcast doctor --policy bf16 train.py --lr 0.1"
-    longer = next_for_speed("cannot tell: x", START)
+    assert next_for_speed("yes: x", START, was_stopped=True) is None
+    assert (
+        next_for_speed("no: x", START, was_stopped=True)
+        == "narrowcast doctor --policy bf16 train.py --lr 0.1"
+    )
+    longer = next_for_speed("cannot tell: x", START, was_stopped=True)
     assert longer == "narrowcast compare --steps 800 --time-limit 0 train.py --lr 0.1"
-    spaced = next_for_speed("no: x", START | {"argv": ["my train.py"]})
+    short = next_for_speed("cannot tell: x", START, was_stopped=False)
+    assert short == "narrowcast compare --repeats 3 --time-limit 0 train.py --lr 0.1", "it has no more steps"
+    spaced = next_for_speed("no: x", START | {"argv": ["my train.py"]}, was_stopped=True)
     assert shlex.split(spaced)[-1] == "my train.py"

@@ -123,7 +123,9 @@ def judge_training(gradients: Gradients, loss: Mapping[str, Any] | None, *, few_
 # ---- what to type next
 
 
-def next_for_right(right: str, start: Mapping[str, Any], *, kind: str | None, formats: str) -> str | None:
+def next_for_right(
+    right: str, start: Mapping[str, Any], *, kind: str | None, formats: str, was_stopped: bool
+) -> str | None:
     """Return the command that tells more about whether mixed precision is right; None: it is.
 
     Args:
@@ -131,6 +133,7 @@ def next_for_right(right: str, start: Mapping[str, Any], *, kind: str | None, fo
         start: the first event of the comparison.
         kind: ``"training"`` or ``"inference"``.
         formats: that mixed runs computed in.
+        was_stopped: whether runs were ended before the script ended by itself.
     """
     if right == "yes":
         return None
@@ -140,27 +143,25 @@ def next_for_right(right: str, start: Mapping[str, Any], *, kind: str | None, fo
         return compare_again(start, policy="safe")
     if right.startswith("no") or kind == "inference":
         return command("explain", start, ("--policy", start["policy"]))
-    return _longer(start)
-
-
-def _longer(start: Mapping[str, Any]) -> str:
-    """Return the command of a comparison that judges losses of seeds, or of more steps or seeds."""
     if start["repeats"] < _ENOUGH_SEEDS:
         return compare_again(start, repeats=_ENOUGH_SEEDS)
-    if start["steps"]:
-        return compare_again(start, steps=_TIMES_LONGER * start["steps"])
-    return compare_again(start, repeats=2 * start["repeats"])
+    return compare_again(start, **_more(start, was_stopped=was_stopped))
 
 
-def next_for_speed(worth_it: str, start: Mapping[str, Any]) -> str | None:
+def next_for_speed(worth_it: str, start: Mapping[str, Any], *, was_stopped: bool) -> str | None:
     """Return the command that tells more about whether mixed precision is worth it; None: it is."""
     if worth_it.startswith("yes"):
         return None
     if worth_it.startswith("no"):
         return command("doctor", start, ("--policy", start["policy"]))
-    if start["steps"]:
-        return compare_again(start, steps=_TIMES_LONGER * start["steps"], time_limit=0)
-    return compare_again(start, repeats=max(_ENOUGH_SEEDS, 2 * start["repeats"]), time_limit=0)
+    return compare_again(start, **_more(start, was_stopped=was_stopped), time_limit=0)
+
+
+def _more(start: Mapping[str, Any], *, was_stopped: bool) -> dict[str, int]:
+    """Return the options for more steps, or for more seeds of a script that has no more steps."""
+    if was_stopped and start["steps"]:
+        return {"steps": _TIMES_LONGER * start["steps"]}
+    return {"repeats": max(_ENOUGH_SEEDS, 2 * start["repeats"])}
 
 
 def compare_again(start: Mapping[str, Any], **changed: Any) -> str:

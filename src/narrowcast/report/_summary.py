@@ -95,6 +95,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
         right = _right({name: check for name, check in checks.items() if check})
     worth_it = _worth_it(ratio, ratio_reasons, comparison)
     start, formats = comparison.own.start, mixed.numbers["format"] or ""
+    was_stopped = bool(fp32.numbers["stopped"])
     result: dict[str, Any] = json_ready(
         {
             "schema": _SCHEMA,
@@ -104,8 +105,8 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
             **checks,
             "verdict": {"right": right, "worth_it": worth_it},
             "next": {
-                "right": next_for_right(right, start, kind=kind, formats=formats),
-                "worth_it": next_for_speed(worth_it, start),
+                "right": next_for_right(right, start, kind=kind, formats=formats, was_stopped=was_stopped),
+                "worth_it": next_for_speed(worth_it, start, was_stopped=was_stopped),
             },
             "kind": kind,
             "finished": comparison.finished,
