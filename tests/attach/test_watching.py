@@ -7,6 +7,7 @@ from scenarios import data, network, regression
 from test_overflow import DENSE_OPTIMIZERS, all_finite, assert_same, backward, copies_of
 from torch import nn
 
+import narrowcast as nc
 from narrowcast.attach import Attachment, Observer
 from narrowcast.scaling import Dynamic, Static
 
@@ -196,6 +197,25 @@ def test_in_fp32_from_now_on(where):
     assert torch.equal(found, expected)
     assert torch.equal(first, expected) == (where != "stepped")
     assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+
+
+def test_by_the_policy_again_after_fp32():
+    """Regions, rules for modules and the loss scale are as before."""
+    policy = nc.Policy(compute="fp16").with_rules(nc.rule.module("2", compute="fp32"))
+    formats = []
+    model, (x, y) = network(), data()
+    for part in (model[0], model[2]):
+        part.register_forward_hook(lambda part, args, output: formats.append(output.dtype))
+    with Attachment(policy) as attached:
+        F.mse_loss(model(x), y).backward()
+        scale = attached.scale.value
+        attached.continue_in_fp32()
+        F.mse_loss(model(x), y).backward()
+        attached.continue_by_policy(scale)
+        F.mse_loss(model(x), y).backward()
+        assert attached.loss_scale == scale.scale
+    mixed = [torch.float16, torch.float32]
+    assert formats == [*mixed, torch.float32, torch.float32, *mixed]
 
 
 def test_another_scale_by_the_same_rule():

@@ -237,7 +237,10 @@ class GradientProbe(Probe):
         self._armed_at = self.attachment.recorder.backwards
         # A compiled graph would hide draws of random numbers.
         torch.compiler.set_stance("force_eager")
-        self._drop_gradients()
+        for optimizer in self.attachment.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         self._exact.paused = False
         self._scale = self.attachment.scale.value
         if self._role != Purpose.MIXED:
@@ -245,18 +248,12 @@ class GradientProbe(Probe):
         elif self.settings.start_scale is not None:
             self.attachment.continue_at_scale(min(self._scale.scale, self.settings.start_scale))
 
-    def _drop_gradients(self) -> None:
-        for optimizer in self.attachment.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-
     def _train_on(self) -> None:
         """Train in mixed precision up to the next step at which updates are held back."""
-        self._drop_gradients()
         if self._role != Purpose.MIXED:
             self.attachment.continue_by_policy(self._scale)
-        self.attachment.pause_regions(bool(self.settings.fp32_because))
+        if self.settings.fp32_because:
+            self.attachment.pause_regions(True)
         self._wait_for_next()
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
