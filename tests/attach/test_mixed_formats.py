@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dispatch_table import changes_since, whole_table
+from scenarios import blend
 from torch import nn
 from torch.distributions import Beta, Gamma, kl_divergence
 from torch.utils.checkpoint import checkpoint
@@ -30,14 +31,6 @@ def written(out, index, value):
 
 def zeros(rows=ROWS):
     return torch.zeros(rows, WIDTH)
-
-
-@torch.library.custom_op("narrowcast_tests::blend", mutates_args=())
-def blend(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.lerp(a, b, 0.5)
-
-
-blend.register_autograd(lambda ctx, gradient: (gradient / 2, gradient / 2))
 
 
 def concentrations(y, factor):
