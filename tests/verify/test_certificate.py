@@ -194,6 +194,10 @@ def test_it_holds_up_to_the_batch_at_which_a_limit_is_reached():
     assert found.at(k).value < 0.05 <= found.at(k + 1).value
     holds = f"Holds for batches of up to {64 * k:,} samples ({k:,} of yours averaged)."
     assert found.reason.endswith(f"{holds} Larger batches have less noise to hide the error.")
+    # No bias can be seen: the search ends before a limit.
+    best = judged(measured(*drawn(8, bias=0.0, spread=1e-6)), samples=64)
+    end = "4,194,304 samples (65,536 of yours averaged), the largest that were looked at. Larger"
+    assert end in best.reason
     # One parameter, a thousandth of the whole, with a bias of its own; 15 elements are too few to tell.
     for elements, expected in ((16, True), (15, False)):
         small = [0.01 * one for one in drawn(8, bias=0.2, spread=0.01, elements=elements)]

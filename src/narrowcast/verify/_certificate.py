@@ -222,12 +222,11 @@ def up_to(certificate: Certificate) -> str | None:
     k, samples = certificate.holds_up_to, certificate.samples
     if not k:
         return None if k is None else "no batch"
-    # Larger ones were not looked at.
-    most = "at least " if k == MOST_MINIBATCHES else ""
+    end = ", the largest that were looked at" if k == MOST_MINIBATCHES else ""
     if samples is None:
-        return f"steps of up to {most}{k:,} minibatch{'es' * (k > 1)}"
+        return f"steps of up to {k:,} minibatch{'es' * (k > 1)}{end}"
     yours = "one of yours" if k == 1 else f"{k:,} of yours averaged"
-    return f"batches of up to {most}{k * samples:,} samples ({yours})"
+    return f"batches of up to {k * samples:,} samples ({yours}){end}"
 
 
 def _fit(text: str, width: int) -> str:
