@@ -64,9 +64,9 @@ def diagnose(
     if why is not None:
         return found | {"problem": f"mixed precision stays in fp32 here, since {why}"}
     discard_captures(make_run_folder("doctor", asked=settings.folder))
-    runs = ScriptRuns(settings, progress=progress)
-    for name in ("fp32", "mixed"):
-        folder = runs.start(name, name, Purpose.PROFILE)
+    with ScriptRuns(settings, progress=progress) as runs:
+        folders = {name: runs.start(name, name, Purpose.PROFILE) for name in ("fp32", "mixed")}
+    for name, folder in folders.items():
         result = read_result(folder)
         problem = _problem(folder, result)
         if result is None or problem is not None:

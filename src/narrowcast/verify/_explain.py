@@ -126,7 +126,8 @@ def explain_script(
         ScriptError: the script failed.
         FileError: the folder cannot be written.
     """
-    folder = ScriptRuns(settings, progress=progress).start("", "mixed", Purpose.EXPLAIN, watched_steps=steps)
+    with ScriptRuns(settings, progress=progress) as runs:
+        folder = runs.start("", "mixed", Purpose.EXPLAIN, watched_steps=steps)
     if (folder / EXPLANATION).is_file():
         full = full_disk(folder, EXPLANATION)
         try:

@@ -34,7 +34,7 @@ _PROBES: dict[str, type[Probe]] = {
 
 def main(words: Sequence[str]) -> int:
     """Run a script by the settings in the file ``words[0]``; its errors propagate."""
-    _end_with_parent()
+    end_with_parent()
     settings = RunSettings.read(Path(words[0]))
     script, *arguments = settings.target
     found = (Script.from_module if settings.is_module else Script.from_path)(script, arguments)
@@ -56,8 +56,7 @@ def main(words: Sequence[str]) -> int:
         seed_shift=settings.seed_shift,
     )
     FileWatch(folder).install()
-    if settings.purpose != Purpose.TIMED:
-        gc.freeze()  # else the collections at the end of the process take half a second, for objects of torch
+    gc.freeze()  # else the collections at the end of the process take half a second, for objects of torch
     try:
         run_attached(found, attachment, seed=seed + settings.seed_shift, at_end=probe.finish)
     except ScaleCollapseError as error:
@@ -66,7 +65,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process when its parent is killed, so that no run is left behind (Linux only)."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -33,6 +32,7 @@ from narrowcast.attach import (
 )
 from narrowcast.errors import FileError, ScriptError
 from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
+from narrowcast.verify.compare._processes import Processes
 
 SETTINGS = "narrowcast-run.json"
 RESULT = "result.json"
@@ -167,6 +167,13 @@ class ScriptRuns:
     ends: float = 0.0
     beside: bool = False
     _ahead: dict[str, LiveRun] = field(default_factory=dict)
+    _processes: Processes = field(default_factory=Processes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def start(self, name: str, format_: str, purpose: Purpose, **more: Any) -> Path:
         """Make one run in a fresh process, wait for its end, restore the user's files, and return its folder.
@@ -188,9 +195,10 @@ class ScriptRuns:
             self._ahead[name] = self.begin(name, format_, purpose, **more)
 
     def close(self) -> None:
-        """End what ``ahead`` began and ``start`` did not wait for."""
+        """End what ``ahead`` began and ``start`` did not wait for, and what starts the processes."""
         for run in self._ahead.values():
             run.close()
+        self._processes.close()
 
     def begin(self, name: str, format_: str, purpose: Purpose, **more: Any) -> LiveRun:
         """Begin a run, as ``start`` makes it; its process waits nowhere until ``LiveRun.go`` says so."""
@@ -222,7 +230,8 @@ class ScriptRuns:
         tell()
         alone = format_ == "fp32" or purpose not in (Purpose.TIMED, Purpose.PROFILE, Purpose.SHARES)
         ran = title if alone else f"{title}, after its FP32 run had succeeded"
-        return LiveRun(RunSettings(**asked, **more), format_, ran, tell, self.written.update)
+        run_settings = RunSettings(**asked, **more)
+        return LiveRun(run_settings, format_, ran, tell, self.written.update, self._processes)
 
 
 # ---- what a run leaves
@@ -338,6 +347,7 @@ class LiveRun(ExitStack):
         title: str,
         tell: Callable[[str], None],
         written: Callable[[list[str]], None],
+        processes: Processes,
     ) -> None:
         super().__init__()
         self.folder, self.format, self.name = settings.folder, format_, settings.folder.name
@@ -349,7 +359,7 @@ class LiveRun(ExitStack):
         self.enter_context(registered(self.folder))
         self.callback(lambda: written(restore_files(self.folder)))
         try:
-            self._process = _start_process(settings)
+            self._process = processes.start(settings.write())
         except BaseException:
             self.close()
             raise
@@ -456,26 +466,6 @@ class LiveRun(ExitStack):
         text = "; it ended with:\n" + "\n".join(shown) if shown else "; it wrote nothing to stderr"
         where = f"in run {self._title}{self._full}"
         raise ScriptError(f"the script {ended}{guess} {where}{text}\nall of its output: {self.folder}")
-
-
-def _start_process(settings: RunSettings) -> subprocess.Popen[bytes]:
-    folder = settings.folder
-    command = [sys.executable, "-m", "narrowcast.verify.compare._child", str(settings.write())]
-    # Output is not buffered, to show its progress. OpenMP threads spin for about 50 us and then sleep: those
-    # that spin on make a step take sixty times as long as soon as something else needs a core, and those that
-    # sleep at once make one of many small operators take 2.5 times as long.
-    # Sets of strings have the same order in each run: vocabularies are made of them.
-    fixed = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000", "PYTHONHASHSEED": "0"}
-    environment = {**fixed, **os.environ, "PYTHONUNBUFFERED": "1"}
-    with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env=environment,
-            start_new_session=True,
-        )
 
 
 def _moves(group: int) -> bool:

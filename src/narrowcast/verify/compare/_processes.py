@@ -1,0 +1,160 @@
+"""Processes of runs. On Linux they are forked from one that has imported torch, which takes 3 s each time.
+
+``_server`` is that process. It gets the settings file of each run through a socket, one line of JSON each,
+and answers with the number of the process, and later with that and the exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+_FRESH, _SERVER = "narrowcast.verify.compare._child", "narrowcast.verify.compare._server"
+_LINE_BYTES = 4096
+
+# OpenMP threads spin for about 50 us and then sleep: those that spin on make a step take sixty times as long
+# as soon as something else needs a core, and those that sleep at once make one of many small operators take
+# 2.5 times as long. Sets of strings have the same order in each run: vocabularies are made of them.
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000", "PYTHONHASHSEED": "0"}
+# Output is not buffered, to show its progress.
+_UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+
+
+class RunProcess(Protocol):
+    """What ``subprocess.Popen`` and ``_ForkedProcess`` offer of the process of a run."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: the process has not ended after ``timeout`` seconds.
+        """
+
+
+class Processes:
+    """Starts the processes of runs, each in a session of its own; ``close`` ends what forks them."""
+
+    def __init__(self) -> None:
+        self._server: _Server | None = None
+
+    def start(self, settings_file: Path) -> RunProcess:
+        """Start the run of a settings file, with its output in files beside that one."""
+        if sys.platform != "linux":
+            return _start_fresh(["-m", _FRESH, str(settings_file)], settings_file.parent)
+        if self._server is None:
+            self._server = _Server(settings_file.parent)
+        return self._server.fork(settings_file)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _start_fresh(words: list[str], folder: Path, inherited: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    """Start a Python process, with its output in files of ``folder``."""
+    environment = {**_ENVIRONMENT, **os.environ, **_UNBUFFERED}
+    with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            pass_fds=inherited,
+            start_new_session=True,
+        )
+
+
+class _Server:
+    """The process that forks runs, seen from outside.
+
+    Attributes:
+        codes: exit code of each process that has ended, by its number.
+        folder: has the server's own output, which is empty unless it fails.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.codes: dict[int, int] = {}
+        self._socket, theirs = socket.socketpair()
+        self._unread = b""
+        with theirs:
+            words = ["-m", _SERVER, str(theirs.fileno())]
+            self._process = _start_fresh(words, folder, inherited=(theirs.fileno(),))
+
+    def fork(self, settings_file: Path) -> RunProcess:
+        """Fork the process of a run. If the server has ended, as when torch fails to load, so has the run."""
+        with suppress(OSError):
+            self._socket.sendall(json.dumps(str(settings_file)).encode() + b"\n")
+        started = self._next_started()
+        if started is None:
+            return self._process
+        return _ForkedProcess(self, started)
+
+    def _next_started(self) -> int | None:
+        """Wait for the number of the process that was asked for; None: the server has ended."""
+        while (words := self.read_line()) is not None:
+            if len(words) == 1:
+                return words[0]
+        return None
+
+    def read_line(self, timeout_s: float | None = None) -> list[int] | None:
+        """Return the number of a process that started, or that and the exit code of one that ended.
+
+        Returns:
+            None if the server has ended.
+
+        Raises:
+            TimeoutError: nothing came for ``timeout_s``.
+        """
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._socket], [], [], timeout_s)
+            if not ready:
+                raise TimeoutError
+            received = b""
+            with suppress(ConnectionError):
+                received = self._socket.recv(_LINE_BYTES)
+            if not received:
+                return None
+            self._unread += received
+        line, _, self._unread = self._unread.partition(b"\n")
+        words = [int(word) for word in line.split()]
+        if len(words) == 2:
+            self.codes[words[0]] = words[1]
+        return words
+
+    def close(self) -> None:
+        self._socket.close()  # at which the server ends
+        self._process.wait()
+
+
+class _ForkedProcess:
+    """What ``subprocess.Popen`` offers of a process that the server forked."""
+
+    def __init__(self, server: _Server, pid: int) -> None:
+        self.pid = pid
+        self._server = server
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.pid not in self._server.codes:
+            left_s = None if until is None else max(0.0, until - time.monotonic())
+            try:
+                line = self._server.read_line(left_s)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
+            if line is None:  # the server was killed, and with it what it forked
+                self._server.codes[self.pid] = -signal.SIGKILL
+        return self._server.codes[self.pid]
