@@ -61,8 +61,8 @@ _TimeLimitOption = Annotated[
         "--time-limit",
         metavar="S",
         min=0,
-        help="Shorten or omit the second pair of runs to stay within S seconds (default: 25, or 1.42 times "
-        "the first pair); 0: no limit.",
+        help="Time as many pairs of runs as fit into S seconds (default: 25, or 1.42 times the first "
+        "pair), 8 at most; 0: no limit.",
     ),
 ]
 

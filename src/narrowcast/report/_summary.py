@@ -267,8 +267,7 @@ def _worth_it(ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: 
         return f"cannot tell: {reasons['speedup']}"
     asked: float | None = comparison.own.start.get("min_speedup")
     verdict = worth_it([ratio["speedup"], *ratio["speedup_interval"]], asked)
-    within = " within one run" if len(comparison.runs) <= 2 else ""
-    measured = f"{speed_text(ratio['speedup'])} (95 % interval{within} {speed_interval(ratio)})"
+    measured = f"{speed_text(ratio['speedup'])} (95 % interval {speed_interval(ratio)})"
     if verdict == "yes":
         return f"yes: {measured}"
     if verdict == "cannot tell":

@@ -53,19 +53,37 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def fingerprint(value: Any) -> str:
+def fingerprint(value: Any, *, floating: bool = True) -> str:
     """Return a hash of the bits of every tensor in ``value``, with shapes and dtypes.
 
-    Inside ``torch.func`` tensors have no bits to read: there it is of shapes and dtypes alone.
+    Inside ``torch.func`` tensors have no bits to read: there it is of shapes and dtypes alone. Without
+    ``floating`` it is of shapes alone of floating tensors.
     """
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors_inside(value):
+        if tensor.is_floating_point() and not floating:
+            digest.update(f"{tuple(tensor.shape)}".encode())
+            continue
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             if not is_functorch_wrapped(plain):
                 digest.update(bytes_of(plain))
     return digest.hexdigest()
+
+
+def some_values(value: Any, most: int = 256) -> list[float]:
+    """Return values of the floating tensors in ``value``, at most so many of each, evenly spaced."""
+    found: list[float] = []
+    for tensor in tensors_inside(value):
+        if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
+            continue
+        plain = tensor.detach()
+        if is_functorch_wrapped(plain):
+            continue
+        spacing = max(1, plain.numel() // most)
+        found += plain.flatten()[::spacing][:most].double().tolist()
+    return found
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,14 +13,16 @@ from narrowcast.observe.capture._files import Capture
 LEAST_GAIN = 1.05
 """A speedup that is certainly smaller is not worth it."""
 FEWEST_PAIRS = 3
-"""Of runs whose steps took no turns; with fewer there is no interval."""
+"""Of runs; fewer do not show how far equal runs differ."""
 
 # Of a run's steps, the first that are left out: caches fill, memory is claimed, kernels are chosen.
 _WARM_UP_SHARE = 0.1
 _FEWEST_WITH_WARM_UP = 3
+# Of the only pair of runs, or of each of two.
 _FEWEST_BLOCKS = 4
-_PRIOR_PAIRS = 3
-_PROCESS_SPREAD = 0.015
+# By how much pairs of equal runs differ: on a quiet machine, where few pairs were timed, and at least. On two
+# cores of a virtual machine, of twelve scripts against themselves it was 0.013 to 0.05, and of one 0.17.
+_USUAL_SPREAD, _LEAST_SPREAD = 0.045, 0.015
 _NORMAL_975 = 1.959964
 # Student's t, 97.5 %, for 2 to 12 degrees of freedom.
 _STUDENT_975 = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
@@ -47,15 +49,22 @@ def _without_warm_up(times_s: Sequence[float]) -> list[float]:
     return list(times_s[max(fewest, int(len(times_s) * _WARM_UP_SHARE)) :])
 
 
+def _pace(capture: Capture) -> int | None:
+    """Return the number of the optimizer with the most steps, the first of equal ones; None: no step."""
+    counts = Counter(step["optimizer"] for step in capture.of("step"))
+    return max(sorted(counts), key=counts.__getitem__, default=None)
+
+
 def times_s(capture: Capture, kind: str | None) -> list[float]:
     """Durations of steps, or for the kind ``"inference"`` of outermost forward calls, warm-up left out.
 
-    Only steps of the optimizer that stepped first count: in a GAN, whose two optimizers alternate, each of
+    Only steps of one optimizer count, that with the most: in a GAN, whose two optimizers alternate, each of
     them lasts a whole iteration, and no iteration counts twice.
     """
     if kind == "inference":
         return _without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
-    intervals = [step["interval_s"] for step in capture.of("step") if step["optimizer"] == 0]
+    pace = _pace(capture)
+    intervals = [step["interval_s"] for step in capture.of("step") if step["optimizer"] == pace]
     return _without_warm_up([interval for interval in intervals if interval is not None])
 
 
@@ -66,9 +75,11 @@ def speedup_of(
 
     Uses the pairs whose runs took turns, and if none did the medians of at least ``FEWEST_PAIRS`` pairs.
     """
-    if paired := speedup_of_pairs(_blocks_of_pairs(fp32, mixed, kind)):
-        return paired
-    return _speedup_of_medians(_ratios_of_medians(fp32, mixed, kind))
+    pairs = _pairs_in_turns(fp32, mixed, kind)
+    if pairs:
+        return speedup_of_pairs(pairs)
+    ratios = _ratios_of_medians(fp32, mixed, kind)
+    return _interval(ratios) if len(ratios) >= FEWEST_PAIRS else None
 
 
 def why_no_speedup(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> str:
@@ -84,15 +95,32 @@ def why_no_speedup(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str 
 
 
 def took_turns(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> bool:
-    """Return whether the runs of a pair took turns, in enough blocks for an interval."""
-    return speedup_of_pairs(_blocks_of_pairs(fp32, mixed, kind)) is not None
+    """Return whether the runs of a pair took turns."""
+    return bool(_pairs_in_turns(fp32, mixed, kind))
 
 
-def _blocks_of_pairs(
+Blocks = Sequence[Sequence[float]]
+
+
+def _pairs_in_turns(
     fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None
-) -> list[tuple[list[list[float]], list[list[float]]]]:
-    pairs = zip(fp32, mixed, strict=False)  # the last one may have begun only
-    return [(blocks_of(a, kind), blocks_of(b, kind)) for a, b in pairs]
+) -> list[tuple[Blocks, Blocks]]:
+    """Return the blocks of both runs of each pair whose runs took turns."""
+    pairs: list[tuple[Blocks, Blocks]] = []
+    for before, after in zip(fp32, mixed, strict=False):  # the last one may have begun only
+        blocks = (blocks_of(before, kind), blocks_of(after, kind))
+        if _ratios_of_blocks(*blocks):
+            pairs.append(blocks)
+    return pairs
+
+
+def _ratios_of_blocks(fp32: Blocks, mixed: Blocks) -> list[float]:
+    """Return the logarithm of the speedup by the medians of each block that both runs have whole."""
+    ratios = []
+    for before, after in zip(fp32, mixed, strict=False):
+        if before and len(before) == len(after) and min(*before, *after) > 0:
+            ratios.append(math.log(statistics.median(before) / statistics.median(after)))
+    return ratios
 
 
 def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> list[float]:
@@ -105,16 +133,10 @@ def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: 
     return ratios
 
 
-def _speedup_of_medians(ratios: Sequence[float]) -> tuple[float, float, float] | None:
-    """Compute the speedup and its interval from pairs of runs one after the other; None: too few.
-
-    A machine that is busy for a while slows one run of a pair and not the other, which only other pairs show.
-    So the interval is Student's, of their spread, taken as ``_PROCESS_SPREAD`` at least.
-    """
-    if len(ratios) < FEWEST_PAIRS:
-        return None
+def _interval(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """Return the speedup and the ends of its interval: Student's, of the spread of three or more pairs."""
     middle = statistics.fmean(ratios)
-    spread = max(statistics.stdev(ratios), _PROCESS_SPREAD)
+    spread = max(statistics.stdev(ratios), _LEAST_SPREAD)
     reach = student_975(len(ratios) - 1) * spread / math.sqrt(len(ratios))
     return math.exp(middle), math.exp(middle - reach), math.exp(middle + reach)
 
@@ -163,6 +185,7 @@ def blocks_of(capture: Capture, kind: str | None) -> list[list[float]]:
     Of three steps or more the first is left out: it finds caches that the other process filled. Not where
     a block ended with a wait for the device, since that has the rest of all its steps.
     """
+    pace = _pace(capture)
     blocks: list[list[float]] = []
     current: list[float] = []
     for event in capture.events:
@@ -174,61 +197,45 @@ def blocks_of(capture: Capture, kind: str | None) -> list[list[float]]:
             current = []
         elif kind == "inference" and event["event"] == "forward":
             current.append(event["duration_s"])
-        elif event["event"] == "step" and event["optimizer"] == 0 and event["interval_s"] is not None:
+        elif event["event"] == "step" and event["optimizer"] == pace and event["interval_s"] is not None:
             current.append(event["interval_s"])
     return blocks[1 + int(len(blocks) * _WARM_UP_SHARE) :]
 
 
-def speedup_of_pairs(
-    pairs: Sequence[tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]],
-) -> tuple[float, float, float] | None:
+def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> tuple[float, float, float] | None:
     """Compute the speedup and its interval from the blocks of pairs of runs, FP32 and mixed; None: too few.
 
     Both sides of a block do the same steps, one right after the other, so a busy machine slows both alike.
-    The logarithm of their ratio is averaged over blocks, the outer fifths left out, and then over pairs, each
-    weighted by how well it is known: the second one may be short.
+    The logarithm of the ratio of their medians is averaged over blocks, the outer fifths left out, and then
+    over pairs.
 
-    Each process has a speed of its own (addresses, placement of threads), which blocks cannot show and two
-    pairs hardly can. So the variance between pairs is estimated as if ``_PRIOR_PAIRS`` more of them had been
-    seen that differed by ``_PROCESS_SPREAD``. Student's t gives the interval.
-
-    On a busy machine that speed changes as the run goes on. So each third of a pair is a comparison by
-    itself, and the interval also allows for how far those differ, which should be equal.
+    Each process has a speed of its own (addresses, pages, placement of threads), which blocks cannot show. So
+    the interval is Student's, of the spread of the pairs. One or two pairs have the spread of equal runs on a
+    quiet machine, as if it was known from two more of them; and since on a busy one a process changes its
+    speed as it goes on, their intervals also allow for how far the thirds of a pair differ.
     """
-    found = []
-    moved = []
+    ratios, moves = [], []
+    fewest_blocks = 1 if len(pairs) >= FEWEST_PAIRS else _FEWEST_BLOCKS
     for fp32, mixed in pairs:
-        sums = [(sum(a), sum(b)) for a, b in zip(fp32, mixed, strict=False) if len(a) == len(b)]
-        ratios = [math.log(a / b) for a, b in sums if a > 0 and b > 0]
-        if len(ratios) >= _FEWEST_BLOCKS:
-            found.append(_trimmed(ratios))
-            moved.append(_range_of_thirds(ratios))
-    if not found:
+        of_blocks = _ratios_of_blocks(fp32, mixed)
+        if len(of_blocks) < fewest_blocks:
+            continue
+        ratios.append(_trimmed(of_blocks))
+        moves.append(_range_of_thirds(of_blocks) if fewest_blocks > 1 else 0.0)
+    if not ratios:
         return None
-    weights = [1 / (_PROCESS_SPREAD**2 + variance) for _, variance in found]
-    middle = sum(w * estimate for w, (estimate, _) in zip(weights, found, strict=True)) / sum(weights)
-    between = sum(w * (estimate - middle) ** 2 for w, (estimate, _) in zip(weights, found, strict=True))
-    freedom = _PRIOR_PAIRS + len(found) - 1
-    reach = student_975(freedom) * math.sqrt((_PRIOR_PAIRS + between) / freedom / sum(weights))
-    usual_move = sum(w * move for w, move in zip(weights, moved, strict=True)) / sum(weights)
-    reach = math.hypot(reach, usual_move)
+    if len(ratios) >= FEWEST_PAIRS:
+        return _interval(ratios)
+    middle = statistics.fmean(ratios)
+    reach = student_975(2) * _USUAL_SPREAD / math.sqrt(len(ratios))
+    reach = math.hypot(reach, statistics.fmean(moves))
     return math.exp(middle), math.exp(middle - reach), math.exp(middle + reach)
 
 
-def _trimmed(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean without the outer fifths, and its variance (Yuen), for few as much larger as t is.
-
-    What lasts longer than a block makes neighbors alike, by the correlation ``alike``; then fewer count.
-    """
-    count, cut, middle = len(values), len(values) // 5, statistics.fmean(values)
-    kept = sorted(values)[cut : count - cut]
-    moved = [kept[0]] * cut + kept + [kept[-1]] * cut
-    variance = statistics.variance(moved) * count / len(kept) ** 2
-    squares = sum((value - middle) ** 2 for value in values) or 1.0
-    products = sum((a - middle) * (b - middle) for a, b in itertools.pairwise(values))
-    alike = min(max(products / squares + 1 / count, 0.0), 0.9)  # an estimate is 1 / count too low
-    wider = student_975(len(kept) - 1) / _NORMAL_975
-    return statistics.fmean(kept), variance * (1 + alike) / (1 - alike) * wider**2
+def _trimmed(values: Sequence[float]) -> float:
+    """Return the mean without the outer fifths."""
+    cut = len(values) // 5
+    return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
 def _range_of_thirds(values: Sequence[float]) -> float:

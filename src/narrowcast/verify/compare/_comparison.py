@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import shutil
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from narrowcast.attach import OUTPUTS, folder_of_one
-from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError, few
+from narrowcast.attach import OUTPUTS
+from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, few
 from narrowcast.machine import best_format, slow_formats
 from narrowcast.observe.capture import (
     COMPARISON,
-    FEWEST_PAIRS,
     LEAST_GAIN,
-    RUN,
-    Capture,
     CaptureWriter,
     ComparisonCapture,
     discard_captures,
-    kind_of,
     make_run_folder,
-    read_capture,
     read_comparison,
-    speedup_of,
     start_event,
-    times_s,
-    took_turns,
-    worth_it,
 )
 from narrowcast.policy import as_policy
 from narrowcast.verify._certificate import FAIL
@@ -42,57 +28,37 @@ from narrowcast.verify._reasons import Reason, from_profiles, not_looked_for
 from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
 from narrowcast.verify.compare._runs import (
-    LITTLE_MEMORY,
-    MEMORY,
     MOVES,
     TENSORS,
-    LiveRun,
     Purpose,
     ScriptRuns,
-    ScriptSettings,
-    collapsed,
     in_short,
-    last_line,
     read_result,
-    take_turns,
 )
+from narrowcast.verify.compare._timing import TimedPairs, TimingSettings, median_step_s
 
 # The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3
 _SLOW_STEP_S = 2.0
 # Runs that are not timed, and how many steps of each format they take: 3 for memory, 7 for gradients.
-_ASIDE, _ASIDE_STEPS = 5, 10
+_RUNS_ASIDE, _ASIDE_STEPS = 5, 10
 # The last step at which gradients are compared, and in a script that is too short for two later ones.
 _LATEST_STEP, _EARLY_STEP = 24, 8
 _MANY_STEPS_S = 0.1  # where a step takes longer, three dozen more would take the place of timed ones
 # Steps of a profile, and seconds after which its phases end, each with the step that goes on then.
 _PROFILE_STEPS, _PROFILE_S = 7, 1.5
-_WITH_END = 1.15  # a process takes this times its startup to start and end
-_FEWEST_STEPS = 10
-_LEAST_S = 25.0
-_TIMES_THE_PAIR = 1.42  # 1.5 times what both runs take alone, which is about 5 % less than in turns
-_LEAST_MIXED_S = 15.0
 _IN_PROCESSES = "since the script computes in processes that it starts itself, which are not profiled"
 
 
-class ComparisonSettings(ScriptSettings, frozen=True, kw_only=True):
+class ComparisonSettings(TimingSettings, frozen=True, kw_only=True):
     """What to compare.
 
     Attributes:
-        steps: optimizer steps after which a run is ended; 0: it ends by itself.
-        repeats: number of seeds, each run in both formats.
         at_step: the only step at which gradients are compared; None: the first, and two later ones.
-        time_limit_s: for all runs, to which the second pair of timed ones is shortened; 0: no limit; None:
-            25 s, or 1.42 times the first pair if that is longer.
-        min_speedup: below which mixed precision is not worth it; None: any speedup is.
         options: the command-line options, shown on the page.
     """
 
-    steps: int = 200
-    repeats: int = 1
     at_step: int | None = None
-    min_speedup: float | None = None
-    time_limit_s: float | None = None
     options: tuple[str, ...] = ()
 
 
@@ -144,35 +110,14 @@ def compare(
     return read_comparison(folder)
 
 
-class _Spent(NamedTuple):
-    """What a timed run took, without pauses: until its first step, from there on, and for how many steps."""
-
-    startup_s: float
-    stepping_s: float
-    steps: int
-
-
-@dataclass(slots=True)
 class _Comparison:
-    """One comparison while it runs.
+    """One comparison while it runs."""
 
-    Attributes:
-        spawns: whether the script trains in processes that it starts itself.
-        spent: what each timed run took.
-        began: when, by ``time.monotonic``.
-        memory: the most that a timed run claimed, in thousandths of what there is.
-        changes_files: whether one changed files of the user before a pause.
-    """
-
-    settings: ComparisonSettings
-    runs: ScriptRuns
-    writer: CaptureWriter
-    captures: dict[str, list[Capture]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
-    spawns: bool = False
-    spent: list[_Spent] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
-    memory: int = 0
-    changes_files: bool = False
+    def __init__(self, settings: ComparisonSettings, runs: ScriptRuns, writer: CaptureWriter) -> None:
+        self.settings = settings
+        self.runs = runs
+        self.writer = writer
+        self.timed = TimedPairs(settings, runs, writer.write, runs_aside=_RUNS_ASIDE, aside_s=self._aside_s)
 
     def run(self) -> None:
         settings = self.settings
@@ -185,15 +130,9 @@ class _Comparison:
             text = f"auto computes in fp32 here, since {settings.fp32_because}"
             self._write("note", text=f"{text}; {settings.policy} was compared")
         try:
-            why_alone = self._time_all()
-            first = self.captures["fp32"][0].totals()
-            if first["stopped"]:
-                ended = f"{settings.steps} {'optimizer steps' if first['steps'] else 'calls of its modules'}"
-                self._write("note", text=f"each run was ended after {ended}; --steps 0 runs the whole script")
-            if why_alone is not None:
-                self._write("note", text=f"timed one after the other, at least in part, since {why_alone}")
+            self.timed.time_all()
             self._count_tensors()
-            if any(c.totals()["backwards"] or c.of("loss") or c.of("step") for c in self._all()):
+            if self.timed.kind() == "training":
                 for certificate in self._certificates():
                     self._write("certificate", **certificate)
             else:
@@ -216,147 +155,32 @@ class _Comparison:
                     f"(but for those of other programs and native code): {few(sorted(self.runs.written), 5)}"
                 )
                 self._write("note", text=text)
-        self._write("finished", wall_s=time.monotonic() - self.began)
+        self._write("finished", wall_s=time.monotonic() - self.timed.began)
 
     def _write(self, event: str, **fields: Any) -> None:
         self.writer.write({"event": event, **fields})
 
-    # ---- runs that are timed
+    def _aside_s(self) -> float:
+        """Return about how long the runs take that are not timed, and this process to end.
 
-    def _time_all(self) -> str | None:
-        """Time all pairs of runs; return why the steps of one did not take turns, if so.
-
-        Two pairs, or one a seed; of one seed three if steps took no turns, since the medians of two runs, one
-        after the other, do not show how far equal ones differ.
+        The three runs that keep gradients train up to the last step of those; two go at a time.
         """
-        alone: list[str | None] = []
-        pairs = max(self.settings.repeats, 2)
-        while len(alone) < pairs:
-            self.runs.expected = 2 * pairs + _ASIDE
-            steps = self.settings.steps
-            if alone and self.settings.repeats == 1:
-                fit = self._steps_that_fit(pairs - len(alone))
-                if fit is None:
-                    self.runs.expected = 2 * len(alone) + _ASIDE
-                    self._note_pairs_left_out(len(alone))
-                    break
-                steps = fit
-            repeat = len(alone) if self.settings.repeats > 1 else 0
-            alone.append(self._time_pair(formats_of_pair(len(alone)), repeat, steps))
-            if self.settings.repeats == 1 and not self._took_turns():
-                pairs = FEWEST_PAIRS
-            # One with exact sums takes twice its memory, and two at a time would see each other's files.
-            little = self.memory < LITTLE_MEMORY and not self.changes_files
-            self.runs.beside = not any(alone) and little
-            self.runs.ends = self.began + max(self._limit_s(self._pair_s()), 3 * sum(self.spent[0][:2]))
-        return next(filter(None, alone), None)
-
-    def _took_turns(self) -> bool:
-        return took_turns(self.captures["fp32"], self.captures["mixed"], kind_of(self._all()))
-
-    def _note_pairs_left_out(self, pairs: int) -> None:
-        if self._took_turns():
-            text = "timed in one pair of runs, to keep to the time limit, so that the interval is within one "
-            text += "run; --time-limit 0 times two pairs"
-        else:
-            text = f"timed in {pairs} of {FEWEST_PAIRS} pairs of runs, to keep to the time limit; "
-            text += "--time-limit 0 times all"
-        self._write("note", text=text)
-
-    def _limit_s(self, pair_s: float) -> float:
-        return self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * pair_s)
-
-    def _pair_s(self) -> float:
-        return sum(run.startup_s + run.stepping_s for run in self.spent[:2])
-
-    def _steps_that_fit(self, pairs: int) -> int | None:
-        """Return after how many steps to end the runs of ``pairs`` more; 0: never; None: too few fit."""
-        asked = self.settings.steps
-        if self.settings.time_limit_s == 0:
-            return asked
-        first = self.spent[:2]
-        pair_s = sum(run.stepping_s / run.steps for run in first)
-        # Of the timed runs, those aside, and this process.
-        starts = 2 * pairs + 1 + _ASIDE - 2 * self.runs.beside
-        # The three runs that keep gradients train up to the last step of those; two go at a time.
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
-        aside_s = (_ASIDE_STEPS + 1.5 * (at_steps[-1] + held_steps)) * pair_s
-        if self._too_slow() and not self.spawns:
+        steps = _ASIDE_STEPS + 1.5 * (at_steps[-1] + held_steps)
+        starts = 1 + _RUNS_ASIDE - 2 * self.runs.beside
+        aside_s = steps * self.timed.step_s() + starts * self.timed.pair_besides_s() / 2
+        if self.timed.is_too_slow() and not self.timed.spawns:
             aside_s += self._profile_s()
-        aside_s += starts * _WITH_END * sum(run.startup_s for run in first) / 2
-        spent_s = sum(run.startup_s + run.stepping_s for run in self.spent)
-        left_s = self._limit_s(self._pair_s()) - spent_s - aside_s
-        fit, most = int(max(left_s, 0.0) / pairs / max(pair_s, 1e-6)), max(run.steps for run in first)
-        if left_s <= 0 or fit < min(_FEWEST_STEPS, most):
-            return None
-        return fit if fit < most else asked
-
-    def _time_pair(self, formats: Sequence[str], repeat: int, steps: int) -> str | None:
-        """Make a run of each format; return why their steps did not take turns, if so."""
-
-        def begin(format_: str) -> LiveRun:
-            name = f"{format_}-{len(self.captures[format_]) + 1}"
-            run = {"name": name, "format": format_, "seed": self.settings.seed + repeat}
-            self._write("run", **run, capture=f"{name}/{RUN}", last_line="", ended=False)
-            return self.runs.begin(name, format_, Purpose.TIMED, seed_shift=repeat, steps=steps)
-
-        ended = functools.partial(self._ended, seed=self.settings.seed + repeat)
-        with folder_of_one(self.runs.progress):
-            return take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
-
-    def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
-        if (steps := self.settings.steps) and not self.spent:  # progress, as if the script took them all
-            each = (one.startup_s + one.stepping_s * steps / max(one.steps, 1) for one in (run, first))
-            self.runs.ends = self.began + self._limit_s(sum(each))
-        if self.settings.time_limit_s == 0 or (run.format == "fp32" and not self.settings.fp32_because):
-            return math.inf
-        if self.settings.fp32_because:
-            return _LEAST_MIXED_S  # both: even FP32 may be slow there
-        return max(_LEAST_MIXED_S, 2 * (sum(self.spent[0][:2]) if self.spent else first.active_s))
-
-    def _ended(self, run: LiveRun, *, seed: int) -> None:
-        try:
-            folder = run.checked()
-        except ScriptError:
-            why = collapsed(run.folder)
-            if why is None:
-                raise
-            raise ScaleCollapseError(why) from None
-        try:
-            path = _trained_capture(folder)
-            capture = read_capture(path)
-        except FileError as error:
-            raise ScriptError(
-                f"{run.name} left no capture, so there is nothing to compare: {error}"
-            ) from error
-        _check_comparable(capture)
-        self.memory = max(self.memory, run.numbers[MEMORY])
-        self.changes_files |= run.changes_files
-        self.captures[run.format].append(capture)
-        self.spawns |= path.name != RUN
-        totals = capture.totals()
-        reached = len(capture.of("step")) or totals["backwards"] or totals["forwards"]
-        # The steps of a process that the script starts are in its capture alone.
-        stepping_s = run.stepping_s if run.steps else sum(times_s(capture, kind_of([capture])))
-        self.spent.append(_Spent(run.active_s - stepping_s, stepping_s, max(reached, 1)))
-        cut = bool(totals["stopped"]) and (not self.settings.steps or reached < self.settings.steps)
-        if cut:
-            text = f"{run.name} was ended after {reached} steps, to keep to the time limit (--time-limit)"
-            self._write("note", text=text)
-        found = {"capture": f"{run.name}/{path.name}", "last_line": last_line(folder), "cut": cut}
-        self._write("run", name=run.name, format=run.format, seed=seed, **found, ended=True)
-
-    def _all(self) -> list[Capture]:
-        return [*self.captures["fp32"], *self.captures["mixed"]]
+        return aside_s
 
     # ---- tensor memory
 
     def _count_tensors(self) -> None:
         """Count tensor bytes in a short run of each format; on CUDA the allocator counts in every run."""
-        if any(capture.totals()["peak_tensor_bytes"] is not None for capture in self._all()):
+        if any(capture.totals()["peak_tensor_bytes"] is not None for capture in self.timed.all_captures()):
             return
-        slowest_s = max(self._times_s("mixed"), default=0.0)
+        slowest_s = median_step_s(self.timed, "mixed") or 0.0
         fewest = _STEPS_FOR_MEMORY - (slowest_s > _SLOW_STEP_S) - (slowest_s > 5 * _SLOW_STEP_S)
         steps = min(self.settings.steps or fewest, fewest)
         self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, steps=steps)
@@ -372,27 +196,17 @@ class _Comparison:
 
     # ---- speed
 
-    def _too_slow(self) -> float | None:
-        """Return the speedup if mixed precision is certainly not worth it, else None."""
-        found = speedup_of(self.captures["fp32"], self.captures["mixed"], kind_of(self._all()))
-        return found[0] if found and worth_it(found, self.settings.min_speedup) == "no" else None
-
-    def _times_s(self, format_: str) -> list[float]:
-        kind = kind_of(self._all())
-        return [step_s for one in self.captures[format_] for step_s in times_s(one, kind)]
-
     def _profile_s(self) -> float:
         """Return about how long the two runs take that profile a few steps."""
-        first = self.spent[:2]
-        pair_s = sum(run.stepping_s / run.steps for run in first)
+        pair_s = self.timed.step_s()
         steps_s = min(_PROFILE_STEPS * pair_s, 2 * (_PROFILE_S + pair_s))
-        return steps_s + _WITH_END * sum(run.startup_s for run in first)
+        return steps_s + self.timed.pair_besides_s()
 
     def _explain_speed(self) -> None:
         """Say why mixed precision is not worth it, if so: from profiles of the script, if there is time."""
-        if not self._too_slow():
+        if not self.timed.is_too_slow():
             return
-        if self.spawns:
+        if self.timed.spawns:
             reason = Reason("unknown", f"the reason was not looked for, {_IN_PROCESSES}")
         elif self.settings.time_limit_s != 0 and time.monotonic() + self._profile_s() > self.runs.ends:
             reason = not_looked_for(self.settings, "to keep to the time limit")
@@ -414,7 +228,7 @@ class _Comparison:
             plain = {f"plain_{field}": value for field, value in result["plain"].items()}
             found[name] = result["profile"] | plain
         least = self.settings.min_speedup or LEAST_GAIN
-        reason = from_profiles(found["fp32"], found["mixed"], self._format(), least_gain=least)
+        reason = from_profiles(found["fp32"], found["mixed"], self.timed.format(), least_gain=least)
         if reason is not None:
             return reason
         speedup = found["fp32"]["plain_step_s"] / found["mixed"]["plain_step_s"]
@@ -425,8 +239,8 @@ class _Comparison:
 
     def _certificates(self) -> list[dict[str, Any]]:
         """Return the certificate of each step at which gradients are compared."""
-        if not self.spawns:
-            return certify_script(self.runs, format=self._format(), at_steps=self._at_steps())
+        if not self.timed.spawns:
+            return certify_script(self.runs, format=self.timed.format(), at_steps=self._at_steps())
         why = "The script trains in processes that it starts itself, where updates cannot be held back: use "
         return [self._no_certificate(f"{why}narrowcast.certify on its model.")]
 
@@ -438,13 +252,13 @@ class _Comparison:
         """
         if self.settings.at_step is not None:
             return [self.settings.at_step]
-        first = self.captures["fp32"][0].totals()
+        first = self.timed.captures["fp32"][0].totals()
         taken = first["steps"] + first["skipped_steps"]
         ends_by_itself = not first["stopped"]
         latest = min(_LATEST_STEP, taken // 4)
         if ends_by_itself:
             latest = min(latest, taken - _steps_besides(3))
-        is_slow = statistics.median(self._times_s("fp32") or [0.0]) > _MANY_STEPS_S
+        is_slow = (median_step_s(self.timed, "fp32") or 0.0) > _MANY_STEPS_S
         if latest >= _EARLY_STEP and not is_slow:
             return [0, latest // 3, latest]
         latest = min(_EARLY_STEP, taken // 2)
@@ -454,42 +268,9 @@ class _Comparison:
 
     def _no_certificate(self, why: str) -> dict[str, Any]:
         fields = {"policy": self.settings.policy, "at_step": self.settings.at_step or 0}
-        return no_certificate(why, format=self._format(), **fields)
-
-    def _format(self) -> str:
-        devices = [d["format"] for capture in self.captures["mixed"] for d in capture.of("device")]
-        return ", ".join(dict.fromkeys(devices)) or self.settings.policy
+        return no_certificate(why, format=self.timed.format(), **fields)
 
 
 def _steps_besides(compared: int) -> int:
     """Return how many steps a script needs besides the training up to the last of ``compared`` steps."""
     return compared * FEWEST_BATCHES + MOVES
-
-
-def _check_comparable(capture: Capture) -> None:
-    """Refuse a run that does in mixed precision what it does in FP32, or nothing."""
-    left_alone = capture.totals()["aside"]
-    if left_alone is not None:
-        raise UnsupportedError(
-            f"{left_alone}, so its FP32 and its mixed run would be the same. Compare it without that (most "
-            "scripts have an option for it), or trust its own"
-        )
-    if not any(map(capture.of, ("forward", "loss", "step", "device"))):
-        raise UnsupportedError(
-            "the script called no module with parameters and went backward from nothing, so there is nothing "
-            "to compare"
-        )
-
-
-def formats_of_pair(number: int) -> tuple[str, str]:
-    """Return the formats of a pair of timed runs in their order: AB, BA, AB, so that drift is even."""
-    return ("fp32", "mixed") if number % 2 == 0 else ("mixed", "fp32")
-
-
-def _trained_capture(folder: Path) -> Path:
-    """Return the capture of the run, or of its first spawned process that took a step if it took none."""
-    own = folder / RUN
-    if read_capture(own).of("step"):
-        return own
-    spawned = sorted(folder.glob("capture-process*.jsonl"))
-    return next((path for path in spawned if read_capture(path).of("step")), own)

@@ -26,7 +26,7 @@ from narrowcast.gradients import nonfinite_flags
 from narrowcast.machine import memory_bytes
 from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
-from narrowcast.verify._model_state import each_once, fingerprint, put_back, random_state
+from narrowcast.verify._model_state import each_once, fingerprint, put_back, random_state, some_values
 from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._runs import (
     MEMORY,
@@ -51,6 +51,8 @@ _MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
 _OUTPUTS = 3
 _FEWEST_STEPS = 3
+# Of other optimizers, without one of the first: a generator steps once in five steps of its critic.
+_STEPS_AFTER_THE_END = 20
 _until_the_end = ExitStack()  # never closed
 
 
@@ -74,13 +76,14 @@ class Probe(Observer):
 class StepProbe(Probe):
     """Call ``boundary`` at the end of each training step, until ``done`` is set.
 
-    A training step is everything between two steps of the optimizer that stepped first, loading and
-    evaluation included. If the script makes no optimizer, it is everything between two calls of the outermost
-    module that was the first to be called twice.
+    A training step is everything between two steps of one optimizer, loading and evaluation included: of the
+    first one that steps, and when that one has ended, as in a search for the learning rate, of the next. If
+    the script makes no optimizer, it is everything between two calls of the outermost module that was the
+    first to be called twice.
 
     Attributes:
         unit: what is counted, ``"step"`` or ``"call"``.
-        pace: the optimizer that stepped first.
+        pace: the optimizer whose steps are counted.
     """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
@@ -88,6 +91,7 @@ class StepProbe(Probe):
         self.done = False
         self.unit = "step"
         self.pace: torch.optim.Optimizer | None = None
+        self._steps_of_others = 0
         self._pacing_module: weakref.ref[torch.nn.Module] | None = None
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -107,9 +111,11 @@ class StepProbe(Probe):
         if self.unit == "call":  # it called modules before it made its optimizer
             self.unit = "step"
             self.restart()
-        if self.pace is None:
+        self._steps_of_others += 1
+        if self.pace is None or self._steps_of_others > _STEPS_AFTER_THE_END:
             self.pace = optimizer
         if optimizer is self.pace:
+            self._steps_of_others = 0
             self.boundary()
 
     def boundary(self) -> None:
@@ -265,7 +271,8 @@ class GradientProbe(Probe):
             if self._role == Purpose.EXACT:
                 _until_the_end.enter_context(self._exact)
         if self._facts.batch is None:
-            self._facts.batch = fingerprint([args, kwargs])
+            self._facts.batch = fingerprint([args, kwargs], floating=False)
+            self._facts.batch_values = some_values([args, kwargs])
         self._minibatches.called(args, kwargs)
         if module not in self._modules:
             self._first_call(module)

@@ -264,7 +264,8 @@ class GradientFacts(msgspec.Struct, kw_only=True):
         at_step: after how many optimizer steps they were to be kept.
         problem: why they cannot be compared, as a sentence.
         steps_before: optimizer steps before updates were held back.
-        batch: fingerprint of the inputs of the first call.
+        batch: fingerprint of the inputs of the first call, without what floating ones hold.
+        batch_values: some of what those hold.
         samples: in them; None: not known.
         backwards: most passes for one step, where an optimizer's gradients were kept.
         ranks: processes whose gradients are averaged; ``launched``: those that a launcher says there are.
@@ -279,6 +280,7 @@ class GradientFacts(msgspec.Struct, kw_only=True):
     problem: str | None = None
     steps_before: int = 0
     batch: str | None = None
+    batch_values: list[float] = []
     samples: int | None = None
     backwards: int = 1
     ranks: int = 1

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 # torch imports its compiler when the first optimizer is made, which takes a second.
-import torch._dynamo
-import torch.utils.data
+import torch._dynamo  # noqa: F401
 
 from narrowcast.verify.compare._child import end_with_parent, main
 

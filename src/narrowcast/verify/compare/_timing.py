@@ -1,0 +1,304 @@
+"""Time a script in FP32 and in mixed precision: pairs of runs, whose steps take turns.
+
+``compare`` and ``doctor SCRIPT`` use it. Equal processes differ in speed by a few percent and sometimes by
+much more (addresses, pages, placement of threads), which no number of steps of one pair shows. So the first
+pair of runs is followed by as many short ones as the time limit allows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from narrowcast.attach import folder_of_one
+from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError
+from narrowcast.observe.capture import (
+    FEWEST_PAIRS,
+    RUN,
+    Capture,
+    kind_of,
+    read_capture,
+    speedup_of,
+    times_s,
+    worth_it,
+)
+from narrowcast.verify.compare._runs import (
+    LITTLE_MEMORY,
+    MEMORY,
+    LiveRun,
+    Purpose,
+    ScriptRuns,
+    ScriptSettings,
+    collapsed,
+    last_line,
+    take_turns,
+)
+
+MOST_PAIRS = 8
+_LEAST_S = 25.0
+_TIMES_THE_PAIR = 1.42  # 1.5 times what both runs take alone, which is about 5 % less than in turns
+_LEAST_MIXED_S = 15.0
+# A later pair has the three steps of the warm-up and nine more; and no more than two seconds of steps, or 40.
+_FEWEST_STEPS = 12
+_ENOUGH_STEPS, _ENOUGH_S = 40, 2.0
+
+
+class TimingSettings(ScriptSettings, frozen=True, kw_only=True):
+    """Which script to time, and for how long.
+
+    Attributes:
+        steps: optimizer steps after which a run is ended; 0: it ends by itself.
+        repeats: number of seeds, each run in both formats.
+        time_limit_s: for all runs, which limits how many pairs of timed ones follow the first; 0: no limit;
+            None: 25 s, or 1.42 times the first pair if that is longer.
+        min_speedup: below which mixed precision is not worth it; None: any speedup is.
+    """
+
+    steps: int = 200
+    repeats: int = 1
+    time_limit_s: float | None = None
+    min_speedup: float | None = None
+
+
+class Spent(NamedTuple):
+    """What a timed run took, without pauses: until its first step, from there on, and for how many steps."""
+
+    startup_s: float
+    stepping_s: float
+    steps: int
+
+
+@dataclass(slots=True)
+class TimedPairs:
+    """The timed runs of a script, while they are made.
+
+    Attributes:
+        write: gets the events ``run`` and ``note``.
+        runs_aside: how many runs follow that are not timed.
+        aside_s: returns how long those take.
+        captures: of each format, those of the runs that ended.
+        spent: what each timed run took.
+        spawns: whether the script trains in processes that it starts itself.
+        began: when, by ``time.monotonic``.
+        memory: the most that a timed run claimed, in thousandths of what there is.
+        changes_files: whether one changed files of the user before a pause.
+    """
+
+    settings: TimingSettings
+    runs: ScriptRuns
+    write: Callable[[dict[str, Any]], None]
+    runs_aside: int = 0
+    aside_s: Callable[[], float] = lambda: 0.0
+    captures: dict[str, list[Capture]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
+    spent: list[Spent] = field(default_factory=list)
+    spawns: bool = False
+    began: float = field(default_factory=time.monotonic)
+    memory: int = 0
+    changes_files: bool = False
+    _pair_s: list[float] = field(default_factory=list)
+
+    # ---- what is known so far
+
+    def all_captures(self) -> list[Capture]:
+        return [*self.captures["fp32"], *self.captures["mixed"]]
+
+    def kind(self) -> str | None:
+        return kind_of(self.all_captures())
+
+    def speedup(self) -> tuple[float, float, float] | None:
+        """Return the speedup and the ends of its interval; None: not known."""
+        return speedup_of(self.captures["fp32"], self.captures["mixed"], self.kind())
+
+    def is_too_slow(self) -> bool:
+        """Return whether mixed precision is certainly not worth it."""
+        found = self.speedup()
+        return found is not None and worth_it(found, self.settings.min_speedup) == "no"
+
+    def format(self) -> str:
+        """Return the formats that the mixed runs computed in, or else the policy."""
+        devices = [device["format"] for capture in self.captures["mixed"] for device in capture.of("device")]
+        return ", ".join(dict.fromkeys(devices)) or self.settings.policy
+
+    def step_s(self) -> float:
+        """Return how long a step takes in both formats together, by the first pair of runs."""
+        return sum(run.stepping_s / run.steps for run in self.spent[:2])
+
+    def pair_besides_s(self) -> float:
+        """Return how long a pair of runs takes besides its steps: to start, to end, to be read."""
+        return self._pair_s[-1] - sum(run.stepping_s for run in self.spent[-2:])
+
+    def limit_s(self) -> float:
+        """Return how long all runs may take; by default after the first pair of runs."""
+        first_pair_s = sum(run.startup_s + run.stepping_s for run in self.spent[:2])
+        return self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * first_pair_s)
+
+    # ---- pairs of runs
+
+    def time_all(self) -> None:
+        """Time a pair of runs for each seed, and shorter ones as long as there is time.
+
+        How many these are depends on time alone. To stop when the answer is clear would make it less certain
+        than it looks.
+        """
+        self.runs.expected = 2 * max(self.settings.repeats, FEWEST_PAIRS) + self.runs_aside
+        why_alone: list[str | None] = []
+        for repeat in range(self.settings.repeats):
+            why_alone.append(self._time_pair(repeat, self.settings.steps))
+            self._may_run_beside(alone=any(why_alone))
+        while len(why_alone) < MOST_PAIRS:
+            pairs, steps = self._pairs_that_fit(MOST_PAIRS - len(why_alone))
+            self.runs.expected = 2 * (len(why_alone) + pairs) + self.runs_aside
+            if not pairs:
+                break
+            why_alone.append(self._time_pair(0, steps))
+            self._may_run_beside(alone=any(why_alone))
+        self._note_how(next(filter(None, why_alone), None), len(why_alone))
+
+    def _may_run_beside(self, *, alone: bool) -> None:
+        """Decide whether two of the runs that are not timed may go on at once.
+
+        One with exact sums takes twice its memory, and two at a time would see each other's files.
+        """
+        self.runs.beside = not alone and self.memory < LITTLE_MEMORY and not self.changes_files
+        first_pair_s = sum(run.startup_s + run.stepping_s for run in self.spent[:2])
+        self.runs.ends = self.began + max(self.limit_s(), 1.5 * first_pair_s)
+
+    def _note_how(self, why_alone: str | None, pairs: int) -> None:
+        totals = self.captures["fp32"][0].totals()
+        if totals["stopped"]:
+            unit = "optimizer steps" if totals["steps"] else "calls of its modules"
+            self._note(
+                f"each run was ended after {self.settings.steps} {unit}; --steps 0 runs the whole script"
+            )
+        if why_alone is not None:
+            self._note(f"timed one after the other, at least in part, since {why_alone}")
+        if pairs < FEWEST_PAIRS:
+            timed = "one pair" if pairs == 1 else f"{pairs} pairs"
+            self._note(
+                f"timed in {timed} of runs, to keep to the time limit, which do not show how far equal runs "
+                f"differ here; --time-limit 0 times {MOST_PAIRS} pairs"
+            )
+
+    def _note(self, text: str) -> None:
+        self.write({"event": "note", "text": text})
+
+    def _pairs_that_fit(self, most: int) -> tuple[int, int]:
+        """Return how many more pairs of runs there is time for, at most ``most``, and after how many steps
+        each run of the next one ends; 0: by itself."""
+        steps_taken = max(run.steps for run in self.spent[:2])
+        enough = min(steps_taken, max(_ENOUGH_STEPS, math.ceil(_ENOUGH_S / max(self.step_s(), 1e-6))))
+        fewest = min(steps_taken, _FEWEST_STEPS)
+        left_s = math.inf
+        if self.settings.time_limit_s != 0:
+            spent_s = time.monotonic() - self.began
+            left_s = self.limit_s() - spent_s - self.aside_s()
+        for pairs in range(most, 0, -1):
+            fit = (left_s / pairs - self.pair_besides_s()) / max(self.step_s(), 1e-6)
+            if fit >= fewest:
+                steps = int(min(fit, enough))
+                return pairs, steps if steps < steps_taken else self.settings.steps
+        return 0, 0
+
+    def _time_pair(self, repeat: int, steps: int) -> str | None:
+        """Make a run of each format; return why their steps did not take turns, if so."""
+        began = time.monotonic()
+        seed = self.settings.seed + repeat
+
+        def begin(format_: str) -> LiveRun:
+            name = f"{format_}-{len(self.captures[format_]) + 1}"
+            run = {"name": name, "format": format_, "seed": seed}
+            self.write({"event": "run", **run, "capture": f"{name}/{RUN}", "last_line": "", "ended": False})
+            return self.runs.begin(name, format_, Purpose.TIMED, seed_shift=repeat, steps=steps)
+
+        # AB, BA, AB, so that a machine that slows down slows both alike.
+        pair = len(self.captures["fp32"])
+        formats = ("fp32", "mixed") if pair % 2 == 0 else ("mixed", "fp32")
+        ended = functools.partial(self._ended, seed=seed)
+        with folder_of_one(self.runs.progress):
+            why_alone = take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
+        self._pair_s.append(time.monotonic() - began)
+        return why_alone
+
+    def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
+        if (steps := self.settings.steps) and not self.spent:  # progress, as if the script took them all
+            both_s = sum(one.startup_s + one.stepping_s * steps / max(one.steps, 1) for one in (run, first))
+            expected_s = self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * both_s)
+            self.runs.ends = self.began + expected_s
+        if self.settings.time_limit_s == 0 or (run.format == "fp32" and not self.settings.fp32_because):
+            return math.inf
+        if self.settings.fp32_because:
+            return _LEAST_MIXED_S  # both: even FP32 may be slow there
+        first_s = sum(self.spent[0][:2]) if self.spent else first.active_s
+        return max(_LEAST_MIXED_S, 2 * first_s)
+
+    def _ended(self, run: LiveRun, *, seed: int) -> None:
+        try:
+            folder = run.checked()
+        except ScriptError:
+            why = collapsed(run.folder)
+            if why is None:
+                raise
+            raise ScaleCollapseError(why) from None
+        try:
+            path = _trained_capture(folder)
+            capture = read_capture(path)
+        except FileError as error:
+            raise ScriptError(
+                f"{run.name} left no capture, so there is nothing to compare: {error}"
+            ) from error
+        _check_comparable(capture)
+        self.memory = max(self.memory, run.numbers[MEMORY])
+        self.changes_files |= run.changes_files
+        self.captures[run.format].append(capture)
+        self.spawns |= path.name != RUN
+        totals = capture.totals()
+        reached = len(capture.of("step")) or totals["backwards"] or totals["forwards"]
+        # The steps of a process that the script starts are in its capture alone.
+        stepping_s = run.stepping_s if run.steps else sum(times_s(capture, kind_of([capture])))
+        self.spent.append(Spent(run.active_s - stepping_s, stepping_s, max(reached, 1)))
+        cut = bool(totals["stopped"]) and (not self.settings.steps or reached < self.settings.steps)
+        was_to_be_whole = len(self.captures[run.format]) <= self.settings.repeats
+        if cut and was_to_be_whole:
+            self._note(
+                f"{run.name} was ended after {reached} steps, to keep to the time limit (--time-limit)"
+            )
+        found = {"capture": f"{run.name}/{path.name}", "last_line": last_line(folder), "cut": cut}
+        self.write(
+            {"event": "run", "name": run.name, "format": run.format, "seed": seed, **found, "ended": True}
+        )
+
+
+def _check_comparable(capture: Capture) -> None:
+    """Refuse a run that does in mixed precision what it does in FP32, or nothing."""
+    left_alone = capture.totals()["aside"]
+    if left_alone is not None:
+        raise UnsupportedError(
+            f"{left_alone}, so its FP32 and its mixed run would be the same. Compare it without that (most "
+            "scripts have an option for it), or trust its own"
+        )
+    if not any(map(capture.of, ("forward", "loss", "step", "device"))):
+        raise UnsupportedError(
+            "the script called no module with parameters and went backward from nothing, so there is nothing "
+            "to compare"
+        )
+
+
+def _trained_capture(folder: Path) -> Path:
+    """Return the capture of the run, or of its first spawned process that took a step if it took none."""
+    own = folder / RUN
+    if read_capture(own).of("step"):
+        return own
+    spawned = sorted(folder.glob("capture-process*.jsonl"))
+    return next((path for path in spawned if read_capture(path).of("step")), own)
+
+
+def median_step_s(pairs: TimedPairs, format_: str) -> float | None:
+    """Return the median time of a step or call in one format; None: there is none."""
+    times = [step_s for one in pairs.captures[format_] for step_s in times_s(one, pairs.kind())]
+    return statistics.median(times) if times else None
