@@ -157,7 +157,8 @@ def size(shape, *, kind="matmul", count=2, share=0.48, speedup=3.0, machine=3.3)
 
 
 FOUND = {
-    "schema": 1,
+    "schema": 2,
+    "notes": [],
     "target": ["train.py", "--epochs", "2"],
     "policy": "auto",
     "problem": None,
@@ -173,6 +174,9 @@ FOUND = {
     ),
     "together": {
         "speedup": 1.15,
+        "speedup_interval": [1.1, 1.2],
+        "worth_it": "yes",
+        "why_unknown": None,
         "not_faster": None,
         "products_share": 0.57,
         "products_speedup": 2.8,

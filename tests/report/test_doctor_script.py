@@ -7,7 +7,8 @@ from seen_page import Seen
 from narrowcast.report import conclusion, diagnosis_page, diagnosis_text
 
 TEXT = """\
-train.py --epochs 2: in bf16 on this CPU, 1.15x faster than FP32
+train.py --epochs 2: bf16 beside FP32 on this CPU
+worth it   yes: 1.15x faster (95 % interval 1.10x to 1.20x)
 A step takes 6.1 ms in FP32 and 5.3 ms in bf16.
 
 Where the time of a step goes                       FP32              bf16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,22 @@ from narrowcast.cli.run import (
 from narrowcast.errors import FileError
 
 if TYPE_CHECKING:
-    from narrowcast.verify import ScriptSettings
+    from narrowcast.verify import DiagnosisSettings
+
+
+# Where the rates of the machine had to be measured first, they count in the time for a script.
+_LIMIT_S, _LEAST_S, _MEASURED_S = 25.0, 12.0, 2.0
+
+_TimeLimitOption = Annotated[
+    float | None,
+    typer.Option(
+        "--time-limit",
+        metavar="S",
+        min=0,
+        help="Time as many pairs of runs of SCRIPT as fit into S seconds (default: 25, or 1.42 times the "
+        "first pair), 8 at most; 0: no limit.",
+    ),
+]
 
 
 def doctor(
@@ -41,6 +57,7 @@ def doctor(
     policy: PolicyOption = "auto",
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
+    time_limit: _TimeLimitOption = None,
     as_json: JsonOption = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again, even if rates are kept from an earlier time.")
@@ -52,10 +69,11 @@ def doctor(
 
     Takes about 15 seconds for each device; rates are kept for later. Exit code 1: torch cannot use a device.
 
-    With a SCRIPT: why it is or is not faster in mixed precision, from a few of its steps in both formats.
+    With a SCRIPT: whether mixed precision is worth it, timed as in narrowcast compare, and where the time of
+    a step goes in both formats.
     """
-    if script is None and (module or run_dir is not None):
-        raise typer.BadParameter("expected a SCRIPT", param_hint="'--module' or '--run-dir'")
+    if script is None and (module or run_dir is not None or time_limit is not None):
+        raise typer.BadParameter("expected a SCRIPT", param_hint="'--module', '--run-dir' or '--time-limit'")
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
@@ -70,15 +88,17 @@ def doctor(
         # Refuse a missing script before anything is measured.
         find_script(script, arguments, module=module)
     cache, budget = cache_dir or cache_folder(), Budget(device_s=budget_s)
+    began = time.monotonic()
     with shown_progress() as progress:
         found = examine(
             cache=cache, fresh=fresh, budget=budget, progress=lambda text: progress(f"measuring {text}")
         )
+    measuring_s = time.monotonic() - began
     for note in found["notes"]:
         talk(f"note: {note}")
     if script is not None:
         from narrowcast.observe.capture import make_run_folder
-        from narrowcast.verify import ScriptSettings
+        from narrowcast.verify import DiagnosisSettings
         from narrowcast.verify.compare import compared_instead, stays_in_fp32
 
         instead = compared_instead(policy)
@@ -87,7 +107,11 @@ def doctor(
             policy = instead
         folder = make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, cache=cache_dir, tell=tell)
         target = (script, *(arguments or []))
-        settings = ScriptSettings(target=target, is_module=module, policy=policy, folder=folder)
+        if time_limit is None and measuring_s > _MEASURED_S:
+            time_limit = max(_LEAST_S, _LIMIT_S - measuring_s)
+        settings = DiagnosisSettings(
+            target=target, is_module=module, policy=policy, folder=folder, time_limit_s=time_limit
+        )
         return _diagnose(found, settings, as_json=as_json)
     from narrowcast.report import doctor_page, doctor_text
 
@@ -99,7 +123,7 @@ def doctor(
     return CHECK_FAILED if any(wrong["severity"] == "error" for wrong in found["mismatches"]) else 0
 
 
-def _diagnose(examined: dict[str, Any], settings: ScriptSettings, *, as_json: bool) -> int:
+def _diagnose(examined: dict[str, Any], settings: DiagnosisSettings, *, as_json: bool) -> int:
     from narrowcast.observe.capture import PAGE
     from narrowcast.report import conclusion, diagnosis_page, diagnosis_text
     from narrowcast.verify import diagnose

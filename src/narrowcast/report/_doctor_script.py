@@ -9,7 +9,7 @@ from typing import Any
 from narrowcast.observe.explanation import count_text, percent
 from narrowcast.report._doctor import doctor_page
 from narrowcast.report._render import sentence, terminal_text
-from narrowcast.report._text import UNKNOWN, duration, printable, site_name, speed_text
+from narrowcast.report._text import UNKNOWN, duration, measured_speed, printable, site_name, speed_text
 
 _RUNS = ("fp32", "mixed")
 _PARTS = {
@@ -25,7 +25,6 @@ _SHORT = {"batched matmul": "bmm", "convolution": "conv", "recurrent layer": "re
 _MUCH, _MUCH_CASTING, _MUCH_PYTHON, _SMALL_SHARE = 0.15, 0.08, 0.25, 0.05
 _BUSY = 0.8
 _LONGEST_DISPATCH_S = 100e-6
-_NOISY = 0.25
 _AS_FAST = 1.1
 _MUCH_SMALLER = 8
 _MUCH_LONGER = 1.5
@@ -55,8 +54,16 @@ def _values(found: dict[str, Any]) -> dict[str, Any]:
             "sizes": [_size(row) for row in found["together"]["sizes"]],
             "reads": [f"{read['site']} {read['what']} {count_text(read['count'] / steps)}" for read in reads],
             "conclusion": conclusion(found),
+            "worth_it": _worth_it(found["together"]),
         }
     return values
+
+
+def _worth_it(together: dict[str, Any]) -> str:
+    """Say whether mixed precision is worth it, in the words of ``narrowcast compare``."""
+    if together["speedup"] is None:
+        return f"cannot tell: {together['why_unknown']}"
+    return f"{together['worth_it']}: {measured_speed(together)}"
 
 
 def _parts(found: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -91,7 +98,7 @@ def conclusion(found: dict[str, Any]) -> list[str]:
     changes = sorted(_changes(found), key=lambda change: -change[0])[:_MOST_CHANGES]
     lines = [text(finding) for finding in (*_expectation(found), *_doubts(found))]
     lines += [f"{'Then' if n else 'Change first'}: {text(change)}" for n, (_, change) in enumerate(changes)]
-    notes = [f"{note[:1].upper()}{note[1:]}." for note in found["mixed"]["notes"]]
+    notes = [f"{note[:1].upper()}{note[1:]}." for note in (*found["notes"], *found["mixed"]["notes"])]
     return [*lines, *map(text, _reads(found)), *notes]
 
 
@@ -104,7 +111,8 @@ def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
         yield "limit here", {}
     else:
         before, after = (found[run]["shares"]["other_ops"] * found[run]["plain_step_s"] for run in _RUNS)
-        yield "limit", {"others": (before, after) if together["speedup"] > limit and before > after else None}
+        faster = together["speedup"] is not None and together["speedup"] > limit
+        yield "limit", {"others": (before, after) if faster and before > after else None}
         yield "limit here", {}
     if together["not_faster"] is not None:
         yield "not faster", {}
@@ -112,9 +120,6 @@ def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
 
 def _doubts(found: dict[str, Any]) -> Iterator[_Finding]:
     runs = (found["fp32"], found["mixed"])
-    noise = max((run["plain_step_s_high"] - run["plain_step_s_low"]) / run["plain_step_s"] for run in runs)
-    if noise > _NOISY:
-        yield "noisy", {"noise": noise}
     for run, name in zip(runs, ("FP32", found["format"]), strict=True):
         longer = run["step_s"] / run["plain_step_s"]
         if longer > _MUCH_LONGER:

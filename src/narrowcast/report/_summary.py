@@ -34,7 +34,7 @@ from narrowcast.report._statistics import (
     mean,
     steps_by_site,
 )
-from narrowcast.report._text import percent_change, plural, site_name, speed_interval, speed_text
+from narrowcast.report._text import measured_speed, percent_change, plural, site_name, speed_text
 
 NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
 _SCHEMA = 1
@@ -267,7 +267,7 @@ def _worth_it(ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: 
         return f"cannot tell: {reasons['speedup']}"
     asked: float | None = comparison.own.start.get("min_speedup")
     verdict = worth_it([ratio["speedup"], *ratio["speedup_interval"]], asked)
-    measured = f"{speed_text(ratio['speedup'])} (95 % interval {speed_interval(ratio)})"
+    measured = measured_speed(ratio)
     if verdict == "yes":
         return f"yes: {measured}"
     if verdict == "cannot tell":

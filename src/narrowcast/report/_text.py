@@ -163,6 +163,11 @@ def speed_interval(ratio: Mapping[str, Any]) -> str:
     return f"{_times(low)}x to {_times(high)}x"
 
 
+def measured_speed(ratio: Mapping[str, Any]) -> str:
+    """Format a speedup with its interval: ``1.32x faster (95 % interval 0.98x to 1.41x)``."""
+    return f"{speed_text(ratio['speedup'])} (95 % interval {speed_interval(ratio)})"
+
+
 def _times(value: float) -> str:
     """Format to three digits, and at most two decimals: ``1.32``, ``13.2``, ``132``."""
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0

@@ -2,12 +2,13 @@
 
 from narrowcast.verify._certificate import Certificate, ParameterResult
 from narrowcast.verify._certify import certify
-from narrowcast.verify._diagnosis import diagnose
+from narrowcast.verify._diagnosis import DiagnosisSettings, diagnose
 from narrowcast.verify._explain import Explanation, explain, explain_script
 from narrowcast.verify.compare._runs import ScriptSettings
 
 __all__ = [
     "Certificate",
+    "DiagnosisSettings",
     "Explanation",
     "ParameterResult",
     "ScriptSettings",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +11,8 @@ import torch
 
 from narrowcast.attach import call_site
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture
-from narrowcast.observe.profiling import HostReads, Recorder, same_size, seconds_between, stamp, summarize
+from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture, worth_it
+from narrowcast.observe.profiling import HostReads, Recorder, same_size, stamp, summarize
 from narrowcast.verify._reasons import from_profiles, is_fp32
 from narrowcast.verify.compare._comparison import stays_in_fp32
 from narrowcast.verify.compare._probes import StepProbe
@@ -22,23 +20,31 @@ from narrowcast.verify.compare._runs import (
     Purpose,
     RunSettings,
     ScriptRuns,
-    ScriptSettings,
     read_result,
     why_unseen,
     write_result,
 )
+from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
 
-_SCHEMA = 1
+_SCHEMA = 2
 _SIZES = 6
+_PROFILES = 2
+
+
+class DiagnosisSettings(TimingSettings, frozen=True, kw_only=True):
+    """What to diagnose. Runs end early, since nothing of how they end is compared."""
+
+    steps: int = 100
+    longest_run_s: float | None = 5.0
 
 
 def diagnose(
-    settings: ScriptSettings,
+    settings: DiagnosisSettings,
     rates: dict[str, Any],
     *,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Profile a few steps of the script in FP32 and in mixed precision, each in a fresh process.
+    """Profile a few steps of the script in FP32 and in mixed precision, and time some as ``compare`` does.
 
     Args:
         settings: what to run, and how.
@@ -48,7 +54,7 @@ def diagnose(
     Returns:
         JSON-ready: ``schema``, ``target``, ``policy``, ``problem`` (a sentence if there are no numbers, else
         null), ``device``, ``format``, ``unit`` (``"step"`` or ``"call"``), the profiles ``fp32`` and
-        ``mixed``, and ``together``, what both show (``side_by_side``).
+        ``mixed``, ``notes`` on how it was timed, and ``together``, what all show (``side_by_side``).
 
     Raises:
         ScriptError: the script failed.
@@ -58,6 +64,7 @@ def diagnose(
         "schema": _SCHEMA,
         "target": list(settings.target),
         "policy": settings.policy,
+        "notes": [],
         **dict.fromkeys(("problem", "device", "format", "unit", "fp32", "mixed", "together")),
     }
     why = stays_in_fp32(settings.policy)
@@ -65,29 +72,53 @@ def diagnose(
         return found | {"problem": f"mixed precision stays in fp32 here, since {why}"}
     discard_captures(make_run_folder("doctor", asked=settings.folder))
     with ScriptRuns(settings, progress=progress) as runs:
-        folders = {name: runs.start(name, name, Purpose.PROFILE) for name in ("fp32", "mixed")}
-    for name, folder in folders.items():
-        result = read_result(folder)
-        problem = _problem(folder, result)
-        if result is None or problem is not None:
-            return found | {"problem": problem}
-        plain = {f"plain_{name}": value for name, value in result["plain"].items()}
-        own = {name: result[name] for name in ("unit", "fused", "reads")}
-        capture = read_capture(folder / RUN)
-        formats = dict.fromkeys(event["format"] for event in capture.of("device"))
-        own |= {"notes": [note["text"] for note in capture.of("note")], "format": ", ".join(formats) or None}
-        found[name] = {**result["profile"], **plain, **own}
-        found |= {"device": result["profile"]["device"], "unit": result["unit"]}
-    found["format"] = found["mixed"]["format"]
-    if found["format"] in (None, "fp32"):
-        reason = f"the mixed run too computed in FP32 on {found['device']}: there is nothing to compare"
-        return found | {"problem": reason, "mixed": None}
-    return found | {"together": side_by_side(found, rates)}
+        timed = TimedPairs(settings, runs, _notes_into(found["notes"]), runs_aside=_PROFILES)
+        for name in ("fp32", "mixed"):
+            folder = runs.start(name, name, Purpose.PROFILE)
+            result = read_result(folder)
+            problem = _problem(folder, result)
+            if result is None or problem is not None:
+                return found | {"problem": problem}
+            found[name] = _profile_of(folder, result)
+            found |= {"device": result["profile"]["device"], "unit": result["unit"]}
+        found["format"] = found["mixed"]["format"]
+        if found["format"] in (None, "fp32"):
+            reason = f"the mixed run too computed in FP32 on {found['device']}: there is nothing to compare"
+            return found | {"problem": reason, "mixed": None}
+        timed.time_all()
+    if timed.kind() is None or not timed.step_times("fp32"):
+        return found | {"problem": "the script ended before enough steps were timed: let it run longer"}
+    for name in ("fp32", "mixed"):
+        found[name] |= timed.plain_times(name)
+    together = side_by_side(found, rates, timed.speedup(), why_unknown=timed.why_no_speedup())
+    return found | {"together": together}
+
+
+def _notes_into(notes: list[str]) -> Callable[[dict[str, Any]], None]:
+    """Return what keeps the notes on timed runs, and drops the rest of what is written of them."""
+
+    def write(event: dict[str, Any]) -> None:
+        if event["event"] == "note":
+            notes.append(event["text"])
+
+    return write
+
+
+def _profile_of(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the profile of a run with what else is known of it."""
+    capture = read_capture(folder / RUN)
+    formats = dict.fromkeys(event["format"] for event in capture.of("device"))
+    return {
+        **result["profile"],
+        **{name: result[name] for name in ("unit", "fused", "reads")},
+        "notes": [note["text"] for note in capture.of("note")],
+        "format": ", ".join(formats) or None,
+    }
 
 
 def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
     """Return why a run has no numbers; None if it has."""
-    complete = result is not None and None not in (result["profile"], result["plain"])
+    complete = result is not None and result["profile"] is not None
     advice = "diagnose it without that, or look at it with torch's own profiler"
     problem = why_unseen(folder, advice=advice, verb=None if complete else "profiled")
     if problem is not None:
@@ -106,20 +137,28 @@ def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
     return f"the script ended after {seen} {what}, and {result['needed']} are needed: let it run longer"
 
 
-def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
+def side_by_side(
+    found: dict[str, Any],
+    rates: dict[str, Any],
+    timed: tuple[float, float, float] | None,
+    *,
+    why_unknown: str = "",
+) -> dict[str, Any]:
     """Compare the two profiles with each other and with the machine's rates.
 
-    Times of products come from profiled steps, ``speedup`` from steps that ran as they are.
+    Times of products come from profiled steps, and ``speedup`` with its interval from timed ones.
 
     Returns:
-        ``speedup`` of a step; ``products_share`` of the FP32 step; ``products_speedup`` in this script, of
-        the products in FP32 by the same in the mixed format, casts not counted, null if none ran in it;
-        ``sizes``, the products that take the most time in FP32, each with its ``share`` there, ``speedup`` in
-        this script and ``machine_speedup`` in the machine's rates, null if none is of this size;
-        ``machine_speedup`` over all sizes, weighted by time, null unless known for half of it;
-        ``not_faster``, ``cause``, ``text`` and ``share`` of why a step is not faster, null if it is;
-        ``limit_here`` and ``limit_machine``, how much faster a step gets if only products get faster by
-        either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains most here, or null.
+        ``speedup`` of a step and ``speedup_interval``, or null; ``worth_it``, ``"yes"``, ``"no"`` or
+        ``"cannot tell"`` as in ``compare``, with ``why_unknown`` if there is no speedup; ``products_share``
+        of the FP32 step; ``products_speedup`` in this script, of the products in FP32 by the same in the
+        mixed format, casts not counted, null if none ran in it; ``sizes``, the products that take the most
+        time in FP32, each with its ``share`` there, ``speedup`` in this script and ``machine_speedup`` in the
+        machine's rates, null if none is of this size; ``machine_speedup`` over all sizes, weighted by time,
+        null unless known for half of it; ``not_faster``, ``cause``, ``text`` and ``share`` of why it is not
+        worth it, null unless it is not; ``limit_here`` and ``limit_machine``, how much faster a step gets if
+        only products get faster by either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains
+        most here, or null.
     """
     fp32, mixed = found["fp32"], found["mixed"]
     low = [row for row in mixed["products"] if not is_fp32(row)]
@@ -143,10 +182,14 @@ def side_by_side(found: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]
     here = same_s / same_mixed_s if same_mixed_s else None
     total_s = sum(row["each_s"] * row["count"] for row in sizes)
     machine_all = known_s / faster_s if known_s > total_s / 2 else None
-    reason = from_profiles(fp32, mixed, found["format"])
+    verdict = "cannot tell" if timed is None else worth_it(timed, None)
+    reason = from_profiles(fp32, mixed, found["format"]) if verdict == "no" else None
     best = max(((speed, shape) for (kind, shape), speed in speeds.items() if kind == "matmul"), default=None)
     return {
-        "speedup": fp32["plain_step_s"] / mixed["plain_step_s"],
+        "speedup": None if timed is None else timed[0],
+        "speedup_interval": None if timed is None else list(timed[1:]),
+        "worth_it": verdict,
+        "why_unknown": why_unknown if timed is None else None,
         "not_faster": None if reason is None else reason._asdict(),
         "products_share": share,
         "products_speedup": here,
@@ -190,25 +233,23 @@ class Phase(NamedTuple):
     seconds: float
 
 
-WARM_UP, PLAIN, PROFILED, READS = "warm-up", "plain", "profiled", "reads"
-PHASES = (
-    Phase(name=WARM_UP, steps=3, fewest=1, seconds=20.0),
-    Phase(name=PLAIN, steps=10, fewest=3, seconds=20.0),
-    Phase(name=PROFILED, steps=8, fewest=1, seconds=20.0),
-    Phase(name=READS, steps=10, fewest=1, seconds=10.0),
-)
-SHORT_PHASES = (
-    Phase(name=PLAIN, steps=3, fewest=1, seconds=0.5),
+WARM_UP, PROFILED, READS = "warm-up", "profiled", "reads"
+SHARES_PHASES = (
+    Phase(name=WARM_UP, steps=3, fewest=1, seconds=0.5),
     Phase(name=PROFILED, steps=4, fewest=1, seconds=1.0),
+)
+PROFILE_PHASES = (
+    *SHARES_PHASES,
+    Phase(name=READS, steps=6, fewest=1, seconds=1.0),
 )
 
 
 class ProfileProbe(StepProbe):
-    """Time a few steps as they are, profile the next ones, and count reads of tensors in the last ones."""
+    """Let a few steps pass, profile the next ones, and count reads of tensors in the last ones."""
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
-        self._phases = SHORT_PHASES if settings.purpose == Purpose.SHARES else PHASES
+        self._phases = SHARES_PHASES if settings.purpose == Purpose.SHARES else PROFILE_PHASES
         self._problem: str | None = None
         self._device = "cpu"
         self._weights: set[int] = set()
@@ -218,7 +259,7 @@ class ProfileProbe(StepProbe):
         self._begin()
 
     def _begin(self) -> None:
-        self._facts: dict[str, Any] = {"profile": None, "reads": None, "plain": None}
+        self._facts: dict[str, Any] = {"profile": None, "reads": None}
         self._boundaries = 0
         self._at = 0
 
@@ -279,12 +320,6 @@ class ProfileProbe(StepProbe):
 
     def _leave(self) -> None:
         """End the current phase and keep its result; it may have seen no step."""
-        name = self._phases[self._at].name
-        if name == PLAIN and self._steps:
-            times = [seconds_between(a, b) for a, b in itertools.pairwise(self._stamps)]
-            low, middle, high = statistics.quantiles([*times, *times], n=4, method="inclusive")
-            plain = {"steps": len(times), "step_s": middle, "step_s_low": low, "step_s_high": high}
-            self._facts["plain"] = plain
         if self._profiler is not None:
             if self._device == "cuda":
                 torch.cuda.synchronize()
@@ -305,7 +340,7 @@ class ProfileProbe(StepProbe):
             self._leave()
         self.done = True
         by_calls = self.unit == "call"
-        needed = 2 + sum(phase.steps for phase in self._phases if phase.name in (WARM_UP, PLAIN))
+        needed = 2 + self._phases[0].steps  # of the warm-up; the first one ends before it, one is profiled
         groups = self.pace.param_groups if self.pace is not None and "fused" in self.pace.defaults else []
         facts = {
             "unit": self.unit,

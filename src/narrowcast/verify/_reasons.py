@@ -6,7 +6,6 @@ import shlex
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from narrowcast.observe.capture import LEAST_GAIN
 from narrowcast.observe.explanation import percent
 from narrowcast.observe.profiling import same_size
 
@@ -79,10 +78,8 @@ def is_fp32(product: dict[str, Any]) -> bool:
     return bool(product["format"] == "fp32")
 
 
-def from_profiles(
-    fp32: dict[str, Any], mixed: dict[str, Any], format_: str, *, least_gain: float = LEAST_GAIN
-) -> Reason | None:
-    """Return why mixed precision is not faster, from the profiles of both runs.
+def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> Reason:
+    """Return why mixed precision is not worth it, from the profiles of both runs.
 
     A part of a step is named if it is slower by more than the times of steps differ; casts are always the
     format's.
@@ -91,13 +88,7 @@ def from_profiles(
         fp32, mixed: what ``summarize`` returned, with ``plain_step_s``, ``plain_step_s_low`` and
             ``plain_step_s_high`` of steps without the profiler.
         format_: of the mixed run.
-        least_gain: the speedup that is worth it.
-
-    Returns:
-        None if a step was faster by that.
     """
-    if mixed["plain_step_s"] * least_gain <= fp32["plain_step_s"]:
-        return None
     noise_s = max(run["plain_step_s_high"] - run["plain_step_s_low"] for run in (fp32, mixed))
     more_s = {
         part: mixed["shares"][part] * mixed["plain_step_s"] - fp32["shares"][part] * fp32["plain_step_s"]

@@ -22,6 +22,7 @@ _FEWEST_WITH_WARM_UP = 3
 _FEWEST_BLOCKS = 4
 # By how much pairs of equal runs differ: on a quiet machine, where few pairs were timed, and at least. On two
 # cores of a virtual machine, of twelve scripts against themselves it was 0.013 to 0.05, and of one 0.17.
+_ENOUGH_TO_TRIM = 7
 _USUAL_SPREAD, _LEAST_SPREAD = 0.045, 0.015
 _NORMAL_975 = 1.959964
 # Student's t, 97.5 %, for 2 to 12 degrees of freedom.
@@ -134,10 +135,19 @@ def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: 
 
 
 def _interval(ratios: Sequence[float]) -> tuple[float, float, float]:
-    """Return the speedup and the ends of its interval: Student's, of the spread of three or more pairs."""
-    middle = statistics.fmean(ratios)
-    spread = max(statistics.stdev(ratios), _LEAST_SPREAD)
-    reach = student_975(len(ratios) - 1) * spread / math.sqrt(len(ratios))
+    """Return the speedup and the ends of its interval: Student's, of the spread of three or more pairs.
+
+    Now and then a whole run is slow, as where both threads share a core. So from seven pairs on the largest
+    and the smallest ratio count as if they were equal to their neighbors (Yuen, 1974).
+    """
+    ordered = sorted(ratios)
+    count = len(ordered)
+    cut = 1 if count >= _ENOUGH_TO_TRIM else 0
+    kept = ordered[cut : count - cut]
+    moved = [kept[0]] * cut + kept + [kept[-1]] * cut
+    middle = statistics.fmean(kept)
+    spread = max(statistics.stdev(moved), _LEAST_SPREAD) * count / len(kept)
+    reach = student_975(len(kept) - 1) * spread / math.sqrt(count)
     return math.exp(middle), math.exp(middle - reach), math.exp(middle + reach)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,6 @@ from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, few
 from narrowcast.machine import best_format, slow_formats
 from narrowcast.observe.capture import (
     COMPARISON,
-    LEAST_GAIN,
     CaptureWriter,
     ComparisonCapture,
     discard_captures,
@@ -35,7 +35,7 @@ from narrowcast.verify.compare._runs import (
     in_short,
     read_result,
 )
-from narrowcast.verify.compare._timing import TimedPairs, TimingSettings, median_step_s
+from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
 
 # The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3
@@ -180,7 +180,7 @@ class _Comparison:
         """Count tensor bytes in a short run of each format; on CUDA the allocator counts in every run."""
         if any(capture.totals()["peak_tensor_bytes"] is not None for capture in self.timed.all_captures()):
             return
-        slowest_s = median_step_s(self.timed, "mixed") or 0.0
+        slowest_s = max(self.timed.step_times("mixed"), default=0.0)
         fewest = _STEPS_FOR_MEMORY - (slowest_s > _SLOW_STEP_S) - (slowest_s > 5 * _SLOW_STEP_S)
         steps = min(self.settings.steps or fewest, fewest)
         self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, steps=steps)
@@ -222,18 +222,11 @@ class _Comparison:
                 result = read_result(self.runs.start(f"profile-{name}", name, Purpose.SHARES))
             except ScriptError as error:
                 return Reason("unknown", f"the reason was not found, as a run failed: {in_short(error)}")
-            if result is None or None in (result["profile"], result["plain"]):
+            if result is None or result["profile"] is None:
                 why = (result or {}).get("problem") or "the script ended before enough steps were profiled"
                 return Reason("unknown", f"the reason was not found: {why}")
-            plain = {f"plain_{field}": value for field, value in result["plain"].items()}
-            found[name] = result["profile"] | plain
-        least = self.settings.min_speedup or LEAST_GAIN
-        reason = from_profiles(found["fp32"], found["mixed"], self.timed.format(), least_gain=least)
-        if reason is not None:
-            return reason
-        speedup = found["fp32"]["plain_step_s"] / found["mixed"]["plain_step_s"]
-        why = f"in the runs that were profiled a step was {speedup:.2f}x faster"
-        return Reason("unknown", f"the reason was not found: {why}")
+            found[name] = result["profile"] | self.timed.plain_times(name)
+        return from_profiles(found["fp32"], found["mixed"], self.timed.format())
 
     # ---- gradients
 
@@ -258,7 +251,7 @@ class _Comparison:
         latest = min(_LATEST_STEP, taken // 4)
         if ends_by_itself:
             latest = min(latest, taken - _steps_besides(3))
-        is_slow = (median_step_s(self.timed, "fp32") or 0.0) > _MANY_STEPS_S
+        is_slow = statistics.median(self.timed.step_times("fp32") or [0.0]) > _MANY_STEPS_S
         if latest >= _EARLY_STEP and not is_slow:
             return [0, latest // 3, latest]
         latest = min(_EARLY_STEP, taken // 2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,9 +22,11 @@ from narrowcast.observe.capture import (
     RUN,
     Capture,
     kind_of,
+    median_of_runs,
     read_capture,
     speedup_of,
     times_s,
+    why_no_speedup,
     worth_it,
 )
 from narrowcast.verify.compare._runs import (
@@ -57,11 +58,14 @@ class TimingSettings(ScriptSettings, frozen=True, kw_only=True):
         repeats: number of seeds, each run in both formats.
         time_limit_s: for all runs, which limits how many pairs of timed ones follow the first; 0: no limit;
             None: 25 s, or 1.42 times the first pair if that is longer.
+        longest_run_s: of steps, after which every run is ended; None: only a mixed run that takes much longer
+            than FP32's.
         min_speedup: below which mixed precision is not worth it; None: any speedup is.
     """
 
     steps: int = 200
     repeats: int = 1
+    longest_run_s: float | None = None
     time_limit_s: float | None = None
     min_speedup: float | None = None
 
@@ -114,6 +118,41 @@ class TimedPairs:
     def speedup(self) -> tuple[float, float, float] | None:
         """Return the speedup and the ends of its interval; None: not known."""
         return speedup_of(self.captures["fp32"], self.captures["mixed"], self.kind())
+
+    def why_no_speedup(self) -> str:
+        """Say why ``speedup`` is None."""
+        return why_no_speedup(self.captures["fp32"], self.captures["mixed"], self.kind())
+
+    def step_times(self, format_: str) -> list[float]:
+        """Return the times of steps or calls in one format."""
+        kind = self.kind()
+        return [step_s for capture in self.captures[format_] for step_s in times_s(capture, kind)]
+
+    def plain_times(self, format_: str) -> dict[str, Any]:
+        """Return the median time of a step and the ends of its interval, under the names of a profile.
+
+        Those of mixed precision are scaled to the speedup, which comes from steps that took turns: where the
+        speed of the machine changes, the medians of both formats are of different moments.
+        """
+        kind = self.kind()
+        spreads = {
+            name: median_of_runs([times_s(capture, kind) for capture in captures])
+            for name, captures in self.captures.items()
+        }
+        fp32, own = spreads["fp32"], spreads[format_]
+        assert fp32 is not None
+        assert own is not None
+        found = self.speedup()
+        scale = 1.0
+        if format_ == "mixed" and found is not None:
+            scale = fp32.median_s / found[0] / own.median_s
+        low_s, high_s = own.interval_s
+        return {
+            "plain_steps": len(self.step_times(format_)),
+            "plain_step_s": own.median_s * scale,
+            "plain_step_s_low": low_s * scale,
+            "plain_step_s_high": high_s * scale,
+        }
 
     def is_too_slow(self) -> bool:
         """Return whether mixed precision is certainly not worth it."""
@@ -230,6 +269,8 @@ class TimedPairs:
             both_s = sum(one.startup_s + one.stepping_s * steps / max(one.steps, 1) for one in (run, first))
             expected_s = self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * both_s)
             self.runs.ends = self.began + expected_s
+        if self.settings.longest_run_s is not None:
+            return self.settings.longest_run_s
         if self.settings.time_limit_s == 0 or (run.format == "fp32" and not self.settings.fp32_because):
             return math.inf
         if self.settings.fp32_because:
@@ -296,9 +337,3 @@ def _trained_capture(folder: Path) -> Path:
         return own
     spawned = sorted(folder.glob("capture-process*.jsonl"))
     return next((path for path in spawned if read_capture(path).of("step")), own)
-
-
-def median_step_s(pairs: TimedPairs, format_: str) -> float | None:
-    """Return the median time of a step or call in one format; None: there is none."""
-    times = [step_s for one in pairs.captures[format_] for step_s in times_s(one, pairs.kind())]
-    return statistics.median(times) if times else None
