@@ -99,7 +99,7 @@ def doctor(
     if script is not None:
         from narrowcast.observe.capture import make_run_folder
         from narrowcast.verify import DiagnosisSettings
-        from narrowcast.verify.compare import compared_instead, stays_in_fp32
+        from narrowcast.verify.compare import compared_instead, slow_here, stays_in_fp32
 
         instead = compared_instead(policy)
         if instead is not None:
@@ -112,7 +112,10 @@ def doctor(
         settings = DiagnosisSettings(
             target=target, is_module=module, policy=policy, folder=folder, time_limit_s=time_limit
         )
-        return _diagnose(found, settings, as_json=as_json)
+        told = slow_here(policy)
+        for slow in told:
+            talk(f"note: {slow}")
+        return _diagnose(found, settings, told, as_json=as_json)
     from narrowcast.report import doctor_page, doctor_text
 
     report = None if cache is None else _keep_page(doctor_page(found), cache / "doctor.html")
@@ -123,7 +126,9 @@ def doctor(
     return CHECK_FAILED if any(wrong["severity"] == "error" for wrong in found["mismatches"]) else 0
 
 
-def _diagnose(examined: dict[str, Any], settings: DiagnosisSettings, *, as_json: bool) -> int:
+def _diagnose(
+    examined: dict[str, Any], settings: DiagnosisSettings, told: list[str], *, as_json: bool
+) -> int:
     from narrowcast.observe.capture import PAGE
     from narrowcast.report import conclusion, diagnosis_page, diagnosis_text
     from narrowcast.verify import diagnose
@@ -134,6 +139,8 @@ def _diagnose(examined: dict[str, Any], settings: DiagnosisSettings, *, as_json:
     with shown_progress() as progress:
         found = diagnose(settings, examined["rates"], progress=progress)
     tell_outputs(settings.folder)
+    if found["mixed"] is not None:
+        found["mixed"]["notes"] = [note for note in found["mixed"]["notes"] if note not in told]
     report = _keep_page(diagnosis_page(found, examined), settings.folder / PAGE)
     whole = found | {"conclusion": conclusion(found), "machine": examined, "report": report}
     show_result(whole, lambda: diagnosis_text(found, color=sys.stdout.isatty()), as_json=as_json)

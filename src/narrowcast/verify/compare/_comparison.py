@@ -131,6 +131,10 @@ class _Comparison:
             self._write("note", text=f"{text}; {settings.policy} was compared")
         try:
             self.timed.time_all()
+            first = self.timed.captures["fp32"][0].totals()
+            if first["stopped"]:
+                ended = f"{settings.steps} {'optimizer steps' if first['steps'] else 'calls of its modules'}"
+                self._write("note", text=f"each run was ended after {ended}; --steps 0 runs the whole script")
             self._count_tensors()
             if self.timed.kind() == "training":
                 for certificate in self._certificates():

@@ -209,12 +209,6 @@ class TimedPairs:
         self.runs.ends = self.began + max(self.limit_s(), 1.5 * first_pair_s)
 
     def _note_how(self, why_alone: str | None, pairs: int) -> None:
-        totals = self.captures["fp32"][0].totals()
-        if totals["stopped"]:
-            unit = "optimizer steps" if totals["steps"] else "calls of its modules"
-            self._note(
-                f"each run was ended after {self.settings.steps} {unit}; --steps 0 runs the whole script"
-            )
         if why_alone is not None:
             self._note(f"timed one after the other, at least in part, since {why_alone}")
         if pairs < FEWEST_PAIRS:
