@@ -1,12 +1,10 @@
 """Runs of scripts, forked from one process for all tests."""
 
-import subprocess
 import textwrap
-import types
 
 import pytest
 
-from narrowcast.verify.compare import ComparisonSettings, _runs, compare
+from narrowcast.verify.compare import ComparisonSettings, _processes, compare
 from narrowcast.verify.compare._runs import ScriptRuns, ScriptSettings
 
 
@@ -53,15 +51,14 @@ def compared(script_of, tmp_path):
 
 @pytest.fixture(autouse=True)
 def _forked_runs(request, monkeypatch):
-    """Fork the runs of a comparison, except in tests marked ``long``, which start them as users do."""
+    """Fork runs from one process for all tests, but for those marked ``long``: these start it as users do."""
     if request.node.get_closest_marker("long"):
         return
 
-    def popen(command, *, stdout, stderr, env, **_):
+    def start(self, settings_file):
         server = request.getfixturevalue("fork_server")
-        words = command[3:]  # after python -m narrowcast.verify.compare._child
+        output = {name: settings_file.parent / f"{name}.txt" for name in ("stdout", "stderr")}
         function = "narrowcast.verify.compare._child:main"
-        return server.start(function, words, stdout=stdout.name, stderr=stderr.name, env=env)
+        return server.start(function, [settings_file], env=_processes.environment(), **output)
 
-    names = {"DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired, "Popen": popen}
-    monkeypatch.setattr(_runs, "subprocess", types.SimpleNamespace(**names))
+    monkeypatch.setattr(_processes.Processes, "start", start)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import textwrap
-from types import SimpleNamespace
 
 import pytest
 from training_scripts import X, trains
@@ -11,111 +9,21 @@ from training_scripts import X, trains
 from narrowcast.attach import OUTPUTS
 from narrowcast.errors import ScriptError, UnsupportedError
 from narrowcast.machine import Choice
-from narrowcast.observe.capture import Capture, read_comparison
+from narrowcast.observe.capture import read_comparison
 from narrowcast.report import summary
-from narrowcast.verify.compare import ComparisonSettings, _comparison, compared_instead, stays_in_fp32
-from narrowcast.verify.compare._comparison import _Spent, formats_of_pair
-from narrowcast.verify.compare._runs import RunSettings, ScriptRuns
-
-
-def test_pairs_of_runs_begin_with_each_format_in_turn():
-    pairs = [formats_of_pair(number) for number in range(3)]
-    assert pairs == [("fp32", "mixed"), ("mixed", "fp32"), ("fp32", "mixed")]
-
-
-@pytest.fixture
-def timed(tmp_path, monkeypatch):
-    """Time pairs of made-up runs, whose steps take turns or not; return the pairs and what was noted."""
-
-    def time_all(blocks, fits=lambda pairs: 0, **asked):
-        settings = ComparisonSettings(target=("train.py",), folder=tmp_path, **asked)
-        noted, pairs = [], []
-        writer = SimpleNamespace(write=noted.append)
-        comparison = _comparison._Comparison(settings, ScriptRuns(settings), writer)
-        step = {"event": "step", "optimizer": 0, "interval_s": 0.1}
-        pause = {"event": "pause", "waited_s": 0.0}
-
-        def time_pair(formats, repeat, steps):
-            pairs.append((formats, repeat, steps))
-            comparison.spent += [_Spent(1.0, 1.0, 10)] * 2
-            for format_ in formats:
-                comparison.captures[format_].append(Capture(events=(step, pause) * (blocks + 1)))
-
-        monkeypatch.setattr(_comparison._Comparison, "_time_pair", lambda _, *words: time_pair(*words))
-        monkeypatch.setattr(_comparison._Comparison, "_steps_that_fit", lambda _, pairs: fits(pairs))
-        comparison._time_all()
-        return pairs, [event["text"] for event in noted], comparison.runs.expected
-
-    return time_all
-
-
-@pytest.mark.parametrize(
-    ("blocks", "fits", "pairs", "said"),
-    [
-        (4, {1: 8}, [200, 8], ""),
-        (4, {1: None}, [200], "timed in one pair of runs, to keep to the time limit"),
-        (3, {2: 8, 1: 7}, [200, 8, 7], ""),  # too few blocks
-        (0, {2: 8, 1: None}, [200, 8], "timed in 2 of 3 pairs of runs"),
-        (0, {2: None}, [200], "timed in 1 of 3 pairs of runs, to keep to the time limit"),
-    ],
+from narrowcast.verify.compare import (
+    _comparison,
+    _timing,
+    compared_instead,
+    stays_in_fp32,
 )
-def test_runs_that_took_no_turns_are_timed_in_three_pairs(timed, blocks, fits, pairs, said):
-    found, noted, expected = timed(blocks, fits.get)
-    assert [steps for _, _, steps in found] == pairs
-    assert [formats[0] for formats, _, _ in found] == ["fp32", "mixed", "fp32"][: len(pairs)]
-    assert {repeat for _, repeat, _ in found} == {0}
-    assert len(noted) == bool(said)
-    assert "".join(noted).startswith(said)
-    assert expected == 2 * len(pairs) + 5
-
-
-def test_each_seed_is_timed_once(timed):
-    assert [repeat for _, repeat, _ in timed(0, None, repeats=2)[0]] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("start_s", "each_s", "asked", "expected"),
-    [
-        # 25 s, less 12.94, 10 starts of 0.575 s, 10 + 7 steps of 0.06 s, and 1.5 * (24 + 8) later ones
-        (0.5, 0.03, {"steps": 0}, 40),
-        # 0.42 times 81.6 s, less 11.5, 4 s for 10 steps, 7.2 s for 1.5 * (8 + 4) later ones, 2.8 s
-        (1.0, 0.2, {}, 21),
-        (1.0, 0.2, {"at_step": 10}, 24),
-        (2.5, 0.2, {}, None),
-        (0.5, 0.03, {"time_limit_s": 60.0}, 200),  # the script ends before
-        (2.0, 0.2, {"time_limit_s": 0}, 200),
-    ],
-)
-def test_the_second_pair_of_runs_fits_the_time_limit(tmp_path, start_s, each_s, asked, expected):
-    """Steps are as fast in both formats, so that two profiles follow."""
-    settings = ComparisonSettings(target=("train.py",), folder=tmp_path, **asked)
-    spent = [_Spent(start_s + 0.4, 199 * each_s, 199), _Spent(start_s - 0.4, 199 * each_s, 199)]
-    comparison = _comparison._Comparison(settings, ScriptRuns(settings), None, spent=spent)
-    step = {"event": "step", "optimizer": 0, "interval_s": each_s, "skipped": False}
-    pause = {"event": "pause", "waited_s": 0.0}
-    for name in "fp32", "mixed":
-        comparison.captures[name].append(Capture(events=(step, pause) * 199))
-    assert comparison._steps_that_fit(1) == expected
-    if expected not in (None, settings.steps, 200):
-        assert comparison._steps_that_fit(2) in (None, *range(expected // 2))
-
-
-@pytest.mark.long
-def test_steps_of_a_process_that_the_script_starts_are_timed(compared, monkeypatch):
-    spent = []
-    monkeypatch.setattr(_comparison._Comparison, "_steps_that_fit", lambda self, _: spent.extend(self.spent))
-    step = "time.sleep(0.02)", "loss = net(torch.ones(4, 8)).mean()"
-    training = textwrap.indent(trains("nn.Linear(8, 1)", *step, before="import time", steps=30), "    ")
-    start = "if __name__ == '__main__': torch.multiprocessing.spawn(work, nprocs=1)"
-    compared(f"import torch.multiprocessing\ndef work(rank):\n{training}\n{start}\n")
-    assert [run.steps for run in spent] == [30, 30]
-    assert all(0.4 < run.stepping_s < run.startup_s for run in spent)
+from narrowcast.verify.compare._runs import RunSettings
 
 
 @pytest.mark.long
 def test_where_auto_is_fp32_another_format_gets_both_answers(compared, monkeypatch):
     """Runs whose steps are slow end after a few, and losses are compared up to there."""
-    monkeypatch.setattr(_comparison, "_LEAST_MIXED_S", 0.2)
+    monkeypatch.setattr(_timing, "_LEAST_MIXED_S", 0.2)
     text = trains(
         "nn.Linear(8, 1)",
         "x = torch.randn(4, 8)",

@@ -6,19 +6,34 @@ from types import SimpleNamespace
 import pytest
 from training_scripts import trains
 
-from narrowcast.observe.capture import Capture, speedup_of
+from narrowcast.observe.capture import speedup_of
 from narrowcast.report import summary
-from narrowcast.verify._diagnosis import SHORT_PHASES
+from narrowcast.verify._diagnosis import SHARES_PHASES
 from narrowcast.verify._reasons import Reason
-from narrowcast.verify.compare import ComparisonSettings, _comparison
-from narrowcast.verify.compare._comparison import _Comparison, _Spent
+from narrowcast.verify.compare import ComparisonSettings, _comparison, _timing
+from narrowcast.verify.compare._comparison import _Comparison
+from narrowcast.verify.compare._timing import Spent, TimedPairs
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    """A comparison whose runs are not made, and what it has written."""
+
+    def make(runs=None, **asked):
+        target = ("my train.py", "--epochs", "2")
+        settings = ComparisonSettings(target=target, policy="bf16", folder=tmp_path, **asked)
+        written = []
+        return _Comparison(settings, runs, SimpleNamespace(write=written.append)), written
+
+    return make
 
 
 @pytest.mark.cpu_kind
 def test_a_reason_is_of_a_profile_of_this_comparison(compared, monkeypatch):
     """Whatever the rates of the machine say, and however short a step is."""
     monkeypatch.setattr(_comparison, "slow_here", lambda policy: ["matmuls are 16 times slower"])
-    monkeypatch.setattr(_comparison, "speedup_of", lambda *_: (0.5, 0.5, 0.5))
+    monkeypatch.setattr(_timing, "speedup_of", lambda *_: (0.5, 0.5, 0.5))
+    monkeypatch.setattr(_timing, "MOST_PAIRS", 1)
     text = trains("nn.Linear(8, 1)", "x = torch.randn(4, 8)", "loss = net(x).square().mean()", steps=12)
     found = compared(text, min_speedup=1e6, time_limit_s=0)
     why = found.own.last("not_worth_it")
@@ -31,7 +46,9 @@ def test_a_reason_is_of_a_profile_of_this_comparison(compared, monkeypatch):
 
 
 @pytest.mark.cpu_kind
-def test_a_reason_that_was_not_found_is_said(compared):
+def test_a_reason_that_was_not_found_is_said(compared, monkeypatch):
+    monkeypatch.setattr(_timing, "speedup_of", lambda *_: (0.5, 0.5, 0.5))
+    monkeypatch.setattr(_timing, "MOST_PAIRS", 1)
     text = trains("nn.Linear(8, 1)", "x = torch.randn(4, 8)", "loss = net(x).square().mean()", steps=4)
     why = compared(text, min_speedup=1e6, time_limit_s=0).own.last("not_worth_it")
     assert why["cause"] == "unknown"
@@ -48,32 +65,25 @@ def test_a_reason_that_was_not_found_is_said(compared):
         ((0.9, 1.4), 1.3, False),
     ],
 )
-def test_a_reason_is_looked_for_if_the_interval_says_no(tmp_path, monkeypatch, interval, asked, explained):
-    settings = ComparisonSettings(target=("train.py",), folder=tmp_path, min_speedup=asked)
-    written = []
-    comparison = _Comparison(settings, None, SimpleNamespace(write=written.append), spawns=True)
-    comparison.captures["fp32"].append(
-        Capture(events=({"event": "step", "optimizer": 0, "interval_s": 1.0},))
-    )
-    monkeypatch.setattr(_comparison, "speedup_of", lambda *_: (1.0, *interval))
-    comparison._explain_speed()
+def test_a_reason_is_looked_for_if_the_interval_says_no(comparison, monkeypatch, interval, asked, explained):
+    made, written = comparison(min_speedup=asked)
+    made.timed.spawns = True
+    monkeypatch.setattr(_timing, "speedup_of", lambda *_: (1.0, *interval))
+    made._explain_speed()
     assert [event["reason"] for event in written] == (
         [f"the reason was not looked for, {_comparison._IN_PROCESSES}"] if explained else []
     )
 
 
 @pytest.mark.parametrize(("limit_s", "left_s", "profiled"), [(None, 1, False), (None, 9, True), (0, 1, True)])
-def test_no_profile_is_begun_that_ends_after_the_limit(tmp_path, monkeypatch, limit_s, left_s, profiled):
-    """A pair of runs of which each starts in 2 s and takes 0.1 s a step."""
-    target = ("my train.py", "--epochs", "2")
-    settings = ComparisonSettings(target=target, policy="bf16", folder=tmp_path, time_limit_s=limit_s)
-    written = []
-    runs = SimpleNamespace(ends=time.monotonic() + left_s)
-    comparison = _Comparison(settings, runs, SimpleNamespace(write=written.append))
-    comparison.spent = [_Spent(startup_s=2.0, stepping_s=1.0, steps=10)] * 2
-    monkeypatch.setattr(_Comparison, "_too_slow", lambda _: 0.5)
+def test_no_profile_is_begun_that_ends_after_the_limit(comparison, monkeypatch, limit_s, left_s, profiled):
+    """A pair of runs takes 4 s besides its steps, and 0.1 s a step in each format."""
+    made, written = comparison(SimpleNamespace(ends=time.monotonic() + left_s), time_limit_s=limit_s)
+    made.timed.spent = [Spent(startup_s=2.0, stepping_s=1.0, steps=10)] * 2
+    made.timed._pair_s = [6.0]
+    monkeypatch.setattr(TimedPairs, "is_too_slow", lambda _: True)
     monkeypatch.setattr(_Comparison, "_profiled", lambda _: Reason("casts", "casts explain it", 0.9))
-    comparison._explain_speed()
+    made._explain_speed()
     command = "narrowcast doctor --policy bf16 'my train.py' --epochs 2"
     instead = f"the reason was not looked for, to keep to the time limit: {command} looks for it"
     assert written[0]["reason"] == ("casts explain it" if profiled else instead)
@@ -81,8 +91,8 @@ def test_no_profile_is_begun_that_ends_after_the_limit(tmp_path, monkeypatch, li
 
 
 def test_the_steps_of_profiles_are_planned_for():
-    assert sum(phase.steps for phase in SHORT_PHASES) == _comparison._PROFILE_STEPS
-    assert sum(phase.seconds for phase in SHORT_PHASES) == _comparison._PROFILE_S
+    assert sum(phase.steps for phase in SHARES_PHASES) == _comparison._PROFILE_STEPS
+    assert sum(phase.seconds for phase in SHARES_PHASES) == _comparison._PROFILE_S
 
 
 def test_without_times_there_is_no_speedup():

@@ -11,7 +11,7 @@ from training_scripts import trains
 from narrowcast.observe.capture import read_capture
 from narrowcast.observe.capture._speed import blocks_of
 from narrowcast.report import summary
-from narrowcast.verify.compare import _comparison, _runs
+from narrowcast.verify.compare import _runs, _timing
 from narrowcast.verify.compare._runs import take_turns
 
 BEFORE = """import fcntl, os, sys, time
@@ -259,7 +259,7 @@ def test_a_run_that_is_over_its_time_ends(pair):
 @pytest.mark.parametrize("little", [1000, 0])
 def test_runs_that_are_not_timed_go_on_side_by_side(compared, monkeypatch, little):
     """Where the timed ones did and took little memory: one begins before the other one ends."""
-    monkeypatch.setattr(_comparison, "LITTLE_MEMORY", little)
+    monkeypatch.setattr(_timing, "LITTLE_MEMORY", little)
     found = compared(script("time.sleep(0.1)", steps=4))
     for names in ("memory-fp32", "memory-mixed"), ("gradients-mixed", "gradients-exact"):
         begun, ended = (

@@ -167,13 +167,14 @@ class _Comparison:
     def _aside_s(self) -> float:
         """Return about how long the runs take that are not timed, and this process to end.
 
-        The three runs that keep gradients train up to the last step of those; two go at a time.
+        The three runs that keep gradients train up to the last step of those; two go at a time. Their steps
+        take about three times as long: exact sums, weights and gradients that are written.
         """
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
         steps = _ASIDE_STEPS + 1.5 * (at_steps[-1] + held_steps)
         starts = 1 + _RUNS_ASIDE - 2 * self.runs.beside
-        aside_s = steps * self.timed.step_s() + starts * self.timed.pair_besides_s() / 2
+        aside_s = 3 * steps * self.timed.step_s() + starts * self.timed.pair_besides_s() / 2
         if self.timed.is_too_slow() and not self.timed.spawns:
             aside_s += self._profile_s()
         return aside_s

@@ -63,16 +63,20 @@ class Processes:
             self._server = None
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of every run."""
+    return {**_ENVIRONMENT, **os.environ, **_UNBUFFERED}
+
+
 def _start_fresh(words: list[str], folder: Path, inherited: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
     """Start a Python process, with its output in files of ``folder``."""
-    environment = {**_ENVIRONMENT, **os.environ, **_UNBUFFERED}
     with (folder / "stdout.txt").open("wb") as stdout, (folder / "stderr.txt").open("wb") as stderr:
         return subprocess.Popen(
             [sys.executable, *words],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env=environment,
+            env=environment(),
             pass_fds=inherited,
             start_new_session=True,
         )
@@ -136,7 +140,9 @@ class _Server:
         return words
 
     def close(self) -> None:
-        self._socket.close()  # at which the server ends
+        """End the server, and runs that have not ended."""
+        self._socket.close()
+        self._process.kill()  # to end by itself takes a second, and nothing is left to write
         self._process.wait()
 
 

@@ -1,0 +1,152 @@
+"""How many pairs of runs are timed, how long, and of which steps."""
+
+import textwrap
+import time
+from types import SimpleNamespace
+
+import pytest
+from training_scripts import trains
+
+from narrowcast.observe.capture import Capture
+from narrowcast.verify.compare import _timing
+from narrowcast.verify.compare._runs import ScriptRuns
+from narrowcast.verify.compare._timing import MOST_PAIRS, Spent, TimedPairs, TimingSettings
+
+STEP = {"event": "step", "optimizer": 0, "interval_s": 0.1, "skipped": False}
+PAUSE = {"event": "pause", "waited_s": 0.0}
+
+
+@pytest.fixture
+def timed(tmp_path, monkeypatch):
+    """Time pairs of made-up runs of 100 steps, which start in 1 s and take ``step_s`` a step; return them."""
+
+    def time_all(*, step_s=0.01, aside_s=5.0, turns=True, **asked):
+        clock = SimpleNamespace(now_s=0.0)
+        monkeypatch.setattr(_timing.time, "monotonic", lambda: clock.now_s)
+        settings = TimingSettings(target=("train.py",), folder=tmp_path, **asked)
+        pairs, noted = [], []
+        made = TimedPairs(settings, ScriptRuns(settings), noted.append, 5, lambda: aside_s, began=0.0)
+
+        def take_turns(formats, begin, ended, *, steps, limit_s):
+            reached = min(steps or 100, 100)
+            pairs.append((formats, reached))
+            clock.now_s += 2 * (1.0 + reached * step_s)
+            for format_ in formats:
+                made.captures[format_].append(Capture(events=(STEP, PAUSE) * (reached if turns else 0)))
+                made.spent.append(Spent(1.0, reached * step_s, reached))
+            return None if turns else "it is one of the ranks of a job"
+
+        monkeypatch.setattr(_timing, "take_turns", take_turns)
+        made.time_all()
+        return SimpleNamespace(pairs=pairs, noted=noted, made=made, took_s=clock.now_s)
+
+    return time_all
+
+
+def test_pairs_begin_with_each_format_in_turn(timed):
+    found = timed()
+    first = [formats[0] for formats, _ in found.pairs]
+    assert first == ["fp32", "mixed"] * (len(first) // 2) + ["fp32"] * (len(first) % 2)
+    assert len(first) >= 3
+    assert found.made.runs.expected == 2 * len(first) + 5
+
+
+@pytest.mark.parametrize(
+    ("step_s", "aside_s", "pairs"),
+    [
+        (0.001, 0.0, MOST_PAIRS),  # 8 pairs of 2.2 s
+        (0.001, 12.0, 6),  # 10.8 s are left for pairs of 12 steps, 2.02 s each
+        (0.01, 5.0, MOST_PAIRS),  # one of 4 s, and seven of 14 steps
+        (0.1, 5.0, 1),  # of 22 s, and 4.2 s are left, where 12 steps take 4.4
+        (0.1, 0.0, 3),  # 9.2 s are left
+        (0.3, 0.0, 3),  # 62 s, and 26 s are left, where 12 steps take 9.2
+    ],
+)
+def test_as_many_pairs_are_timed_as_the_time_allows(timed, step_s, aside_s, pairs):
+    found = timed(step_s=step_s, aside_s=aside_s)
+    assert len(found.pairs) == pairs
+    assert found.took_s + aside_s <= max(25.0, 1.42 * 2 * (1.0 + 100 * step_s))
+    assert all(steps >= 12 for _, steps in found.pairs)
+    assert bool(found.noted) == (pairs < 3), "a few pairs do not show how far equal runs differ"
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        ({"time_limit_s": 0}, [100, *[40] * 7]),  # no limit, and 40 steps are enough for a pair
+        ({"time_limit_s": 50.0}, [100, *[13] * 6]),
+        ({"time_limit_s": 1.0}, [100]),
+        ({"repeats": 3}, [100, 100, 100]),  # each seed is run whole
+        ({"repeats": 2, "time_limit_s": 80.0}, [100, 100, *[20] * 6]),
+    ],
+)
+def test_later_pairs_are_shorter(timed, asked, steps):
+    found = timed(step_s=0.1, aside_s=0.0, **asked)
+    assert [reached for _, reached in found.pairs] == pytest.approx(steps, abs=1)
+    assert len(found.pairs) == len(steps)
+
+
+def test_one_pair_says_that_it_does_not_show_how_far_equal_runs_differ(timed):
+    (note,) = timed(time_limit_s=1.0).noted
+    assert note["text"] == (
+        "timed in one pair of runs, to keep to the time limit, which do not show how far equal runs "
+        "differ here; --time-limit 0 times 8 pairs"
+    )
+
+
+def test_runs_one_after_the_other_say_why(timed):
+    found = timed(turns=False)
+    assert found.noted[0]["text"].endswith("since it is one of the ranks of a job")
+    assert found.made.runs.beside is False
+
+
+def test_the_times_of_mixed_precision_are_those_of_the_speedup(timed):
+    """Steps that took turns were twice as fast, though the medians of all steps are equal."""
+    made = timed(step_s=0.001, aside_s=0.0).made
+    fast = {**STEP, "interval_s": 0.05}
+    made.captures["mixed"] = [Capture(events=(fast, PAUSE) * 20) for _ in made.captures["mixed"]]
+    fp32, mixed = made.plain_times("fp32"), made.plain_times("mixed")
+    assert fp32["plain_step_s"] == 0.1
+    assert mixed["plain_step_s"] == pytest.approx(0.05)
+    assert mixed["plain_step_s_low"] <= mixed["plain_step_s"] <= mixed["plain_step_s_high"]
+
+
+@pytest.mark.long
+def test_steps_of_a_process_that_the_script_starts_are_timed(runs):
+    step = "time.sleep(0.02)", "loss = net(torch.ones(4, 8)).mean()"
+    training = textwrap.indent(trains("nn.Linear(8, 1)", *step, before="import time", steps=30), "    ")
+    start = "if __name__ == '__main__': torch.multiprocessing.spawn(work, nprocs=1)"
+    made = runs(f"import torch.multiprocessing\ndef work(rank):\n{training}\n{start}\n")
+    settings = TimingSettings(
+        target=made.settings.target, policy="bf16", folder=made.settings.folder, time_limit_s=0.1
+    )
+    began = time.monotonic()
+    timed = TimedPairs(settings, made, lambda event: None)
+    timed.time_all()
+    assert time.monotonic() - began < 60
+    assert [run.steps for run in timed.spent] == [30, 30]
+    assert all(0.4 < run.stepping_s < run.startup_s for run in timed.spent)
+
+
+@pytest.mark.parametrize("searched", [0, 15])
+def test_the_optimizer_with_the_most_steps_is_timed(runs, searched):
+    """And not a search for the learning rate, which trains a copy before."""
+    before = f"""
+    search = torch.optim.SGD(torch.nn.Linear(8, 1).parameters(), 0.1)
+    for _ in range({searched}):
+        loss = net(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        search.step()
+    """
+    text = trains("nn.Linear(8, 1)", "loss = net(torch.randn(4, 8)).square().mean()", steps=60)
+    text = text.replace("for step in range", textwrap.dedent(before) + "for step in range", 1)
+    made = runs(text)
+    run = made.begin("fp32-1", "fp32", "timed")
+    try:
+        run.go()
+        steps = run.steps
+    finally:
+        run.close()
+    made.close()
+    # The first 20 steps after the search end no step of it.
+    assert steps == (60 if not searched else searched + 60 - 20)
