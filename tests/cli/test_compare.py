@@ -48,7 +48,8 @@ TINY = """\
         net(torch.randn(16, 8)).square().mean().backward()
         optimizer.step()
     """
-RUNS = ["fp32-1", "mixed-1", "mixed-2", "fp32-2"]
+# Eight pairs, AB BA.
+RUNS = [f"{name}-{n}" for n in range(1, 9) for name in sorted(("fp32", "mixed"), reverse=n % 2 == 0)]
 ASIDE = ["memory-fp32", "memory-mixed", "gradients-reference", "gradients-mixed", "gradients-exact"]
 THEIRS = ("--policy", "x", "--json", "--steps=5", "-m")
 
@@ -143,8 +144,8 @@ def test_runs_take_turns_and_those_that_are_not_timed_come_last(trained, kept):
         (name, name.partition("-")[0], 3) for name in RUNS
     ]
     begins = [read_capture(kept / name / "capture.jsonl").start for name in RUNS]
-    assert [begin["policy"] for begin in begins] == ["fp32", "bf16", "bf16", "fp32"]
-    assert [begin["seed"] for begin in begins] == [3] * 4
+    assert [begin["policy"] for begin in begins] == ["fp32", "bf16", "bf16", "fp32"] * 4
+    assert [begin["seed"] for begin in begins] == [3] * 16
 
 
 def test_runs_share_their_seed_and_have_folders_of_their_own(trained, kept):

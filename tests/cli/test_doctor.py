@@ -76,7 +76,7 @@ def test_a_script_is_profiled_in_bf16_where_auto_is_fp32(measured, here, monkeyp
 
     def diagnose(settings, *_, **__):
         profiled.append(settings.policy)
-        return {"target": ["train.py"], "problem": "nothing to profile"}
+        return {"target": ["train.py"], "problem": "nothing to profile", "mixed": None}
 
     monkeypatch.setattr("narrowcast.verify.diagnose", diagnose)
     here.write("train.py", "pass\n")
@@ -101,7 +101,7 @@ def test_a_real_measurement_as_a_process(workshop):
         (("--quick",), "No such option: --quick"),
         (("one", "two"), "cannot run one: No such file or directory"),
         (("--policy", "bf61", "train.py"), "unknown policy 'bf61'. Did you mean \"bf16\"?"),
-        (("-m",), "Invalid value for '--module' or '--run-dir': expected a SCRIPT"),
+        (("-m",), "Invalid value for '--module', '--run-dir' or '--time-limit': expected a SCRIPT"),
     ],
 )
 def test_wrong_use_is_one_line_and_2(here, capsys, words, said):

@@ -155,7 +155,7 @@ def test_a_process_whose_speed_is_its_own_is_seen_by_others():
 
 def test_one_run_that_is_slow_does_not_widen_the_interval_of_many():
     even, slow = ([[0.1]] * 8, [[0.1]] * 8), ([[0.18]] * 8, [[0.1]] * 8)
-    middle, low, high = speedup_of_pairs([even] * 7 + [slow])
+    middle, _low, high = speedup_of_pairs([even] * 7 + [slow])
     assert middle == pytest.approx(1.0)
     assert high < 1.02
     assert speedup_of_pairs([even] * 3 + [slow])[2] > 1.5

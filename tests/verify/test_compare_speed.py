@@ -32,8 +32,7 @@ def comparison(tmp_path):
 def test_a_reason_is_of_a_profile_of_this_comparison(compared, monkeypatch):
     """Whatever the rates of the machine say, and however short a step is."""
     monkeypatch.setattr(_comparison, "slow_here", lambda policy: ["matmuls are 16 times slower"])
-    monkeypatch.setattr(_timing, "speedup_of", lambda *_: (0.5, 0.5, 0.5))
-    monkeypatch.setattr(_timing, "MOST_PAIRS", 1)
+    monkeypatch.setattr(_timing, "MOST_PAIRS", 3)
     text = trains("nn.Linear(8, 1)", "x = torch.randn(4, 8)", "loss = net(x).square().mean()", steps=12)
     found = compared(text, min_speedup=1e6, time_limit_s=0)
     why = found.own.last("not_worth_it")
@@ -47,8 +46,7 @@ def test_a_reason_is_of_a_profile_of_this_comparison(compared, monkeypatch):
 
 @pytest.mark.cpu_kind
 def test_a_reason_that_was_not_found_is_said(compared, monkeypatch):
-    monkeypatch.setattr(_timing, "speedup_of", lambda *_: (0.5, 0.5, 0.5))
-    monkeypatch.setattr(_timing, "MOST_PAIRS", 1)
+    monkeypatch.setattr(_timing, "MOST_PAIRS", 3)
     text = trains("nn.Linear(8, 1)", "x = torch.randn(4, 8)", "loss = net(x).square().mean()", steps=4)
     why = compared(text, min_speedup=1e6, time_limit_s=0).own.last("not_worth_it")
     assert why["cause"] == "unknown"

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from narrowcast.verify import ScriptSettings, diagnose
+from narrowcast.verify import DiagnosisSettings, diagnose
 from narrowcast.verify._diagnosis import side_by_side
 
 NO_RATES = {"devices": []}
@@ -30,7 +30,8 @@ TRAINS = """\
 def diagnosed_in(folder, *texts, policy="bf16"):
     path = folder / "train.py"
     path.write_text("".join(textwrap.dedent(text) for text in (HEAD, *texts)), encoding="utf-8")
-    settings = ScriptSettings(target=(str(path),), policy=policy, folder=folder / "runs")
+    target = (str(path),)
+    settings = DiagnosisSettings(target=target, policy=policy, folder=folder / "runs", time_limit_s=1.0)
     return diagnose(settings, NO_RATES)
 
 
@@ -126,7 +127,7 @@ def test_two_optimizers_step_in_one_step(diagnosed):
 PROBLEMS = {
     "short": (
         TRAINS.format(wide=16, many="range(4)"),
-        "the script ended after 4 optimizer steps, and 15 are needed: let it run longer",
+        "the script ended after 4 optimizer steps, and 5 are needed: let it run longer",
     ),
     "nothing": (
         "print(torch.ones(3))\n",
@@ -222,8 +223,9 @@ def test_two_profiles_side_by_side():
         {"device_type": "cuda", "rows": [rate("matmul", [64, 64], "small", 99.0)]},
         {"device_type": "cpu", "rows": RATES},
     ]
-    together = side_by_side(found, {"devices": devices})
-    assert together["speedup"] == pytest.approx(2)
+    together = side_by_side(found, {"devices": devices}, (2.0, 1.9, 2.1))
+    assert (together["speedup"], together["speedup_interval"]) == (2.0, [1.9, 2.1])
+    assert (together["worth_it"], together["not_faster"]) == ("yes", None)
     assert together["products_share"] == 0.4
     assert together["products_speedup"] == pytest.approx(0.100 / 0.080)
     assert together["machine_speedup"] == pytest.approx(0.080 / (0.020 / 2 + 0.060 / 5))
@@ -241,7 +243,9 @@ def test_a_product_that_only_one_run_has_is_not_compared():
         "fp32": profile([(SMALL, 2, 0.010)], plain_s=0.2),
         "mixed": profile([(UNKNOWN, 2, 0.020)], plain_s=0.1, format_="bf16"),
     }
-    together = side_by_side(found, NO_RATES)
+    together = side_by_side(found, NO_RATES, None, why_unknown="too few turns")
+    assert (together["speedup"], together["worth_it"]) == (None, "cannot tell")
+    assert together["why_unknown"] == "too few turns"
     assert together["products_speedup"] is None
     assert together["machine_speedup"] is None
     assert together["limit_here"] is None
@@ -249,6 +253,7 @@ def test_a_product_that_only_one_run_has_is_not_compared():
 
 def test_a_product_that_stayed_in_fp32_has_no_speed_in_the_low_format():
     sides = {name: profile([(SMALL, 2, 0.010)], plain_s=0.2) for name in ("fp32", "mixed")}
-    together = side_by_side({"device": "cpu", "format": "bf16", **sides}, NO_RATES)
+    together = side_by_side({"device": "cpu", "format": "bf16", **sides}, NO_RATES, (1.0, 0.98, 1.02))
+    assert together["worth_it"] == "no"
     assert together["products_speedup"] is None
     assert "ran in FP32 under bf16 too (matmul)" in together["not_faster"]["text"]
