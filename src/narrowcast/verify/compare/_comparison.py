@@ -47,6 +47,7 @@ _LATEST_STEP, _EARLY_STEP = 24, 8
 _MANY_STEPS_S = 0.1  # where a step takes longer, three dozen more would take the place of timed ones
 # Steps of a profile, and seconds after which its phases end, each with the step that goes on then.
 _PROFILE_STEPS, _PROFILE_S = 7, 1.5
+_PROFILE_SHARE = 0.3  # of the time limit; what takes longer is for narrowcast doctor
 _IN_PROCESSES = "since the script computes in processes that it starts itself, which are not profiled"
 
 
@@ -135,13 +136,13 @@ class _Comparison:
             if first["stopped"]:
                 ended = f"{settings.steps} {'optimizer steps' if first['steps'] else 'calls of its modules'}"
                 self._write("note", text=f"each run was ended after {ended}; --steps 0 runs the whole script")
+            self._explain_speed()
             self._count_tensors()
             if self.timed.kind() == "training":
                 for certificate in self._certificates():
                     self._write("certificate", **certificate)
             else:
                 self._write("output", **compare_outputs(self.runs))
-            self._explain_speed()
         except ScaleCollapseError as error:
             # Training that cannot go on in mixed precision is a result of the comparison.
             failed = self._no_certificate(f"Training in mixed precision came to a stop. {error}")
@@ -213,7 +214,7 @@ class _Comparison:
             return
         if self.timed.spawns:
             reason = Reason("unknown", f"the reason was not looked for, {_IN_PROCESSES}")
-        elif self.settings.time_limit_s != 0 and time.monotonic() + self._profile_s() > self.runs.ends:
+        elif self.settings.time_limit_s != 0 and self._profile_s() > _PROFILE_SHARE * self.timed.limit_s():
             reason = not_looked_for(self.settings, "to keep to the time limit")
         else:
             reason = self._profiled()
