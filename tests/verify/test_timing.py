@@ -30,6 +30,7 @@ def timed(tmp_path, monkeypatch):
         def take_turns(formats, begin, ended, *, steps, limit_s):
             reached = min(steps or 100, 100)
             pairs.append((formats, reached))
+            begin("fp32")
             clock.now_s += 2 * (1.0 + reached * step_s)
             for format_ in formats:
                 made.captures[format_].append(Capture(events=(STEP, PAUSE) * (reached if turns else 0)))
@@ -37,6 +38,7 @@ def timed(tmp_path, monkeypatch):
             return None if turns else "it is one of the ranks of a job"
 
         monkeypatch.setattr(_timing, "take_turns", take_turns)
+        monkeypatch.setattr(ScriptRuns, "begin", lambda *_, **__: None)
         made.time_all()
         return SimpleNamespace(pairs=pairs, noted=noted, made=made, took_s=clock.now_s)
 

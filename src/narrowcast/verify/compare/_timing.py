@@ -240,14 +240,17 @@ class TimedPairs:
 
     def _time_pair(self, repeat: int, steps: int) -> str | None:
         """Make a run of each format; return why their steps did not take turns, if so."""
-        began = time.monotonic()
         seed = self.settings.seed + repeat
+
+        begun: list[float] = []
 
         def begin(format_: str) -> LiveRun:
             name = f"{format_}-{len(self.captures[format_]) + 1}"
             run = {"name": name, "format": format_, "seed": seed}
             self.write({"event": "run", **run, "capture": f"{name}/{RUN}", "last_line": "", "ended": False})
-            return self.runs.begin(name, format_, Purpose.TIMED, seed_shift=repeat, steps=steps)
+            live = self.runs.begin(name, format_, Purpose.TIMED, seed_shift=repeat, steps=steps)
+            begun.append(time.monotonic())
+            return live
 
         # AB, BA, AB, so that a machine that slows down slows both alike.
         pair = len(self.captures["fp32"])
@@ -255,7 +258,8 @@ class TimedPairs:
         ended = functools.partial(self._ended, seed=seed)
         with folder_of_one(self.runs.progress):
             why_alone = take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
-        self._pair_s.append(time.monotonic() - began)
+        # From here on, since before its first run the process may have started that forks all runs.
+        self._pair_s.append(time.monotonic() - begun[0])
         return why_alone
 
     def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
