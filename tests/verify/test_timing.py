@@ -40,7 +40,8 @@ def timed(tmp_path, monkeypatch):
         monkeypatch.setattr(_timing, "take_turns", take_turns)
         monkeypatch.setattr(ScriptRuns, "begin", lambda *_, **__: None)
         made.time_all()
-        return SimpleNamespace(pairs=pairs, noted=noted, made=made, took_s=clock.now_s)
+        notes = [event for event in noted if event["event"] == "note"]
+        return SimpleNamespace(pairs=pairs, noted=notes, made=made, took_s=clock.now_s)
 
     return time_all
 
