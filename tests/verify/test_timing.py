@@ -20,7 +20,7 @@ PAUSE = {"event": "pause", "waited_s": 0.0}
 def timed(tmp_path, monkeypatch):
     """Time pairs of made-up runs of 100 steps, which start in 1 s and take ``step_s`` a step; return them."""
 
-    def time_all(*, step_s=0.01, aside_s=5.0, turns=True, **asked):
+    def time_all(*, step_s=0.01, aside_s=5.0, turns=True, before=0, **asked):
         clock = SimpleNamespace(now_s=0.0)
         monkeypatch.setattr(_timing.time, "monotonic", lambda: clock.now_s)
         settings = TimingSettings(target=("train.py",), folder=tmp_path, **asked)
@@ -33,7 +33,9 @@ def timed(tmp_path, monkeypatch):
             begin("fp32")
             clock.now_s += 2 * (1.0 + reached * step_s)
             for format_ in formats:
-                made.captures[format_].append(Capture(events=(STEP, PAUSE) * (reached if turns else 0)))
+                search = (STEP,) * min(before, reached)
+                timed = ({**STEP, "optimizer": bool(before)}, PAUSE) * ((reached - before) * turns)
+                made.captures[format_].append(Capture(events=search + timed))
                 made.spent.append(Spent(1.0, reached * step_s, reached))
             return None if turns else "it is one of the ranks of a job"
 
@@ -87,6 +89,12 @@ def test_later_pairs_are_shorter(timed, asked, steps):
     found = timed(step_s=0.1, aside_s=0.0, **asked)
     assert [reached for _, reached in found.pairs] == pytest.approx(steps, abs=1)
     assert len(found.pairs) == len(steps)
+
+
+def test_a_short_pair_goes_beyond_a_search_for_the_learning_rate(timed):
+    """Of 20 steps: the twelve of a short pair are those of the training."""
+    found = timed(step_s=0.1, aside_s=0.0, before=20, time_limit_s=40.0)
+    assert [steps for _, steps in found.pairs[1:]] == [35, 35]
 
 
 def test_one_pair_says_that_it_does_not_show_how_far_equal_runs_differ(timed):

@@ -23,7 +23,7 @@ from narrowcast.observe.capture import (
     Capture,
     ComparisonCapture,
     TimedRun,
-    times_s,
+    times_of_runs,
 )
 from narrowcast.report._explain import explain_panel
 from narrowcast.report._figures import (
@@ -56,7 +56,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
     found, start, runs = summary(comparison), comparison.own.start, comparison.runs
     of_loss = found["loss"] or {"site": None}
     losses, more_sites = loss_figures(runs, first=of_loss["site"])
-    judged, times = checks(found), [times_s(run.capture, found["kind"]) for run in runs]
+    judged, times = checks(found), times_of_runs([run.capture for run in runs], found["kind"])
     what = "forward calls" if found["kind"] == "inference" else "steps"
     error = _error(found)
     why = found["verdict"]["right"]
@@ -109,7 +109,7 @@ def run_page(capture: Capture, folder: Path) -> str:
     shown = [run] if panel is None else []
     losses, more_sites = loss_figures(shown)
     what = "steps" if kind == "training" else "forward calls"
-    times = time_figure(shown, [times_s(one.capture, kind) for one in shown], what)
+    times = time_figure(shown, times_of_runs([one.capture for one in shown], kind), what)
     return html_page(
         "run.html",
         title=_script(capture.start["argv"]),

@@ -17,6 +17,7 @@ from narrowcast.observe.capture import (
     kind_of,
     median_of_runs,
     speedup_of,
+    times_of_runs,
     times_s,
     took_turns,
     why_no_speedup,
@@ -166,7 +167,7 @@ class _Side:
         first = totals[0] if totals else {}
         # A run that was cut short with the comparison did other work; one without an end may be complete.
         self.whole = [run for run in self.runs if comparison.finished or run.capture.end is not None]
-        self.time = median_of_runs([times_s(run.capture, kind) for run in self.runs])
+        self.time = median_of_runs(times_of_runs([run.capture for run in self.runs], kind))
         self.losses = {run.name: losses for run, losses in losses_of(comparison.runs) if run.format == name}
         self.final_losses = final_losses(self.whole, comparison.runs)
         formats = {device["format"]: None for run in self.runs for device in run.capture.of("device")}

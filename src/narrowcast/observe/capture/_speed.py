@@ -50,21 +50,35 @@ def _without_warm_up(times_s: Sequence[float]) -> list[float]:
     return list(times_s[max(fewest, int(len(times_s) * _WARM_UP_SHARE)) :])
 
 
-def _pace(capture: Capture) -> int | None:
-    """Return the number of the optimizer with the most steps, the first of equal ones; None: no step."""
-    counts = Counter(step["optimizer"] for step in capture.of("step"))
-    return max(sorted(counts), key=counts.__getitem__, default=None)
+def pace_of(captures: Sequence[Capture]) -> int | None:
+    """Return the number of the optimizer whose steps are timed in runs of one script; None: no step.
+
+    It is the one with the most steps in the first of them, which is whole: a short run may end in a search
+    for the learning rate.
+    """
+    for capture in captures:
+        counts = Counter[int](step["optimizer"] for step in capture.of("step"))
+        if counts:
+            return max(sorted(counts), key=counts.__getitem__)
+    return None
 
 
-def times_s(capture: Capture, kind: str | None) -> list[float]:
+def times_of_runs(captures: Sequence[Capture], kind: str | None) -> list[list[float]]:
+    """Return ``times_s`` of each of several runs of one script, the first of which is whole."""
+    pace = pace_of(captures)
+    return [times_s(capture, kind, pace) for capture in captures]
+
+
+def times_s(capture: Capture, kind: str | None, pace: int | None = None) -> list[float]:
     """Durations of steps, or for the kind ``"inference"`` of outermost forward calls, warm-up left out.
 
-    Only steps of one optimizer count, that with the most: in a GAN, whose two optimizers alternate, each of
-    them lasts a whole iteration, and no iteration counts twice.
+    Only steps of the optimizer ``pace`` count, by default those of the one with the most: in a GAN, whose two
+    optimizers alternate, each of them lasts a whole iteration, and no iteration counts twice.
     """
     if kind == "inference":
         return _without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
-    pace = _pace(capture)
+    if pace is None:
+        pace = pace_of([capture])
     intervals = [step["interval_s"] for step in capture.of("step") if step["optimizer"] == pace]
     return _without_warm_up([interval for interval in intervals if interval is not None])
 
@@ -107,9 +121,10 @@ def _pairs_in_turns(
     fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None
 ) -> list[tuple[Blocks, Blocks]]:
     """Return the blocks of both runs of each pair whose runs took turns."""
+    pace = pace_of(fp32)
     pairs: list[tuple[Blocks, Blocks]] = []
     for before, after in zip(fp32, mixed, strict=False):  # the last one may have begun only
-        blocks = (blocks_of(before, kind), blocks_of(after, kind))
+        blocks = (blocks_of(before, kind, pace), blocks_of(after, kind, pace))
         if _ratios_of_blocks(*blocks):
             pairs.append(blocks)
     return pairs
@@ -127,8 +142,8 @@ def _ratios_of_blocks(fp32: Blocks, mixed: Blocks) -> list[float]:
 def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> list[float]:
     """Return the logarithm of the speedup by the medians of each pair of runs that has both."""
     ratios = []
-    for before, after in zip(fp32, mixed, strict=False):
-        times, mixed_times = times_s(before, kind), times_s(after, kind)
+    both = zip(times_of_runs(fp32, kind), times_of_runs(mixed, kind), strict=False)
+    for times, mixed_times in both:
         if times and mixed_times and min(*times, *mixed_times) > 0:
             ratios.append(math.log(statistics.median(times) / statistics.median(mixed_times)))
     return ratios
@@ -189,13 +204,14 @@ def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
     return ordered[low], ordered[high]
 
 
-def blocks_of(capture: Capture, kind: str | None) -> list[list[float]]:
+def blocks_of(capture: Capture, kind: str | None, pace: int | None = None) -> list[list[float]]:
     """Durations as of ``times_s``, in the blocks between two pauses of the run, the first tenth left out.
 
     Of three steps or more the first is left out: it finds caches that the other process filled. Not where
     a block ended with a wait for the device, since that has the rest of all its steps.
     """
-    pace = _pace(capture)
+    if pace is None:
+        pace = pace_of([capture])
     blocks: list[list[float]] = []
     current: list[float] = []
     for event in capture.events:

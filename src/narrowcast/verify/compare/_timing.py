@@ -23,8 +23,10 @@ from narrowcast.observe.capture import (
     Capture,
     kind_of,
     median_of_runs,
+    pace_of,
     read_capture,
     speedup_of,
+    times_of_runs,
     times_s,
     why_no_speedup,
     worth_it,
@@ -125,8 +127,8 @@ class TimedPairs:
 
     def step_times(self, format_: str) -> list[float]:
         """Return the times of steps or calls in one format."""
-        kind = self.kind()
-        return [step_s for capture in self.captures[format_] for step_s in times_s(capture, kind)]
+        runs = times_of_runs(self.captures[format_], self.kind())
+        return [step_s for times in runs for step_s in times]
 
     def plain_times(self, format_: str) -> dict[str, Any]:
         """Return the median time of a step and the ends of its interval, under the names of a profile.
@@ -136,8 +138,7 @@ class TimedPairs:
         """
         kind = self.kind()
         spreads = {
-            name: median_of_runs([times_s(capture, kind) for capture in captures])
-            for name, captures in self.captures.items()
+            name: median_of_runs(times_of_runs(captures, kind)) for name, captures in self.captures.items()
         }
         fp32, own = spreads["fp32"], spreads[format_]
         assert fp32 is not None
@@ -225,8 +226,10 @@ class TimedPairs:
         """Return how many more pairs of runs there is time for, at most ``most``, and after how many steps
         each run of the next one ends; 0: by itself."""
         steps_taken = max(run.steps for run in self.spent[:2])
-        enough = min(steps_taken, max(_ENOUGH_STEPS, math.ceil(_ENOUGH_S / max(self.step_s(), 1e-6))))
-        fewest = min(steps_taken, _FEWEST_STEPS)
+        before = self._steps_before_timed()
+        enough = max(_ENOUGH_STEPS, math.ceil(_ENOUGH_S / max(self.step_s(), 1e-6)))
+        enough = min(steps_taken, before + enough)
+        fewest = min(steps_taken, before + _FEWEST_STEPS)
         left_s = math.inf
         if self.settings.time_limit_s != 0:
             spent_s = time.monotonic() - self.began
@@ -237,6 +240,13 @@ class TimedPairs:
                 steps = int(min(fit, enough))
                 return pairs, steps if steps < steps_taken else self.settings.steps
         return 0, 0
+
+    def _steps_before_timed(self) -> int:
+        """Return how many steps of other optimizers come before the first one that is timed."""
+        steps = self.captures["fp32"][0].of("step")
+        pace = pace_of(self.captures["fp32"])
+        timed = [place for place, step in enumerate(steps) if step["optimizer"] == pace]
+        return timed[0] if timed else 0
 
     def _time_pair(self, repeat: int, steps: int) -> str | None:
         """Make a run of each format; return why their steps did not take turns, if so."""
