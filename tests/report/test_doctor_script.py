@@ -49,8 +49,9 @@ def test_the_text_in_color_and_without():
 def test_the_page_has_the_figures_of_the_text():
     page = Seen(diagnosis_page(FOUND, CPU))
     for words in (
-        "A step of train.py takes 6.1 ms in FP32 and 5.3 ms in bf16. Worth it: yes: 1.15x faster "
-        "(95 % interval 1.10x to 1.20x).",
+        "bf16 is worth it for train.py: 1.15x faster.",
+        "A step takes 6.1 ms in FP32 and 5.3 ms in bf16. Worth it: yes: 1.15x faster (95 % interval 1.10x to "
+        "1.20x).",
         "matmuls (linear, conv, attention) 3.5 ms, 57 % 1.4 ms, 26 % casts between formats - 689 us, 13 %",
         "256 x 1024 x 512 (2) 48 % 3.00x faster 3.30x faster 256 x 10 x 1024 (3) 9 % 1.90x faster",
         "Casts: 11 a step, 6.9 MiB read and written; 4 of weights, 3.1 MiB. Ops: 85 a step, 54 us each.",
@@ -183,3 +184,21 @@ def test_what_takes_the_most_time_is_changed_first():
     slower = changed(together__products_speedup=0.5, together__not_faster=SLOW_MATMULS)
     (first,) = [line for line in conclusion(slower) if line.startswith("Change first")]
     assert "the matmuls are small" in first, "that they are slower is why the format loses"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "speedup", "words"),
+    [
+        ("no", 0.8, "bf16 is not worth it for train.py: 1.25x slower."),
+        ("cannot tell", None, "We cannot tell whether bf16 is worth it for train.py."),
+    ],
+)
+def test_the_page_begins_with_the_answer(verdict, speedup, words):
+    interval = None if speedup is None else [0.7, 0.9]
+    found = changed(
+        together__worth_it=verdict,
+        together__speedup=speedup,
+        together__speedup_interval=interval,
+        together__why_unknown="too few turns",
+    )
+    assert words in Seen(diagnosis_page(found, CPU)).words
