@@ -30,14 +30,15 @@ def test_text_and_json_of_a_script(workshop):
     ended = workshop.narrowcast(*SHORT, "--run-dir", folder, "train.py", "--json", "-m", "--policy", "x")
     assert ended.code == 0
     assert "--policy went to train.py; before the name of the script" in ended.stderr
-    assert ended.stdout.startswith("train.py --json -m --policy x: in bf16 on this CPU, ")
+    begins = "train.py --json -m --policy x: bf16 beside FP32 on this CPU\nworth it   "
+    assert ended.stdout.startswith(begins)
     assert max(map(len, ended.stdout.splitlines())) <= 79
     assert len(ended.stdout.splitlines()) <= 50, "at most a screen"
     text = " ".join(ended.stdout.split())
     assert "Casts: 7 a step" in text  # input, weight, bias, output back; the output's gradient and two others
     assert "train.py:13 item() 1." in text
-    outputs = f"{folder}/fp32/narrowcast-outputs and {folder}/mixed/narrowcast-outputs"
-    assert f"what the script wrote is in {outputs}\n" in ended.stderr
+    outputs = f"what each run of the script wrote is in its folder, as {folder}/fp32-1/narrowcast-outputs\n"
+    assert outputs in ended.stderr
     assert ended.stderr.endswith(f"narrowcast: report: {folder / 'report.html'}\n")
     assert "What this means" in (folder / "report.html").read_text()
     assert not (workshop.folder / "best.pt").exists()
@@ -49,7 +50,7 @@ def test_text_and_json_of_a_script(workshop):
     found = json.loads(answer.stdout)
     assert set(found) == {
         "schema", "target", "policy", "problem", "device", "format", "unit", "fp32", "mixed", "together",
-        "conclusion", "machine", "report",
+        "notes", "conclusion", "machine", "report",
     }  # fmt: skip
     assert found["target"] == ["train"]
     assert "What this means" in Path(found["report"]).read_text()

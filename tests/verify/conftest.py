@@ -28,13 +28,18 @@ def script_of(tmp_path):
 
 @pytest.fixture
 def runs(tmp_path, script_of):
-    """``ScriptRuns`` of the text of a script."""
+    """``ScriptRuns`` of the text of a script, closed at the end."""
+    made = []
 
     def make(text, *arguments, policy="bf16", **more):
         target = (script_of(text), *arguments)
-        return ScriptRuns(ScriptSettings(target=target, policy=policy, folder=tmp_path / "runs", **more))
+        settings = ScriptSettings(target=target, policy=policy, folder=tmp_path / "runs", **more)
+        made.append(ScriptRuns(settings))
+        return made[-1]
 
-    return make
+    yield make
+    for one in made:
+        one.close()
 
 
 @pytest.fixture

@@ -158,6 +158,5 @@ def test_the_optimizer_with_the_most_steps_is_timed(runs, searched):
         steps = run.steps
     finally:
         run.close()
-    made.close()
     # The first 20 steps after the search end no step of it.
     assert steps == (60 if not searched else searched + 60 - 20)

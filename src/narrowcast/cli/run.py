@@ -146,12 +146,15 @@ def tell_outputs(folder: Path) -> None:
     """Say where the files are that the runs of a script in ``folder`` wrote."""
     from narrowcast.attach import OUTPUTS
 
-    found = [str(path) for path in (folder / OUTPUTS, *sorted(folder.glob(f"*/{OUTPUTS}"))) if path.is_dir()]
-    if found:
-        talk(
-            "note: files are as before (but for those of other programs and native code), and what the "
-            f"script wrote is in {' and '.join(found)}"
-        )
+    of_one = folder / OUTPUTS
+    of_several = sorted(path for path in folder.glob(f"*/{OUTPUTS}") if path.is_dir())
+    if of_several:
+        where = f"each run of the script wrote is in its folder, as {of_several[0]}"
+    elif of_one.is_dir():
+        where = f"the script wrote is in {of_one}"
+    else:
+        return
+    talk(f"note: files are as before (but for those of other programs and native code), and what {where}")
 
 
 def check_seed(seed: int | None) -> None:
