@@ -144,3 +144,31 @@ def test_other_systems_start_each_run_anew(tmp_path, monkeypatch):
     assert run.wait(30) == 0
     words = (tmp_path / "stdout.txt").read_text().split()
     assert words == ["-m", "narrowcast.verify.compare._child", str(tmp_path / "narrowcast-run.json")]
+
+
+def test_a_run_that_cannot_begin_has_failed(processes, tmp_path):
+    """As on a full disk: nobody waits for it for ever."""
+    for _ in range(2):
+        run = _START(processes, tmp_path / "missing" / "narrowcast-run.json")
+        assert run.wait(30) == 1
+
+
+def test_a_line_that_an_interrupt_lost_is_not_waited_for(started):
+    process, _ = started("import time\ntime.sleep(60)")
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(30) == -signal.SIGTERM
+    del process._server.codes[process.pid]
+    assert process.wait(30) == -signal.SIGKILL
+
+
+@pytest.mark.long
+def test_a_server_that_was_killed_is_followed_by_another(tmp_path):
+    script = tmp_path / "ends.py"
+    script.write_text("raise SystemExit(3)")
+    settings = RunSettings(target=(str(script),), policy="fp32", folder=tmp_path, purpose=Purpose.TIMED)
+    processes = Processes()
+    assert processes.start(settings.write()).wait(60) == 3
+    processes._server._process.kill()
+    processes._server._process.wait()
+    assert processes.start(settings.write()).wait(60) == 3
+    processes.close()

@@ -1,15 +1,19 @@
 """How many pairs of runs are timed, how long, and of which steps."""
 
+import math
 import textwrap
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from training_scripts import trains
 
 from narrowcast.observe.capture import Capture
 from narrowcast.verify.compare import _timing
-from narrowcast.verify.compare._runs import ScriptRuns
+from narrowcast.verify.compare._probes import StepProbe
+from narrowcast.verify.compare._results import _is_same_batch
+from narrowcast.verify.compare._runs import GradientFacts, ScriptRuns
 from narrowcast.verify.compare._timing import MOST_PAIRS, Spent, TimedPairs, TimingSettings
 
 STEP = {"event": "step", "optimizer": 0, "interval_s": 0.1, "skipped": False}
@@ -20,7 +24,7 @@ PAUSE = {"event": "pause", "waited_s": 0.0}
 def timed(tmp_path, monkeypatch):
     """Time pairs of made-up runs of 100 steps, which start in 1 s and take ``step_s`` a step; return them."""
 
-    def time_all(*, step_s=0.01, aside_s=5.0, turns=True, before=0, **asked):
+    def time_all(*, step_s=0.01, aside_s=5.0, turns=True, before=0, by_hand=False, **asked):
         clock = SimpleNamespace(now_s=0.0)
         monkeypatch.setattr(_timing.time, "monotonic", lambda: clock.now_s)
         settings = TimingSettings(target=("train.py",), folder=tmp_path, **asked)
@@ -35,7 +39,8 @@ def timed(tmp_path, monkeypatch):
             for format_ in formats:
                 search = (STEP,) * min(before, reached)
                 timed = ({**STEP, "optimizer": bool(before)}, PAUSE) * ((reached - before) * turns)
-                made.captures[format_].append(Capture(events=search + timed))
+                seen = ({"event": "loss"},) if by_hand else search + timed
+                made.captures[format_].append(Capture(events=seen))
                 made.spent.append(Spent(1.0, reached * step_s, reached))
             return None if turns else "it is one of the ranks of a job"
 
@@ -93,8 +98,16 @@ def test_later_pairs_are_shorter(timed, asked, steps):
 
 def test_a_short_pair_goes_beyond_a_search_for_the_learning_rate(timed):
     """Of 20 steps: the twelve of a short pair are those of the training."""
-    found = timed(step_s=0.1, aside_s=0.0, before=20, time_limit_s=40.0)
-    assert [steps for _, steps in found.pairs[1:]] == [35, 35]
+    found = timed(step_s=0.1, aside_s=0.0, before=10, time_limit_s=45.0)
+    # The run pauses from the 21st step of the training on.
+    assert [steps for _, steps in found.pairs[1:]] == pytest.approx([47, 47], abs=1)
+
+
+def test_steps_by_hand_are_not_timed_again_and_again(timed):
+    """Without an optimizer of torch.optim there is no step to time."""
+    found = timed(by_hand=True)
+    assert len(found.pairs) == 1
+    assert found.noted == []
 
 
 def test_one_pair_says_that_it_does_not_show_how_far_equal_runs_differ(timed):
@@ -116,7 +129,7 @@ def test_the_times_of_mixed_precision_are_those_of_the_speedup(timed):
     made = timed(step_s=0.001, aside_s=0.0).made
     fast = {**STEP, "interval_s": 0.05}
     made.captures["mixed"] = [Capture(events=(fast, PAUSE) * 20) for _ in made.captures["mixed"]]
-    fp32, mixed = made.plain_times("fp32"), made.plain_times("mixed")
+    fp32, mixed = (made.plain_times(name, {}) for name in ("fp32", "mixed"))
     assert fp32["plain_step_s"] == 0.1
     assert mixed["plain_step_s"] == pytest.approx(0.05)
     assert mixed["plain_step_s_low"] <= mixed["plain_step_s"] <= mixed["plain_step_s_high"]
@@ -160,3 +173,53 @@ def test_the_optimizer_with_the_most_steps_is_timed(runs, searched):
         run.close()
     # The first 20 steps after the search end no step of it.
     assert steps == (60 if not searched else searched + 60 - 20)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "boundaries"),
+    [
+        ([0] * 30, 30),
+        ([*range(60)] * 5, 5),  # one for each parameter, which step in turn
+        ([0, 1, 1, 1, 1, 1] * 8, 8),  # a critic that steps five times
+        ([0] * 10 + [1] * 40, 10 + 20),  # a search for the learning rate before the training
+    ],
+)
+def test_steps_are_those_of_one_optimizer(tmp_path, optimizers, boundaries):
+    seen = []
+    probe = StepProbe(SimpleNamespace(folder=tmp_path), ())
+    probe.boundary = lambda: seen.append(probe.pace)
+    made = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1) for _ in range(60)]
+    for number in optimizers:
+        probe.stepped(made[number])
+    assert len(seen) == boundaries
+    assert seen[-1] is made[1 if boundaries == 30 and len(optimizers) == 50 else 0]
+
+
+def batch(*values, shape="a"):
+    return GradientFacts(batch=shape, batch_values=[list(one) for one in values])
+
+
+IMAGES = [0.1, -0.7, 0.4, 1.2, -0.3, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (batch(IMAGES), True),
+        (batch([value * (1 + 2**-8) for value in IMAGES]), True),  # a state that was carried in bf16
+        (batch(IMAGES[::-1]), False),
+        (batch(IMAGES, shape="b"), False),
+        (batch(IMAGES, IMAGES), False),
+    ],
+)
+def test_batches_are_the_same_but_for_rounding(other, same):
+    assert _is_same_batch(batch(IMAGES), other) == same
+
+
+def test_a_mask_does_not_hide_another_batch():
+    """Its infinities, or values that are far larger, would."""
+    mask, times = [0.0, -math.inf, 0.0], [0.0, 500.0, 999.0]
+    assert _is_same_batch(batch(IMAGES, mask, times), batch(IMAGES, mask, times))
+    assert not _is_same_batch(batch(IMAGES, mask, times), batch(IMAGES[::-1], mask, times))
+    assert not _is_same_batch(batch(mask), batch([-math.inf, 0.0, 0.0]))
+    assert _is_same_batch(batch([0.0, 0.0]), batch([0.0, 0.0]))

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from narrowcast.verify import DiagnosisSettings
 
 
-# Where the rates of the machine had to be measured first, they count in the time for a script.
-_LIMIT_S, _LEAST_S, _MEASURED_S = 25.0, 12.0, 2.0
-
 _TimeLimitOption = Annotated[
     float | None,
     typer.Option(
@@ -107,15 +104,13 @@ def doctor(
             policy = instead
         folder = make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, cache=cache_dir, tell=tell)
         target = (script, *(arguments or []))
-        if time_limit is None and measuring_s > _MEASURED_S:
-            time_limit = max(_LEAST_S, _LIMIT_S - measuring_s)
         settings = DiagnosisSettings(
             target=target, is_module=module, policy=policy, folder=folder, time_limit_s=time_limit
         )
         told = slow_here(policy)
         for slow in told:
             talk(f"note: {slow}")
-        return _diagnose(found, settings, told, as_json=as_json)
+        return _diagnose(found, settings, told, spent_s=measuring_s, as_json=as_json)
     from narrowcast.report import doctor_page, doctor_text
 
     report = None if cache is None else _keep_page(doctor_page(found), cache / "doctor.html")
@@ -127,7 +122,12 @@ def doctor(
 
 
 def _diagnose(
-    examined: dict[str, Any], settings: DiagnosisSettings, told: list[str], *, as_json: bool
+    examined: dict[str, Any],
+    settings: DiagnosisSettings,
+    told: list[str],
+    *,
+    spent_s: float,
+    as_json: bool,
 ) -> int:
     from narrowcast.observe.capture import PAGE
     from narrowcast.report import conclusion, diagnosis_page, diagnosis_text
@@ -137,7 +137,7 @@ def _diagnose(
         if wrong["severity"] == "error":
             talk(f"{wrong['device']}: {wrong['text']} (more: narrowcast doctor)")
     with shown_progress() as progress:
-        found = diagnose(settings, examined["rates"], progress=progress)
+        found = diagnose(settings, examined["rates"], spent_s=spent_s, progress=progress)
     tell_outputs(settings.folder)
     if found["mixed"] is not None:
         found["mixed"]["notes"] = [note for note in found["mixed"]["notes"] if note not in told]

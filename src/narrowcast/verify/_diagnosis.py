@@ -42,6 +42,7 @@ def diagnose(
     settings: DiagnosisSettings,
     rates: dict[str, Any],
     *,
+    spent_s: float = 0.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Profile a few steps of the script in FP32 and in mixed precision, and time some as ``compare`` does.
@@ -49,6 +50,7 @@ def diagnose(
     Args:
         settings: what to run, and how.
         rates: of this machine, as in ``machine.examine(...)["rates"]``.
+        spent_s: what was spent of the time limit before.
         progress: called with short messages.
 
     Returns:
@@ -72,7 +74,13 @@ def diagnose(
         return found | {"problem": f"mixed precision stays in fp32 here, since {why}"}
     discard_captures(make_run_folder("doctor", asked=settings.folder))
     with ScriptRuns(settings, progress=progress) as runs:
-        timed = TimedPairs(settings, runs, _notes_into(found["notes"]), runs_aside=_PROFILES)
+        timed = TimedPairs(
+            settings,
+            runs,
+            _notes_into(found["notes"]),
+            runs_aside=_PROFILES,
+            began=time.monotonic() - spent_s,
+        )
         for name in ("fp32", "mixed"):
             folder = runs.start(name, name, Purpose.PROFILE)
             result = read_result(folder)
@@ -86,10 +94,14 @@ def diagnose(
             reason = f"the mixed run too computed in FP32 on {found['device']}: there is nothing to compare"
             return found | {"problem": reason, "mixed": None}
         timed.time_all()
-    if timed.kind() is None or not timed.step_times("fp32"):
-        return found | {"problem": "the script ended before enough steps were timed: let it run longer"}
+    if not timed.has_times():
+        if found["unit"] == "call" and timed.kind() == "training":
+            problem = "its updates are made by hand, without torch.optim, so that its steps cannot be timed"
+        else:
+            problem = "the script ended before enough steps were timed: let it run longer"
+        return found | {"problem": problem}
     for name in ("fp32", "mixed"):
-        found[name] |= timed.plain_times(name)
+        found[name] |= timed.plain_times(name, found[name])
     together = side_by_side(found, rates, timed.speedup(), why_unknown=timed.why_no_speedup())
     return found | {"together": together}
 
@@ -275,6 +287,9 @@ class ProfileProbe(StepProbe):
         if self._boundaries:
             self._leave()
         self._begin()
+
+    def pace_changed(self) -> None:
+        self.restart()
 
     def boundary(self) -> None:
         self._boundaries += 1

@@ -72,9 +72,9 @@ def fingerprint(value: Any, *, floating: bool = True) -> str:
     return digest.hexdigest()
 
 
-def some_values(value: Any, most: int = 256) -> list[float]:
-    """Return values of the floating tensors in ``value``, at most so many of each, evenly spaced."""
-    found: list[float] = []
+def some_values(value: Any, most: int = 256) -> list[list[float]]:
+    """Return values of each floating tensor in ``value``, at most so many, evenly spaced."""
+    found: list[list[float]] = []
     for tensor in tensors_inside(value):
         if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
             continue
@@ -82,7 +82,7 @@ def some_values(value: Any, most: int = 256) -> list[float]:
         if is_functorch_wrapped(plain):
             continue
         spacing = max(1, plain.numel() // most)
-        found += plain.flatten()[::spacing][:most].double().tolist()
+        found.append(plain.flatten()[::spacing][:most].double().tolist())
     return found
 
 

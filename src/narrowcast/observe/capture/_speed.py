@@ -91,8 +91,9 @@ def speedup_of(
     Uses the pairs whose runs took turns, and if none did the medians of at least ``FEWEST_PAIRS`` pairs.
     """
     pairs = _pairs_in_turns(fp32, mixed, kind)
-    if pairs:
-        return speedup_of_pairs(pairs)
+    in_turns = speedup_of_pairs(pairs) if pairs else None
+    if in_turns is not None:
+        return in_turns
     ratios = _ratios_of_medians(fp32, mixed, kind)
     return _interval(ratios) if len(ratios) >= FEWEST_PAIRS else None
 
@@ -104,8 +105,8 @@ def why_no_speedup(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str 
         return "a time is missing"
     timed = "one pair" if pairs == 1 else f"{pairs} pairs"
     return (
-        f"steps took too few turns, and {timed} of runs, one after the other, do not show how far equal runs "
-        "differ; --time-limit 0 times more"
+        f"steps took too few turns, and {timed} of runs do not show how far equal runs differ; "
+        "--time-limit 0 times more"
     )
 
 

@@ -231,7 +231,7 @@ class _Comparison:
             if result is None or result["profile"] is None:
                 why = (result or {}).get("problem") or "the script ended before enough steps were profiled"
                 return Reason("unknown", f"the reason was not found: {why}")
-            found[name] = result["profile"] | self.timed.plain_times(name)
+            found[name] = result["profile"] | self.timed.plain_times(name, result["profile"])
         return from_profiles(found["fp32"], found["mixed"], self.timed.format())
 
     # ---- gradients

@@ -33,6 +33,7 @@ from narrowcast.verify.compare._runs import (
     MOVES,
     PAUSED,
     STEPS,
+    STEPS_AFTER_THE_END,
     TENSORS,
     UNTIL,
     GradientFacts,
@@ -51,8 +52,6 @@ _MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
 _OUTPUTS = 3
 _FEWEST_STEPS = 3
-# Of other optimizers, without one of the first: a generator steps once in five steps of its critic.
-_STEPS_AFTER_THE_END = 20
 _until_the_end = ExitStack()  # never closed
 
 
@@ -91,7 +90,7 @@ class StepProbe(Probe):
         self.done = False
         self.unit = "step"
         self.pace: torch.optim.Optimizer | None = None
-        self._steps_of_others = 0
+        self._steps_of_others: dict[torch.optim.Optimizer, int] = {}
         self._pacing_module: weakref.ref[torch.nn.Module] | None = None
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -111,18 +110,26 @@ class StepProbe(Probe):
         if self.unit == "call":  # it called modules before it made its optimizer
             self.unit = "step"
             self.restart()
-        self._steps_of_others += 1
-        if self.pace is None or self._steps_of_others > _STEPS_AFTER_THE_END:
+        if self.pace is None:
             self.pace = optimizer
-        if optimizer is self.pace:
-            self._steps_of_others = 0
-            self.boundary()
+        if optimizer is not self.pace:
+            steps = self._steps_of_others.get(optimizer, 0) + 1
+            self._steps_of_others[optimizer] = steps
+            if steps <= STEPS_AFTER_THE_END:
+                return
+            self.pace = optimizer
+            self.pace_changed()
+        self._steps_of_others.clear()
+        self.boundary()
 
     def boundary(self) -> None:
         """Handle the end of a step."""
 
     def restart(self) -> None:
         """Drop what was seen, since the calls so far were not steps."""
+
+    def pace_changed(self) -> None:
+        """Begin a step anew: that of the optimizer whose steps are counted from now on."""
 
 
 class TimedProbe(StepProbe):

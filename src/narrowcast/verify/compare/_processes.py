@@ -7,6 +7,7 @@ and answers with the number of the process, and later with that and the exit cod
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from typing import Protocol
 
 _FRESH, _SERVER = "narrowcast.verify.compare._child", "narrowcast.verify.compare._server"
 _LINE_BYTES = 4096
+_PATIENCE_S = 1.0
 
 # OpenMP threads spin for about 50 us and then sleep: those that spin on make a step take sixty times as long
 # as soon as something else needs a core, and those that sleep at once make one of many small operators take
@@ -53,6 +55,8 @@ class Processes:
         """Start the run of a settings file, with its output in files beside that one."""
         if sys.platform != "linux":
             return _start_fresh(["-m", _FRESH, str(settings_file)], settings_file.parent)
+        if self._server is not None and self._server.has_ended():
+            self.close()
         if self._server is None:
             self._server = _Server(settings_file.parent)
         return self._server.fork(settings_file)
@@ -93,6 +97,7 @@ class _Server:
     def __init__(self, folder: Path) -> None:
         self.codes: dict[int, int] = {}
         self._socket, theirs = socket.socketpair()
+        self._running: set[int] = set()
         self._unread = b""
         with theirs:
             words = ["-m", _SERVER, str(theirs.fileno())]
@@ -108,11 +113,18 @@ class _Server:
         return _ForkedProcess(self, started)
 
     def _next_started(self) -> int | None:
-        """Wait for the number of the process that was asked for; None: the server has ended."""
+        """Wait for the number of the process that was asked for; None: the server has ended.
+
+        One that could not become a run, as on a full disk, has ended without telling its number.
+        """
+        running = set(self._running)
         while (words := self.read_line()) is not None:
-            if len(words) == 1:
+            if words[0] not in running:
                 return words[0]
         return None
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def read_line(self, timeout_s: float | None = None) -> list[int] | None:
         """Return the number of a process that started, or that and the exit code of one that ended.
@@ -135,8 +147,13 @@ class _Server:
             self._unread += received
         line, _, self._unread = self._unread.partition(b"\n")
         words = [int(word) for word in line.split()]
-        if len(words) == 2:
-            self.codes[words[0]] = words[1]
+        pid, *code = words
+        if code:
+            self._running.discard(pid)
+            self.codes[pid] = code[0]
+        else:
+            self._running.add(pid)
+            self.codes.pop(pid, None)  # of an earlier process with this number
         return words
 
     def close(self) -> None:
@@ -154,13 +171,26 @@ class _ForkedProcess:
         self._server = server
 
     def wait(self, timeout: float | None = None) -> int:
-        until = None if timeout is None else time.monotonic() + timeout
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        was_gone = False
         while self.pid not in self._server.codes:
-            left_s = None if until is None else max(0.0, until - time.monotonic())
+            left_s = max(0.0, until_s - time.monotonic())
             try:
-                line = self._server.read_line(left_s)
+                line = self._server.read_line(min(left_s, _PATIENCE_S))
             except TimeoutError:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
+                if left_s <= _PATIENCE_S:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
+                if was_gone:  # an interrupt lost the line with its exit code
+                    return -signal.SIGKILL
+                was_gone = self._is_gone()
+                continue
             if line is None:  # the server was killed, and with it what it forked
                 self._server.codes[self.pid] = -signal.SIGKILL
         return self._server.codes[self.pid]
+
+    def _is_gone(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        return False

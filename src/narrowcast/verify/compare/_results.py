@@ -272,11 +272,21 @@ def _is_same_batch(fp32: GradientFacts, mixed: GradientFacts) -> bool:
     """
     if fp32.batch != mixed.batch or len(fp32.batch_values) != len(mixed.batch_values):
         return False
-    values = torch.tensor(fp32.batch_values, dtype=torch.float64).nan_to_num()
-    others = torch.tensor(mixed.batch_values, dtype=torch.float64).nan_to_num()
-    difference = (values - others).norm()
-    variation = (values - values.mean()).norm() if len(values) else difference
-    return bool(difference <= _CARRIED_STATE_LIMIT * variation)
+    pairs = zip(fp32.batch_values, mixed.batch_values, strict=True)
+    return all(_is_alike(values, others) for values, others in pairs)
+
+
+def _is_alike(values: list[float], others: list[float]) -> bool:
+    """Return whether one tensor of two runs is the same but for rounding."""
+    first = torch.tensor(values, dtype=torch.float64)
+    second = torch.tensor(others, dtype=torch.float64)
+    finite = first.isfinite()
+    if not torch.equal(finite, second.isfinite()):
+        return False
+    first, second = first[finite], second[finite]
+    if not len(first):
+        return True
+    return bool((first - second).norm() <= _CARRIED_STATE_LIMIT * (first - first.mean()).norm())
 
 
 # ---- outputs

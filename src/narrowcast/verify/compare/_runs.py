@@ -39,6 +39,10 @@ RESULT = "result.json"
 TENSORS = "narrowcast-tensors"
 """Folder, in that of a run, of tensors that are compared and then deleted."""
 
+STEPS_AFTER_THE_END = 20
+"""Of another optimizer, without one of that whose steps are counted: then it has ended. A generator steps
+once in five steps of its critic."""
+
 MOVES = 3
 """Steps that a run which keeps gradients takes at its end: with the four batches before them they show a step
 left out in five."""
@@ -265,7 +269,7 @@ class GradientFacts(msgspec.Struct, kw_only=True):
         problem: why they cannot be compared, as a sentence.
         steps_before: optimizer steps before updates were held back.
         batch: fingerprint of the inputs of the first call, without what floating ones hold.
-        batch_values: some of what those hold.
+        batch_values: some of what each of those holds.
         samples: in them; None: not known.
         backwards: most passes for one step, where an optimizer's gradients were kept.
         ranks: processes whose gradients are averaged; ``launched``: those that a launcher says there are.
@@ -280,7 +284,7 @@ class GradientFacts(msgspec.Struct, kw_only=True):
     problem: str | None = None
     steps_before: int = 0
     batch: str | None = None
-    batch_values: list[float] = []
+    batch_values: list[list[float]] = []
     samples: int | None = None
     backwards: int = 1
     ranks: int = 1

@@ -32,7 +32,12 @@ def _serve(connection: socket.socket) -> str | None:
                 continue
             end_with_parent()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            pid = _fork()
+            try:
+                pid = _fork()
+            except OSError as error:  # no process is left, or no memory
+                sys.stderr.write(f"{error}\n")
+                connection.sendall(f"{os.getpid()} 1\n".encode())
+                os._exit(1)
             if pid != 0:
                 _tell_end(connection, pid)
             settings_file: str = json.loads(line)
@@ -60,6 +65,7 @@ def _tell_end(connection: socket.socket, pid: int) -> NoReturn:
 
 def _become_run(folder: Path) -> None:
     """Give a forked process what a fresh one has: a session, and output of its own."""
+    end_with_parent()
     os.setsid()
     for name, descriptor in (("stdout.txt", 1), ("stderr.txt", 2)):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

@@ -34,6 +34,7 @@ from narrowcast.observe.capture import (
 from narrowcast.verify.compare._runs import (
     LITTLE_MEMORY,
     MEMORY,
+    STEPS_AFTER_THE_END,
     LiveRun,
     Purpose,
     ScriptRuns,
@@ -121,6 +122,10 @@ class TimedPairs:
         """Return the speedup and the ends of its interval; None: not known."""
         return speedup_of(self.captures["fp32"], self.captures["mixed"], self.kind())
 
+    def has_times(self) -> bool:
+        """Return whether steps of both formats were timed."""
+        return bool(self.step_times("fp32") and self.step_times("mixed"))
+
     def why_no_speedup(self) -> str:
         """Say why ``speedup`` is None."""
         return why_no_speedup(self.captures["fp32"], self.captures["mixed"], self.kind())
@@ -130,12 +135,18 @@ class TimedPairs:
         runs = times_of_runs(self.captures[format_], self.kind())
         return [step_s for times in runs for step_s in times]
 
-    def plain_times(self, format_: str) -> dict[str, Any]:
+    def plain_times(self, format_: str, profile: dict[str, Any]) -> dict[str, Any]:
         """Return the median time of a step and the ends of its interval, under the names of a profile.
 
         Those of mixed precision are scaled to the speedup, which comes from steps that took turns: where the
-        speed of the machine changes, the medians of both formats are of different moments.
+        speed of the machine changes, the medians of both formats are of different moments. Of a script that
+        trains nothing they are those of ``profile``, which is of whole calls, from one to the next; what is
+        timed is what is inside them.
         """
+        if self.kind() == "inference":
+            step_s = profile["step_s"]
+            bounds = {"plain_step_s_low": step_s, "plain_step_s_high": step_s}
+            return {"plain_steps": profile["steps"], "plain_step_s": step_s, **bounds}
         kind = self.kind()
         spreads = {
             name: median_of_runs(times_of_runs(captures, kind)) for name, captures in self.captures.items()
@@ -191,7 +202,7 @@ class TimedPairs:
         for repeat in range(self.settings.repeats):
             why_alone.append(self._time_pair(repeat, self.settings.steps))
             self._may_run_beside(alone=any(why_alone))
-        while len(why_alone) < MOST_PAIRS:
+        while len(why_alone) < MOST_PAIRS and self.has_times():
             pairs, steps = self._pairs_that_fit(MOST_PAIRS - len(why_alone))
             self.runs.expected = 2 * (len(why_alone) + pairs) + self.runs_aside
             if not pairs:
@@ -212,7 +223,7 @@ class TimedPairs:
     def _note_how(self, why_alone: str | None, pairs: int) -> None:
         if why_alone is not None:
             self._note(f"timed one after the other, at least in part, since {why_alone}")
-        if pairs < FEWEST_PAIRS:
+        if pairs < FEWEST_PAIRS and self.has_times():
             timed = "one pair" if pairs == 1 else f"{pairs} pairs"
             self._note(
                 f"timed in {timed} of runs, to keep to the time limit, which do not show how far equal runs "
@@ -246,7 +257,10 @@ class TimedPairs:
         steps = self.captures["fp32"][0].of("step")
         pace = pace_of(self.captures["fp32"])
         timed = [place for place, step in enumerate(steps) if step["optimizer"] == pace]
-        return timed[0] if timed else 0
+        if not timed or not timed[0]:
+            return 0
+        # The run pauses at its steps when the others are known to have ended.
+        return timed[0] + STEPS_AFTER_THE_END + 1
 
     def _time_pair(self, repeat: int, steps: int) -> str | None:
         """Make a run of each format; return why their steps did not take turns, if so."""
@@ -313,7 +327,7 @@ class TimedPairs:
         self.spent.append(Spent(run.active_s - stepping_s, stepping_s, max(reached, 1)))
         cut = bool(totals["stopped"]) and (not self.settings.steps or reached < self.settings.steps)
         was_to_be_whole = len(self.captures[run.format]) <= self.settings.repeats
-        if cut and was_to_be_whole:
+        if cut and was_to_be_whole and self.settings.longest_run_s is None:
             self._note(
                 f"{run.name} was ended after {reached} steps, to keep to the time limit (--time-limit)"
             )
