@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(READY)  ## create .venv and install the pinned dependencies
 
 demo: $(READY)  ## compare FP32 and mixed precision on real handwritten digits
-	$(RUN) -m narrowcast compare --at-step 30 examples/digits.py
+	$(RUN) -m narrowcast compare examples/digits.py
 
 examples: $(READY)  ## run every example at full size for this machine; pictures go to docs/gallery/
 	$(RUN) docs/make_gallery.py

@@ -245,7 +245,7 @@ def test_the_gate_to_paste_runs_and_its_fields_are_there(tmp_path):
         for name in field.split("."):
             value = value[name]
         assert value is not None or found["reasons"][field]
-    assert found["loss"]["site"].endswith("train.py:10")
+    assert found["loss"]["site"].endswith("train.py:11")
 
 
 @pytest.mark.long

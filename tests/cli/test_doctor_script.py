@@ -37,7 +37,7 @@ def test_text_and_json_of_a_script(workshop):
     text = " ".join(ended.stdout.split())
     assert "Casts: 7 a step" in text  # input, weight, bias, output back; the output's gradient and two others
     assert "train.py:13 item() 1." in text
-    outputs = f"what each run of the script wrote is in its folder, as {folder}/fp32-1/narrowcast-outputs\n"
+    outputs = f"what each run of the script wrote is in its folder, as {folder}/fp32/narrowcast-outputs\n"
     assert outputs in ended.stderr
     assert ended.stderr.endswith(f"narrowcast: report: {folder / 'report.html'}\n")
     assert "What this means" in (folder / "report.html").read_text()
