@@ -146,8 +146,10 @@ def test_other_systems_start_each_run_anew(tmp_path, monkeypatch):
     assert words == ["-m", "narrowcast.verify.compare._child", str(tmp_path / "narrowcast-run.json")]
 
 
-def test_a_run_that_cannot_begin_has_failed(processes, tmp_path):
+def test_a_run_that_cannot_begin_has_failed(processes, started, tmp_path):
     """As on a full disk: nobody waits for it for ever."""
+    before, _ = started("raise SystemExit(3)")
+    assert before.wait(60) == 3
     for _ in range(2):
         run = _START(processes, tmp_path / "missing" / "narrowcast-run.json")
         assert run.wait(30) == 1

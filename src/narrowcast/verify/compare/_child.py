@@ -56,7 +56,6 @@ def main(words: Sequence[str]) -> int:
         seed_shift=settings.seed_shift,
     )
     FileWatch(folder).install()
-    gc.freeze()  # else the collections at the end of the process take half a second, for objects of torch
     try:
         run_attached(found, attachment, seed=seed + settings.seed_shift, at_end=probe.finish)
     except ScaleCollapseError as error:
@@ -73,4 +72,5 @@ def end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # else the collections at the end of the process take half a second, for objects of torch
     sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ Nothing is computed in the server, so that no run inherits threads, a device or 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -16,10 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-# torch imports its compiler when the first optimizer is made, which takes a second.
-import torch._dynamo  # noqa: F401
-
 from narrowcast.verify.compare._child import end_with_parent, main
+
+# Else the collections at the end of a run take half a second, for objects of torch. Not those of the
+# compiler: Triton's bindings complain at the end of objects that were never collected.
+gc.freeze()
+# torch imports its compiler when the first optimizer is made, which takes a second.
+import torch._dynamo  # noqa: E402, F401
 
 
 def _serve(connection: socket.socket) -> str | None:
