@@ -113,8 +113,8 @@ def test_steps_by_hand_are_not_timed_again_and_again(timed):
 def test_one_pair_says_that_it_does_not_show_how_far_equal_runs_differ(timed):
     (note,) = timed(time_limit_s=1.0).noted
     assert note["text"] == (
-        "timed in one pair of runs, to keep to the time limit, which do not show how far equal runs "
-        "differ here; --time-limit 0 times 8 pairs"
+        "one pair of runs is too few to show how far equal runs differ here, so that the interval is wide; "
+        "the time limit had no room for more: --time-limit 0 times 8 pairs"
     )
 
 

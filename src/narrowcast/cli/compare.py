@@ -20,6 +20,7 @@ from narrowcast.cli.run import (
     RestArgument,
     RunDirOption,
     ScriptArgument,
+    TimeLimitOption,
     check_policy,
     check_seed,
     find_script,
@@ -55,17 +56,6 @@ _MinSpeedupOption = Annotated[
     float | None, typer.Option("--min-speedup", metavar="X", help="Exit with 1 if the speedup is below X.")
 ]
 
-_TimeLimitOption = Annotated[
-    float | None,
-    typer.Option(
-        "--time-limit",
-        metavar="S",
-        min=0,
-        help="Time as many pairs of runs as fit into S seconds (default: 25, or 1.42 times the first "
-        "pair), 8 at most; 0: no limit.",
-    ),
-]
-
 
 def compare(
     script: ScriptArgument,
@@ -82,7 +72,7 @@ def compare(
         bool, typer.Option("--strict", help='Exit with 1 on the verdict "cannot tell" too.')
     ] = False,
     min_speedup: _MinSpeedupOption = None,
-    time_limit: _TimeLimitOption = None,
+    time_limit: TimeLimitOption = None,
     as_json: JsonOption = False,
     cache_dir: CacheDirOption = None,
 ) -> int:

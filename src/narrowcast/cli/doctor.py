@@ -18,6 +18,7 @@ from narrowcast.cli.run import (
     PolicyOption,
     RestArgument,
     RunDirOption,
+    TimeLimitOption,
     check_policy,
     find_script,
     tell,
@@ -27,18 +28,6 @@ from narrowcast.errors import FileError
 
 if TYPE_CHECKING:
     from narrowcast.verify import DiagnosisSettings
-
-
-_TimeLimitOption = Annotated[
-    float | None,
-    typer.Option(
-        "--time-limit",
-        metavar="S",
-        min=0,
-        help="Time as many pairs of runs of SCRIPT as fit into S seconds (default: 25, or 1.42 times the "
-        "first pair), 8 at most; 0: no limit.",
-    ),
-]
 
 
 def doctor(
@@ -54,7 +43,7 @@ def doctor(
     policy: PolicyOption = "auto",
     module: ModuleOption = False,
     run_dir: RunDirOption = None,
-    time_limit: _TimeLimitOption = None,
+    time_limit: TimeLimitOption = None,
     as_json: JsonOption = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again, even if rates are kept from an earlier time.")

@@ -55,6 +55,16 @@ RunDirOption = Annotated[
         show_default=False,
     ),
 ]
+TimeLimitOption = Annotated[
+    float | None,
+    typer.Option(
+        "--time-limit",
+        metavar="S",
+        min=0,
+        help="Time as many pairs of runs as fit into S seconds (default: 25, or 1.42 times the first "
+        "pair), 8 at most; 0: no limit.",
+    ),
+]
 CacheDirOption = Annotated[
     Path | None, typer.Option("--cache-dir", envvar="NARROWCAST_CACHE_DIR", hidden=True)
 ]

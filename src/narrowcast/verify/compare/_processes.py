@@ -91,10 +91,10 @@ class _Server:
 
     Attributes:
         codes: exit code of each process that has ended, by its number.
-        folder: has the server's own output, which is empty unless it fails.
     """
 
     def __init__(self, folder: Path) -> None:
+        """Start it; its own output, which is empty unless it fails, goes to files of ``folder``."""
         self.codes: dict[int, int] = {}
         self._socket, theirs = socket.socketpair()
         self._running: set[int] = set()

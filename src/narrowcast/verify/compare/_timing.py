@@ -224,10 +224,10 @@ class TimedPairs:
         if why_alone is not None:
             self._note(f"timed one after the other, at least in part, since {why_alone}")
         if pairs < FEWEST_PAIRS and self.has_times():
-            timed = "one pair" if pairs == 1 else f"{pairs} pairs"
+            timed = "one pair of runs is" if pairs == 1 else f"{pairs} pairs of runs are"
             self._note(
-                f"timed in {timed} of runs, to keep to the time limit, which do not show how far equal runs "
-                f"differ here; --time-limit 0 times {MOST_PAIRS} pairs"
+                f"{timed} too few to show how far equal runs differ here, so that the interval is wide; the "
+                f"time limit had no room for more: --time-limit 0 times {MOST_PAIRS} pairs"
             )
 
     def _note(self, text: str) -> None:
