@@ -1,11 +1,10 @@
-"""Number formats as records, with exact scalar decoding, encoding and rounding.
+"""Number formats as records, and exact rounding to them. Importing it does not import torch.
 
-This is the slow reference for the fast versions. Importing it does not import torch.
+>>> from narrowcast.formats import FLOAT16, round_to
+>>> FLOAT16.max, round_to(FLOAT16, 1 + 2**-11)
+(65504.0, 1.0)
 """
 
-from __future__ import annotations
-
-from narrowcast.formats._codec import decode, encode
 from narrowcast.formats._format import (
     BFLOAT16,
     E4M3FNUZ,
@@ -16,9 +15,9 @@ from narrowcast.formats._format import (
     OCP_E5M2,
     TF32,
     Format,
+    round_to,
     torch_dtype,
 )
-from narrowcast.formats._rounding import RoundingMode, round_to
 
 __all__ = [
     "BFLOAT16",
@@ -30,9 +29,17 @@ __all__ = [
     "OCP_E5M2",
     "TF32",
     "Format",
-    "RoundingMode",
-    "decode",
-    "encode",
     "round_to",
     "torch_dtype",
 ]
+
+_REPLACED = {
+    "decode": "torch.tensor(code, dtype=torch.uint8).view(dtype) decodes a code of an fp8 format",
+    "encode": "torch.tensor(x).to(dtype).view(torch.uint8) encodes a number in an fp8 format",
+    "RoundingMode": "round_to rounds to nearest, ties to even",
+}
+
+
+def __getattr__(name: str) -> object:
+    hint = f": {_REPLACED[name]}" if name in _REPLACED else ""
+    raise AttributeError(f"module 'narrowcast.formats' has no attribute {name!r}{hint}")

@@ -1,10 +1,11 @@
-"""Number formats as records: the formats that PyTorch computes or stores in, and their torch dtypes."""
+"""Number formats as records: what PyTorch computes or stores in, their dtypes, and exact rounding."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from narrowcast.errors import SettingError
@@ -46,8 +47,8 @@ class Format:
     past ``max``.
 
     >>> from narrowcast.formats import FLOAT16
-    >>> FLOAT16.max, FLOAT16.bits
-    (65504.0, 16)
+    >>> FLOAT16.max, FLOAT16.eps
+    (65504.0, 0.0009765625)
     """
 
     name: str
@@ -57,44 +58,6 @@ class Format:
     significand_bits: int
     bias: int
     specials: Specials
-
-    @property
-    def bits(self) -> int:
-        """Bits of one code: sign, exponent and significand. TF32 has 19, fewer than its ``storage_bits``."""
-        return 1 + self.exponent_bits + self.significand_bits
-
-    @property
-    def code_count(self) -> int:
-        """Number of codes, with NaNs and infinities. Codes run from 0 to ``code_count - 1``."""
-        return 1 << self.bits
-
-    @property
-    def sign_bit(self) -> int:
-        """The code whose only set bit is the sign."""
-        return 1 << (self.bits - 1)
-
-    @property
-    def largest_finite_code(self) -> int:
-        """Code of ``max``. The codes up to it are the non-negative finite numbers in ascending order."""
-        all_ones = self.sign_bit - 1
-        if self.specials is Specials.IEEE:
-            return all_ones - (1 << self.significand_bits)
-        return all_ones - 1 if self.specials is Specials.NAN_ALL_ONES else all_ones
-
-    @property
-    def infinity_code(self) -> int | None:
-        """Code of +infinity, or None if the format has no infinities."""
-        return self.largest_finite_code + 1 if self.has_infinity else None
-
-    @property
-    def nan_code(self) -> int:
-        """The code that ``encode`` uses for NaN: the positive quiet one if there are several."""
-        if self.specials is Specials.NAN_NEGATIVE_ZERO:
-            return self.sign_bit
-        if self.specials is Specials.NAN_ALL_ONES:
-            return self.sign_bit - 1
-        # IEEE 754-2019, 6.2.1: a quiet NaN has the first bit of the trailing significand set.
-        return self.largest_finite_code + 1 + (1 << (self.significand_bits - 1))
 
     @property
     def has_infinity(self) -> bool:
@@ -114,14 +77,20 @@ class Format:
     @property
     def max_exponent(self) -> int:
         """Power of two of ``max``: 2**max_exponent <= max < 2**(max_exponent + 1)."""
-        return (self.largest_finite_code >> self.significand_bits) - self.bias
+        largest_field = (1 << self.exponent_bits) - 1
+        if self.specials is Specials.IEEE:
+            # The all-ones exponent encodes infinities and NaNs.
+            largest_field -= 1
+        return largest_field - self.bias
 
     @property
     def max(self) -> float:
         """Largest finite number."""
-        hidden = 1 << self.significand_bits
-        trailing = self.largest_finite_code & (hidden - 1)
-        return math.ldexp(hidden + trailing, self.max_exponent - self.significand_bits)
+        units = (2 << self.significand_bits) - 1
+        if self.specials is Specials.NAN_ALL_ONES:
+            # The last code is NaN, so that the largest number is the one before it.
+            units -= 1
+        return math.ldexp(units, self.max_exponent - self.significand_bits)
 
     @property
     def min(self) -> float:
@@ -282,3 +251,48 @@ def torch_dtype(format: Format) -> torch.dtype:
     dtype = getattr(torch, _DTYPE_NAMES[format])
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def round_to(format: Format, x: float, *, saturate: bool = False) -> float:
+    """Round ``x`` to ``format``, to nearest with ties to even, in one exact step.
+
+    NaN gives NaN. The sign is kept: -0.0, and negative numbers that round to zero, give -0.0, or 0.0 if the
+    format has no -0.0. Subnormals are rounded like any other number and never flushed.
+
+    Overflow is decided after rounding with an unlimited exponent (IEEE 754-2019, 7.4), so a number that
+    rounds to ``max`` does not overflow. Overflow and an infinite ``x`` give an infinity, or NaN if the format
+    has no infinities; with ``saturate``, ``max`` with the sign of ``x``, as in OFP8 1.0. PyTorch's conversion
+    to OCP E4M3 saturates since 2.13 (pull request 178817) and gave NaN before. Its conversions to other
+    formats do not saturate.
+
+    Args:
+        format: the format to round to.
+        x: a Python float, or a number that ``float`` converts.
+        saturate: return ``max`` instead of an infinity or NaN on overflow.
+
+    >>> from narrowcast.formats import FLOAT16, round_to
+    >>> round_to(FLOAT16, 1 + 2**-11), round_to(FLOAT16, 65520.0)
+    (1.0, inf)
+    """
+    x = float(x)
+    if math.isnan(x):
+        return math.nan
+    if abs(x) > format.overflow_threshold:
+        magnitude = math.inf
+    else:
+        # Subnormals share the unit of the smallest normal number.
+        exponent = max(math.frexp(x)[1] - 1, format.min_exponent)
+        unit = Fraction(2) ** (exponent - format.significand_bits)
+        # Python rounds a fraction to the nearest integer, and a tie to the even one.
+        magnitude = float(round(abs(Fraction(x)) / unit) * unit)
+
+    if magnitude > format.max:
+        if saturate:
+            magnitude = format.max
+        elif format.has_infinity:
+            magnitude = math.inf
+        else:
+            return math.nan
+    if magnitude == 0.0 and not format.has_negative_zero:
+        return 0.0
+    return math.copysign(magnitude, x)
