@@ -126,13 +126,14 @@ def test_a_device_that_torch_cannot_use_is_1(measured, monkeypatch, capsys):
 
     def gather():
         facts = asked()
-        torch, nvidia = facts["torch"] | {"build": "cpu"}, facts["nvidia"] | {"gpus": ["NVIDIA X"]}
-        return facts | {"torch": torch, "nvidia": nvidia, "gpus": []}
+        why = "The NVIDIA driver on your system is too old (found version 11040)."
+        torch = facts["torch"] | {"build": "cuda", "cuda": "13.0", "cuda_error": why}
+        return facts | {"torch": torch, "gpus": []}
 
     monkeypatch.setattr(examination, "gather_facts", gather)
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
-    assert "PROBLEM, cuda: this machine has NVIDIA X, and torch" in shown
+    assert "PROBLEM, cuda: this torch was built for CUDA 13.0 and reaches no GPU: The NVIDIA" in shown
     assert "On this CPU, policy" in shown, "what works is measured all the same"
 
 

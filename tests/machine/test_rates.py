@@ -311,7 +311,6 @@ def test_a_real_gpu_is_measured_in_every_format():
     assert all(row["rounds"] for row in matmuls if row["size"] == "small")
     assert gpu["choice"]["format"] in ("bf16", "fp16")
     assert not [wrong for wrong in found["mismatches"] if wrong["severity"] == "error"]
-    assert found["facts"]["nvidia"]["driver"] or found["facts"]["torch"]["hip"]
 
 
 def row(format_name, speed, shape=(512, 512), kind="matmul"):

@@ -42,7 +42,6 @@ FACTS = {
         "instructions": {"AVX2": True, "AVX512-BF16": True, "AMX-BF16": False, "AMX-FP16": None},
     },
     "gpus": [],
-    "nvidia": {"driver": None, "driver_cuda": None, "gpus": [], "toolkit": "13.0"},
     "mps": {"built": False, "available": False},
     "arithmetic": {"float32_matmul_precision": "highest"},
 }
@@ -94,7 +93,6 @@ CPU = examination(CPU_DEVICE)
 GPU_FACTS = FACTS | {
     "torch": FACTS["torch"] | {"version": "2.13.0+cu130", "build": "cuda", "cuda": "13.0", "cudnn": 91200},
     "gpus": [gpu(0, "NVIDIA X", "9.0", 80), gpu(1, "NVIDIA Old", "5.0", 8)],
-    "nvidia": {"driver": "580.65", "driver_cuda": "13.0", "gpus": [], "toolkit": "13.0"},
 }
 GPU_DEVICE = {
     "device": "cuda:0",

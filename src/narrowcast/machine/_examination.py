@@ -141,7 +141,6 @@ def rates_key(facts: dict[str, Any], budget: Budget) -> dict[str, Any]:
         "cpu": facts["cpu"],
         "gpus": facts["gpus"],
         "mps": facts["mps"]["available"],
-        "driver": facts["nvidia"]["driver"],
         "platform": facts["platform"],
         "torch": {name: facts["torch"][name] for name in of_torch},
         "budget": asdict(budget),
@@ -174,7 +173,7 @@ def _key_of_forward_alone(key: dict[str, Any]) -> dict[str, Any]:
     """Return the key under which earlier versions kept what ``key`` is about."""
     if "auto" in key:
         return {"auto": [_FORWARD_ALONE, *key["auto"][1:]]}
-    return key | {"cache_format": _FORWARD_ALONE}
+    return key | {"cache_format": _FORWARD_ALONE, "driver": None}
 
 
 def _is_of_forward_alone(why: str | None) -> bool:

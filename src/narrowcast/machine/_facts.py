@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,56 +29,25 @@ _X86 = {
 _ARM = {"Arm BF16": "bf16", "Arm FP16": "fp16_arith", "Arm SVE": "sve", "Arm SVE-BF16": "sve_bf16"}
 # Of the memory of a container: cgroups v2 and v1.
 _LIMITS = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
-_TOOL_TIMEOUT_S = 10
-_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
-# A display controller: VGA, or 3D such as a datacenter card (PCI class 03).
-_DISPLAY_CLASS = "0x03"
 _INSTALL = "https://pytorch.org/get-started/locally"
-# The oldest driver on Linux for each major CUDA, by NVIDIA's "Minor Version Compatibility", table 1:
-# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+# What torch raises where no driver is installed, so most likely no GPU either:
+# https://github.com/pytorch/pytorch/blob/v2.13.0/c10/cuda/CUDAFunctions.cpp
+_NO_DRIVER = "Found no NVIDIA driver"
+# What it raises where every GPU is hidden, as by CUDA_VISIBLE_DEVICES.
+_NO_GPU = "GPUs are available"
 
 _Mismatch = tuple[str, str, str, str]
-
-
-def run_tool(*words: str) -> str | None:
-    """Return the stdout of a command; None if it is missing, fails, or takes more than ten seconds."""
-    path = shutil.which(words[0])
-    if path is None:
-        return None
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            [path, *words[1:]],
-            capture_output=True,
-            timeout=_TOOL_TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        return done.stdout.decode(errors="replace") if done.returncode == 0 else None
-    return None
-
-
-def read_pci() -> list[str]:
-    """Return the vendors of the graphics processors on the PCI bus, NVIDIA and AMD alone."""
-    found = []
-    for folder in sorted(Path("/sys/bus/pci/devices").glob("*")):
-        with suppress(OSError):
-            vendor = (folder / "vendor").read_text().strip()
-            if vendor in _VENDORS and (folder / "class").read_text().startswith(_DISPLAY_CLASS):
-                found.append(_VENDORS[vendor])
-    return found
 
 
 def gather_facts() -> dict[str, Any]:
     """Return everything about this machine that decides which formats are fast, as JSON-ready values.
 
     Keys: ``python``, ``platform``, ``torch`` (version and build), ``cpu``, ``gpus`` (those that torch sees),
-    ``nvidia`` (driver and toolkit, from their own tools), ``pci`` (vendors of graphics processors), ``kfd``
-    (whether AMD's driver is loaded), ``mps``, ``xpu`` and ``arithmetic`` (``arithmetic_settings``). Unknown
-    values are null.
+    ``gpu_driver`` (``"NVIDIA"`` or ``"AMD"`` if a driver is installed), ``mps``, ``xpu`` and ``arithmetic``
+    (``arithmetic_settings``). Unknown values are null.
     """
     with warnings.catch_warnings():
-        # An old driver or an old GPU makes torch warn here; ``mismatches`` reports it in one line.
+        # torch warns of an old driver or an old GPU here; ``mismatches`` reports both in one line.
         warnings.simplefilter("ignore")
         gpus, cuda_error = _visible_gpus()
         return {
@@ -88,9 +56,7 @@ def gather_facts() -> dict[str, Any]:
             "torch": torch_facts(cuda_error),
             "cpu": cpu_facts(cpu_capabilities(), architecture=platform.machine()),
             "gpus": gpus,
-            "nvidia": nvidia_facts(),
-            "pci": read_pci(),
-            "kfd": Path("/dev/kfd").exists(),
+            "gpu_driver": installed_gpu_driver(),
             "mps": {"built": torch.backends.mps.is_built(), "available": torch.backends.mps.is_available()},
             "xpu": torch.xpu.is_available(),
             "arithmetic": arithmetic_settings(),
@@ -176,24 +142,13 @@ def gpu_facts(device_type: str, index: int, properties: Any) -> dict[str, Any]:
     }
 
 
-def nvidia_facts() -> dict[str, Any]:
-    """Return NVIDIA's driver, the newest CUDA that it supports, its GPUs, and the toolkit, or null."""
-    listed = run_tool("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or ""
-    rows = [row.rpartition(",") for row in listed.splitlines() if row.count(",")]
-    drivers = [driver.strip() for _, _, driver in rows if re.fullmatch(r"\d+(\.\d+)+", driver.strip())]
-    overview = run_tool("nvidia-smi") or "" if drivers else ""
-    compiler = run_tool("nvcc", "--version") or run_tool("/usr/local/cuda/bin/nvcc", "--version") or ""
-    return {
-        "driver": drivers[0] if drivers else None,
-        "driver_cuda": _found(r"CUDA[A-Za-z ]*Version\s*:\s*(\d+\.\d+)", overview),
-        "gpus": [name.strip() for name, _, _ in rows] if drivers else [],
-        "toolkit": _found(r"release (\d+\.\d+)", compiler),
-    }
-
-
-def _found(pattern: str, text: str) -> str | None:
-    match = re.search(pattern, text)
-    return match[1] if match else None
+def installed_gpu_driver() -> str | None:
+    """Return whose driver is installed, ``"NVIDIA"`` or ``"AMD"``; None if neither is."""
+    if shutil.which("nvidia-smi") is not None:
+        return "NVIDIA"
+    if Path("/dev/kfd").exists():
+        return "AMD"
+    return None
 
 
 # ---- what does not fit together
@@ -207,63 +162,31 @@ def mismatches(facts: dict[str, Any]) -> list[dict[str, str]]:
         ``fix``.
     """
     keys = ("severity", "device", "text", "fix")
-    found = [*_builds(facts), *_drivers(facts), *_kernels(facts), *_cpu(facts)]
-    return [dict(zip(keys, one, strict=True)) for one in found]
+    rows = [*_build(facts), *_kernels(facts), *_cpu(facts)]
+    return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-def _builds(facts: dict[str, Any]) -> Iterator[_Mismatch]:
-    """Find a torch that was built for something else than this machine has."""
-    torch, nvidia = facts["torch"], facts["nvidia"]
-    if (nvidia["gpus"] or "NVIDIA" in facts["pci"]) and torch["build"] in ("cpu", "xpu"):
-        name = nvidia["gpus"][0] if nvidia["gpus"] else "an NVIDIA GPU"
-        newest = f" for CUDA {nvidia['driver_cuda']} or older" if nvidia["driver_cuda"] else ""
-        text = f"this machine has {name}, and torch {torch['version']} was built without CUDA"
-        fix = f"pip uninstall torch, then install the build{newest} that {_INSTALL} names"
-        yield "error", "cuda", text, fix
-    if torch["build"] == "rocm" and not facts["gpus"] and (facts["kfd"] or "AMD" in facts["pci"]):
-        text = f"this torch is a ROCm build and sees no GPU ({torch['cuda_error'] or 'no reason given'})"
-        fix = "check that amdgpu is loaded (/dev/kfd) and your user in the groups render and video"
-        yield "error", "cuda", text, fix
-    if torch["build"] == "cpu" and facts["kfd"]:
-        text = f"AMD's driver is loaded, and torch {torch['version']} was built without ROCm"
-        fix = f"if rocminfo lists this GPU, install the ROCm build that {_INSTALL} names"
-        yield "note", "cuda", text, fix
+def _build(facts: dict[str, Any]) -> Iterator[_Mismatch]:
+    """Find a torch without support for the GPU here, or one that cannot reach it, by torch's own words."""
+    build = facts["torch"]["build"]
+    version = facts["torch"]["version"]
+    driver = facts["gpu_driver"]
+    why = facts["torch"]["cuda_error"]
 
+    if build == "cpu" and driver is not None:
+        text = f"the driver of a GPU of {driver} is installed, and torch {version} was built for CPUs alone"
+        yield "note", "cuda", text, f"if this machine has that GPU, install the build that {_INSTALL} names"
 
-def _drivers(facts: dict[str, Any]) -> Iterator[_Mismatch]:
-    """Compare a CUDA build of torch with the NVIDIA driver."""
-    built, nvidia = facts["torch"]["cuda"], facts["nvidia"]
-    if facts["torch"]["build"] != "cuda":
+    if why is None or _NO_DRIVER in why:
         return
-    sees_none = not any(gpu["device_type"] == "cuda" for gpu in facts["gpus"])
-    oldest, supported = _OLDEST_DRIVER.get(_version(built)[0]), nvidia["driver_cuda"]
-    needed = f"{oldest} or newer" if oldest else "of a newer version"
-    if nvidia["driver"] is None:
-        if sees_none and "NVIDIA" in facts["pci"]:
-            text = "this machine has an NVIDIA GPU, and nvidia-smi finds no working driver"
-            yield "error", "cuda", text, f"install NVIDIA driver {needed}"
-        return
-    too_old = bool(oldest and _version(nvidia["driver"])[0] < oldest)
-    if supported:
-        too_old = _version(supported)[0] < _version(built)[0]
-    up_to = f", which supports CUDA up to {supported}" if supported else ""
-    if too_old and sees_none:
-        fitting = f"CUDA {_version(supported)[0]}" if supported else "an older CUDA"
-        text = f"torch was built with CUDA {built}, and the driver is {nvidia['driver']}{up_to}"
-        fix = f"update the driver to {needed}, or install the torch build for {fitting} that {_INSTALL} names"
+    built_for = f"CUDA {facts['torch']['cuda']}" if build == "cuda" else f"ROCm {facts['torch']['hip']}"
+    text = f"this torch was built for {built_for} and reaches no GPU: {why}"
+    if _NO_GPU in why:
+        # GPUs are hidden on purpose more often than by mistake.
+        yield "note", "cuda", text, "check CUDA_VISIBLE_DEVICES, or HIP_VISIBLE_DEVICES"
+    else:
+        fix = f"update the driver, or install the build of torch for it that {_INSTALL} names"
         yield "error", "cuda", text, fix
-    elif sees_none and nvidia["gpus"]:
-        reason = facts["torch"]["cuda_error"] or "no reason given"
-        text = f"nvidia-smi lists {nvidia['gpus'][0]}, and torch sees no GPU ({reason})"
-        # If CUDA_VISIBLE_DEVICES hides it, most likely on purpose.
-        severity = "note" if "No CUDA GPUs are available" in reason else "error"
-        yield severity, "cuda", text, "check CUDA_VISIBLE_DEVICES; after a driver update restart the machine"
-    elif supported and _version(supported) < _version(built):
-        text = (
-            f"torch was built with CUDA {built}, newer than the driver {nvidia['driver']}{up_to}: it runs, "
-            "but kernels that are compiled while running (Triton, torch.compile) may not"
-        )
-        yield "note", "cuda", text, "update the driver"
 
 
 def _kernels(facts: dict[str, Any]) -> Iterator[_Mismatch]:
