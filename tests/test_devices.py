@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import narrowcast as nc
 from narrowcast import rule
-from narrowcast.casting.fp8._convert import has_fp8
+from narrowcast.casting.fp8._use import has_fp8
 from narrowcast.errors import DeviceError, UnsupportedError
 from narrowcast.machine import best_format
 from narrowcast.observe.profiling import stamp

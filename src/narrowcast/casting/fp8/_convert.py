@@ -12,25 +12,12 @@ import torch
 from narrowcast.casting._operators import CASTABLE
 from narrowcast.casting._tree import modules_by_path, scopes_by_path
 from narrowcast.casting._warnings import stacklevel_outside
+from narrowcast.casting.fp8._use import Fp8Use, has_fp8
 from narrowcast.errors import PolicyError
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, resolved
 
 _MULTIPLE = 16
 _NO_INSTRUCTIONS = "has no fp8 instructions of CUDA"
-
-
-@dataclass(eq=False)
-class Fp8Use:
-    """Shared by the layers that one ``apply_fp8`` converted, and by their copies.
-
-    Attributes:
-        removed: the layers compute as ``torch.nn.Linear`` again.
-    """
-
-    removed: bool = False
-
-    def __deepcopy__(self, _memo: object) -> Fp8Use:
-        return self
 
 
 @dataclass(eq=False)
@@ -113,17 +100,6 @@ def restore_layer(module: torch.nn.Module) -> None:
         for name in type(module).__annotations__:
             vars(module).pop(name, None)
         module.__class__ = torch.nn.Linear
-
-
-def has_fp8(device: torch.device) -> bool:
-    """Return whether ``device`` multiplies fp8 as CPUs emulate it: CUDA 8.9 and newer.
-
-    Not AMD's: MI300 has the fnuz formats, whose largest number and NaN differ (``torchao.float8.config``).
-    Source: the requirements of ``torch._scaled_mm``, aten/src/ATen/native/cuda/ScaledBlas.cpp.
-    """
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 # ---- which layers
