@@ -1,5 +1,7 @@
 """Presets: their names, their meaning on a device, and the errors for wrong names."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -11,7 +13,6 @@ from narrowcast.attach import Attachment
 from narrowcast.errors import PolicyError
 from narrowcast.machine import Choice, best_format
 from narrowcast.policy import (
-    PRESET_TABLE,
     PRESETS,
     Policy,
     as_policy,
@@ -44,12 +45,6 @@ def test_the_presets():
     assert len({Policy.preset(name) for name in PRESETS}) == len(PRESETS) - 1
     assert Policy.preset("O2") == Policy(compute="auto", master_weights=True)
     assert Policy.preset("O3") == Policy(compute="auto", low_weights=True)
-
-
-def test_which_presets_scripts_can_have():
-    for name, preset in PRESET_TABLE.items():
-        assert preset.meaning == PRESETS[name]
-        assert preset.for_scripts != Policy.preset(name).holds_low_weights
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
@@ -96,7 +91,7 @@ def test_what_is_no_name_is_refused(given):
 
 @pytest.mark.parametrize("name", ["O2", "O3"])
 def test_low_weights_are_refused_outside_of_a_stepper(name):
-    in_fp16 = Policy(**PRESET_TABLE[name].fields | {"compute": "fp16"})
+    in_fp16 = replace(Policy.preset(name), compute="fp16")
     for policy in (name, in_fp16):
         for ask in (
             with_fp32_weights,

@@ -14,6 +14,7 @@ from narrowcast.policy import (
     UNLISTED,
     Policy,
     Rule,
+    _resolved,
     class_names,
     every_operator,
     native_table,
@@ -287,9 +288,11 @@ def test_what_is_resolved_is_freed_with_the_policy():
     place.inside(policy.rules).actions["softmax.int"] = place  # as the eager engine's, which hold their place
     assert place.decide("linear").compute == "fp32"
     ended = weakref.ref(found)
+    kept = len(_resolved._kept)
     gc.disable()
     try:
         del policy, found
+        assert len(_resolved._kept) == kept - 1
         assert place.resolved is ended()  # a place in use goes on
         assert place.inside(ended().rules) is ended().scope(*[ended().rules[0]] * 2, ())
         ended().forget_scopes()

@@ -232,7 +232,7 @@ def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
 
 def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | None]:
     """Return the dtype of a region of ``policy``, and its scope or None if it has no rules."""
-    kept = kept_for(policy)
+    kept = kept_for(policy).regions
     found: tuple[torch.dtype, Scope | None] | None = kept.get(device_type)
     if found is None:  # a region is opened at each step, with the same dtype and scope each time
         dtype = resolve(policy, device_type)

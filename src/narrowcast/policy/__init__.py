@@ -18,24 +18,24 @@ from narrowcast.policy._ops import (
     qualified,
 )
 from narrowcast.policy._policy import (
-    PRESET_TABLE,
-    PRESETS,
-    PROMOTED,
     Policy,
     as_policy,
     dtype_of,
     format_name,
-    kept_for,
+    policy_in,
     policy_name,
+    policy_text,
     resolve,
     with_fp32_weights,
 )
+from narrowcast.policy._presets import PRESET_TABLE, PRESETS, PROMOTED
 from narrowcast.policy._resolved import (
     CASTS_TO,
     UNLISTED,
     Decision,
     ResolvedPolicy,
     Scope,
+    kept_for,
     names_module,
     resolved,
     rules_for,
@@ -43,8 +43,6 @@ from narrowcast.policy._resolved import (
     without_prefix,
 )
 from narrowcast.policy._rule import FP8_RECIPES, WIDEST, Rule, class_names
-from narrowcast.policy._toml import dumps as policy_text
-from narrowcast.policy._toml import parse as policy_in
 
 __all__ = [
     "CASTS_TO",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -43,8 +43,9 @@ def canonical_op(name: object) -> str:
     word = _without_prefix(name)
     base = base_of(word)
     if overloads_of(word):
-        alone = word.endswith(".default") and len(overloads_of(base)) == 1
-        return base if alone else word
+        # "linear.default" is the only overload of "linear"; "sum.default" is one of several.
+        is_only_overload = word.endswith(".default") and len(overloads_of(base)) == 1
+        return base if is_only_overload else word
     if _names(base):
         raise PolicyError(_not_for_rules(name, base))
     raise PolicyError(f"PyTorch has no operator {name!r}. {_guess(base)}")
@@ -52,16 +53,20 @@ def canonical_op(name: object) -> str:
 
 def overloads_of(name: str) -> tuple[str, ...]:
     """Return the overloads of ``name`` that rules can select, as ``"softmax.int"``; may be empty."""
-    found = _names(base_of(name))
+    overloads = _names(base_of(name))
     if "." in name:
-        asked = qualified(name).removesuffix(".default")
-        found = tuple(one for one in found if one == asked)
-    return tuple(one.removeprefix("aten::") for one in found if _why_not(one) is None)
+        only = qualified(name).removesuffix(".default")
+        overloads = tuple(overload for overload in overloads if overload == only)
+    return _for_rules(overloads)
 
 
 def every_operator() -> tuple[str, ...]:
     """Return every overload that rules can select, from all imported libraries."""
-    return tuple(one.removeprefix("aten::") for one in operator_names() if _why_not(one) is None)
+    return _for_rules(operator_names())
+
+
+def _for_rules(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name.removeprefix("aten::") for name in names if _why_not(name) is None)
 
 
 def operator(name: str) -> Any:
@@ -87,10 +92,13 @@ def _without_prefix(name: str) -> str:
     if name.startswith("torch.ops."):
         library, _, rest = name.removeprefix("torch.ops.").partition(".")
         return rest if library == "aten" else f"{library}::{rest}"
-    found = _PREFIX.match(name)
-    if found is None:
+    prefix = _PREFIX.match(name)
+    if prefix is None:
         return name
-    return (f"{found['kept']}_" if found["kept"] else "") + name[found.end() :]
+    rest = name[prefix.end() :]
+    if prefix["kept"]:
+        return f"{prefix['kept']}_{rest}"
+    return rest
 
 
 # ---- the dispatcher's operators
@@ -133,11 +141,12 @@ def _not_for_rules(name: str, base: str) -> str:
     known = ", ".join(sorted(overloads_of(base)))
     if known:
         return f"operator {base!r} has no overload {name!r} for rules. Known: {known}."
-    why = dict.fromkeys(reason for one in _names(base) if (reason := _why_not(one)))
+    # Each reason once, in the order of the overloads.
+    reasons = dict.fromkeys(filter(None, map(_why_not, _names(base))))
     advice = ""
     if base.endswith("_") and overloads_of(base.rstrip("_")):
         advice = f'; write the rule for "{base.rstrip("_")}"'
-    return f"autocast never casts {name!r}, which {' or '.join(why)}{advice}"
+    return f"autocast never casts {name!r}, which {' or '.join(reasons)}{advice}"
 
 
 def _guess(word: str) -> str:
@@ -152,7 +161,7 @@ def _guess(word: str) -> str:
     names = [base.removeprefix("aten::") for base in _by_base() if not base.startswith("aten::_")]
     near = difflib.get_close_matches(word.lower(), names, n=3)
     if near:
-        return "Did you mean " + " or ".join(f'"{one}"' for one in near) + "?"
+        return "Did you mean " + " or ".join(f'"{name}"' for name in near) + "?"
     return 'For an operator of another library, import the library and write "mylib::op".'
 
 
@@ -250,9 +259,11 @@ _CUDNN = {LOWER: "cudnn_convolution cudnn_convolution_transpose _cudnn_rnn"}
 
 
 def _by_op(*parts: dict[str, str]) -> Mapping[str, str]:
-    return MappingProxyType(
-        {op: kind for part in parts for kind, names in part.items() for op in names.split()}
-    )
+    kind_of = {}
+    for part in parts:
+        for kind, ops in part.items():
+            kind_of.update(dict.fromkeys(ops.split(), kind))
+    return MappingProxyType(kind_of)
 
 
 TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -280,12 +291,10 @@ def autocast_key(device_type: str) -> str:
 def native_table(device_type: str) -> Mapping[str, str]:
     """Return ``TABLES[device_type]`` limited to the installed PyTorch; empty for an unknown device."""
     key = autocast_key(device_type)
-    known = set(operator_names())
-    table = TABLES.get(device_type, {})
-    return MappingProxyType(
-        {
-            op: k
-            for op, k in table.items()
-            if f"aten::{op}" in known and has_torchs_own_kernel(f"aten::{op}", key)
-        }
-    )
+    installed = set(operator_names())
+    table = {}
+    for op, kind in TABLES.get(device_type, {}).items():
+        name = f"aten::{op}"
+        if name in installed and has_torchs_own_kernel(name, key):
+            table[op] = kind
+    return MappingProxyType(table)

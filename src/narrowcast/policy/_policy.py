@@ -1,4 +1,4 @@
-"""Policies and presets as frozen values, and the dtype that they resolve to on a device."""
+"""Policies as frozen values, their names, and the dtype that they resolve to on a device."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import html
 import itertools
 import os
 import textwrap
-import weakref
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from narrowcast.errors import PolicyError, near_names
+from narrowcast.policy import _toml
+from narrowcast.policy._presets import PRESET_TABLE, PRESETS
 from narrowcast.policy._rule import FP8_RECIPES, OTHER_FORMAT_NAMES, Rule, check_no_contradictions
 
 if TYPE_CHECKING:
     import torch
 
 TABLE_NAMES = ("native", "cpu", "cuda", "mps")
-_ELSEWHERE = (
-    "policy {name!r} holds the model's weights in a low format{masters}, which only nc.Stepper does: "
-    "nc.Stepper(model, optimizer, policy={name!r}). Here use 'bf16' or 'fp16', which leave the weights in "
-    "fp32"
-)
+_COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# What people write in place of a preset, for suggestions.
 _OTHER_NAMES = {
     **OTHER_FORMAT_NAMES,
     "16-mixed": "fp16",
@@ -35,116 +33,11 @@ _OTHER_NAMES = {
     "02": "O2",
     "03": "O3",
 }
-# The width of a policy that is printed, in characters.
+# Widths of a policy that is printed, and of its first column, in characters.
 _WIDTH = 80
 _TARGET_WIDTH = 48
+# From this many operators on, those with the same effect share one entry of a policy that is printed.
 _MANY = 4
-_COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """A named policy.
-
-    Attributes:
-        meaning: description in one line.
-        fields: fields of the ``Policy`` except its rules.
-        rules: keyword arguments of each ``Rule``, which is created on use since its check imports torch.
-        for_scripts: whether ``narrowcast run`` accepts it; False if only ``nc.Stepper`` supports it.
-    """
-
-    meaning: str
-    fields: dict[str, Any]
-    rules: tuple[dict[str, str], ...] = ()
-    for_scripts: bool = True
-
-
-# Operators that fail in a region on CPU or CUDA when the formats of their floating inputs differ, found by
-# tests/policy/test_safe_preset.py, which calls every operator that way. If one device fails, the rule follows
-# the table of the other; if both fail, inputs are promoted. Not included:
-# - batch_norm and instance_norm write to their running statistics, and a cast would be written to instead;
-#   native_batch_norm, native_layer_norm and fake_quantize_* take fp32 parameters with narrow inputs, which a
-#   rule would widen;
-# - in-place forms, such as x[i] = y, are never cast;
-# - fractional_max_pool2d and 3d: only samples passed to a private argument can differ;
-#   linear_cross_entropy is experimental Python.
-_AS_CUDA_DOES = "addmv chain_matmul linalg_multi_dot mv"
-_AS_CPU_DOES = """cholesky_solve grid_sampler_2d grid_sampler_3d linalg_householder_product linalg_lstsq
-    linalg_matrix_rank linalg_solve linalg_tensorsolve lu_solve nanquantile orgqr ormqr polar quantile
-    triangular_solve"""
-PROMOTED = """bilinear complex cross dot embedding_bag heaviside histogram histogramdd index_add index_copy
-    index_put index_reduce isclose lerp linalg_cross linalg_ldl_solve linalg_lu_solve linalg_pinv
-    linalg_solve_ex linalg_solve_triangular masked_scatter meshgrid put scatter scatter_add scatter_reduce
-    sparse_sampled_addmm special_chebyshev_polynomial_t special_chebyshev_polynomial_u
-    special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_h
-    special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
-    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
-    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_zeta tensordot vdot
-    _sparse_mm.reduce _weight_norm"""
-_NORMS = "group_norm layer_norm rms_norm"
-
-# Operators that apex computes in fp32 and PyTorch's table for CUDA does not. PyTorch decomposes cross_entropy
-# into a log_softmax in the input's format. Other differences:
-# - softmin, interpolate and normalize are Python functions around softmax, upsample_* and norms;
-#   log_sigmoid covers multilabel_soft_margin_loss, a Python function that stays in fp32 after it;
-# - local_response_norm squares its input with mul, and a rule for mul would affect the whole model: use
-#   rule.module_type("torch.nn.LocalResponseNorm", compute="fp32");
-# - interpolate(mode="area") is adaptive_avg_pool*, which apex does not cast elsewhere;
-# - in-place powers are never cast, and apex's fp32 Tensor.cpu() was a bug.
-# Operators that apex's lists lack (rms_norm, einsum, attention) follow PyTorch's table.
-_APEX_FP32 = "cross_entropy_loss ctc_loss gelu grid_sampler log_sigmoid std var"
-
-
-def _each(ops: str, **effect: str) -> tuple[dict[str, str], ...]:
-    return tuple({"op": op, **effect} for op in ops.split())
-
-
-PRESET_TABLE: dict[str, Preset] = {
-    "auto": Preset(
-        meaning="the fastest safe format of the device, by rates measured on it or by a table",
-        fields={"compute": "auto"},
-    ),
-    "bf16": Preset(
-        meaning="matmuls and convolutions in bfloat16, by the device's own table",
-        fields={"compute": "bf16"},
-    ),
-    "fp16": Preset(
-        meaning="matmuls and convolutions in float16, by the device's own table",
-        fields={"compute": "fp16"},
-    ),
-    "fp32": Preset(meaning="everything in float32", fields={"compute": "fp32"}),
-    "safe": Preset(
-        meaning="auto, with mixed inputs promoted, norm outputs lowered, binary_cross_entropy in fp32",
-        fields={"compute": "auto"},
-        rules=(
-            *_each(_NORMS, compute="fp32", output="lower"),
-            *_each("binary_cross_entropy", compute="fp32"),
-            *_each(_AS_CPU_DOES, compute="fp32"),
-            *_each(_AS_CUDA_DOES, compute="lower"),
-            *_each(PROMOTED, compute="promote"),
-        ),
-    ),
-    "O0": Preset(meaning="apex's O0: everything in float32", fields={"compute": "fp32"}),
-    "O1": Preset(
-        meaning="apex's O1: each operator in the format that suits it, one table everywhere",
-        fields={"compute": "auto", "tables": "cuda"},
-        rules=_each(_APEX_FP32, compute="fp32"),
-    ),
-    "O2": Preset(
-        meaning="weights in a low format too, with fp32 masters; batch norms in float32",
-        fields={"compute": "auto", "master_weights": True},
-        for_scripts=False,
-    ),
-    "O3": Preset(
-        meaning="apex's O3: everything in a low format, without masters or a loss scale",
-        fields={"compute": "auto", "low_weights": True},
-        for_scripts=False,
-    ),
-}
-"""Preset name -> preset."""
-
-PRESETS = {name: preset.meaning for name, preset in PRESET_TABLE.items()}
-"""Preset name -> description in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True, repr=False)
@@ -162,6 +55,7 @@ class Policy:
             weights, as preset ``"O2"`` does. Needs ``nc.Stepper``.
         low_weights: hold the weights, also of batch norms, in the compute format without master weights, as
             preset ``"O3"`` does. Needs ``nc.Stepper``.
+        file: the file that ``load`` read the policy from, or None. It is no part of the value.
 
     Raises:
         PolicyError: a value is unknown, settings exclude each other, or two rules with the same selector
@@ -173,6 +67,7 @@ class Policy:
     tables: str = "native"
     master_weights: bool = False
     low_weights: bool = False
+    file: str | None = field(default=None, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.compute, str) or self.compute not in (*_COMPUTE_DTYPES, "auto"):
@@ -181,10 +76,12 @@ class Policy:
         if self.tables not in TABLE_NAMES:
             meant = "cuda" if self.tables == "gpu" else str(self.tables)
             raise PolicyError(f"unknown tables {self.tables!r}. {near_names(meant, TABLE_NAMES)}")
+
         for name in ("master_weights", "low_weights"):
-            if not isinstance(getattr(self, name), bool):
-                raise PolicyError(f"expected {name} to be a bool, got {getattr(self, name)!r}")
-            if getattr(self, name) and self.compute == "fp32":
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise PolicyError(f"expected {name} to be a bool, got {value!r}")
+            if value and self.compute == "fp32":
                 raise PolicyError(f"{name} needs a low format: compute must not be 'fp32'")
         if self.master_weights and self.low_weights:
             raise PolicyError("master_weights and low_weights exclude each other: set one of them")
@@ -193,13 +90,19 @@ class Policy:
     def preset(cls, name: str) -> Policy:
         """Return the preset called ``name``; an unknown name raises PolicyError."""
         if not isinstance(name, str) or name not in PRESET_TABLE:
-            if isinstance(name, str) and name in _OTHER_NAMES:
-                guess = f'Did you mean "{_OTHER_NAMES[name]}"? Known: {", ".join(PRESETS)}.'
-            else:
-                guess = near_names(str(name), PRESETS)
-            raise PolicyError(f"unknown policy {name!r}. {guess}")
+            raise PolicyError(f"unknown policy {name!r}. {_near_presets(name)}")
         preset = PRESET_TABLE[name]
-        return cls(rules=tuple(Rule(**one) for one in preset.rules), **preset.fields)
+        rules: list[Rule] = []
+        for group in preset.rules:
+            for op in group.ops.split():
+                rules.append(Rule(op=op, compute=group.compute, output=group.output))
+        return cls(
+            compute=preset.compute,
+            rules=tuple(rules),
+            tables=preset.tables,
+            master_weights=preset.master_weights,
+            low_weights=preset.low_weights,
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
@@ -209,9 +112,7 @@ class Policy:
             PolicyError: the file is missing or not valid TOML, has unknown keys or a newer version, names an
                 unknown base, or describes an invalid policy.
         """
-        from narrowcast.policy import _toml
-
-        return _remembered(_toml.parse(_toml.read(Path(path)), Path(path)), path)
+        return _loaded(_toml.read(Path(path)), path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a TOML file that ``load`` reads, replacing an existing file atomically.
@@ -219,9 +120,7 @@ class Policy:
         Raises:
             PolicyError: the file cannot be written; an existing file is unchanged.
         """
-        from narrowcast.policy import _toml
-
-        _toml.write(self, Path(path))
+        _toml.write(policy_text(self), Path(path))
 
     def with_rules(self, *rules: Rule) -> Policy:
         """Return this policy with more rules, each replacing an earlier one with the same selector.
@@ -230,8 +129,9 @@ class Policy:
             PolicyError: two of ``rules`` have the same selector and differ.
         """
         new = _checked_rules(rules)
-        selectors = {one.selector for one in new}
-        return replace(self, rules=(*(one for one in self.rules if one.selector not in selectors), *new))
+        replaced = {rule.selector for rule in new}
+        kept = [rule for rule in self.rules if rule.selector not in replaced]
+        return replace(self, rules=(*kept, *new))
 
     @property
     def is_plain(self) -> bool:
@@ -241,7 +141,7 @@ class Policy:
     @property
     def names_modules(self) -> bool:
         """Whether a model must be modified for the rules: some name modules or an fp8 recipe."""
-        return any(one.is_for_modules or one.compute in FP8_RECIPES for one in self.rules)
+        return any(rule.is_for_modules or rule.compute in FP8_RECIPES for rule in self.rules)
 
     @property
     def holds_low_weights(self) -> bool:
@@ -263,87 +163,31 @@ class Policy:
         lines = textwrap.wrap(_heading(self), _WIDTH, subsequent_indent="    ")
         if self.tables != "native":
             lines.append(f"  PyTorch's table for {self.tables} on every device")
-        entries: list[tuple[str, str]] = []
-        alike = itertools.groupby(self.rules, lambda one: (one.is_for_modules, one.effect))
-        for (for_modules, effect), group in alike:
-            targets = [one.target for one in group]
-            if not for_modules and len(targets) >= _MANY:
-                targets = [", ".join(targets)]
-            entries += [(target, effect) for target in targets]
-        width = min(_TARGET_WIDTH, max((len(target) for target, _ in entries), default=0))
+
+        entries = _entries(self.rules)
+        longest = max((len(target) for target, _ in entries), default=0)
+        width = min(_TARGET_WIDTH, longest)
         for target, effect in entries:
             wrapped = textwrap.wrap(target, width, subsequent_indent="  ", break_on_hyphens=False)
-            first, *rest = wrapped or [""]
-            lines.append(f"  {first:<{width}}  {effect}")
-            lines += [f"  {line}" for line in rest]
+            lines.append(f"  {wrapped[0]:<{width}}  {effect}")
+            lines += [f"  {line}" for line in wrapped[1:]]
         return "\n".join(lines)
 
 
-def name_of(policy: Policy) -> str | None:
-    """Return the name of the preset that equals ``policy``, or None."""
-    for name, preset in PRESET_TABLE.items():
-        if len(preset.rules) == len(policy.rules) and Policy.preset(name) == policy:
-            return name
-    return None
-
-
-_kept: dict[int, tuple[weakref.ref[Policy], dict[Any, Any]]] = {}
-
-
-def kept_for(policy: Policy) -> dict[Any, Any]:
-    """Return what this package and ``casting`` keep for one policy object until it is freed.
-
-    By identity: an equal policy may come from elsewhere, and hashing all rules at each region would take
-    longer than the region.
-    """
-    key = id(policy)  # no other policy has it before the entry is removed
-    entry = _kept.get(key)
-    if entry is None:
-        ended = weakref.ref(policy, lambda _: _kept.pop(key, None))
-        entry = _kept.setdefault(key, (ended, {}))  # another thread may be faster
-    return entry[1]
-
-
-def _remembered(policy: Policy, path: str | os.PathLike[str]) -> Policy:
-    """Return ``policy`` after recording for ``policy_name`` that it came from ``path``."""
-    kept_for(policy)["file"] = os.fspath(path)
-    return policy
-
-
-def policy_name(policy: Policy | str | os.PathLike[str]) -> str:
-    """Return a short description: the policy's file, its preset, or its format and its differences.
-
-    >>> policy_name(Policy(compute="bf16", tables="cuda"))
-    'bf16 with the table for cuda'
-    """
-    if not isinstance(policy, Policy):
-        return os.fspath(policy)
-    name: str = kept_for(policy).get("file") or name_of(policy) or _in_words(policy)
-    return name
-
-
-def _in_words(policy: Policy) -> str:
-    besides = []
-    if policy.tables != "native":
-        besides.append(f"the table for {policy.tables}")
-    if policy.holds_low_weights:
-        besides.append("fp32 master weights" if policy.master_weights else "low weights")
-    if policy.rules:
-        besides.append(f"{len(policy.rules)} rule{'s' * (len(policy.rules) != 1)}")
-    return f"{policy.compute} with {' and '.join(besides)}"
+# ---- checks of the fields
 
 
 def _checked_rules(rules: object) -> tuple[Rule, ...]:
+    """Return ``rules`` as a tuple without repetitions."""
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise PolicyError(f"expected a tuple of rules, got {rules!r}")
-    found: list[Rule] = []
-    for one in rules:
-        if not isinstance(one, Rule):
-            raise PolicyError(f'expected a rule, as nc.rule.op("softmax", compute="fp32"), got {one!r}')
-        found.append(one)
-    checked = tuple(dict.fromkeys(found))
-    check_no_contradictions(checked)
-    return checked
+    checked: dict[Rule, None] = {}
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise PolicyError(f'expected a rule, as nc.rule.op("softmax", compute="fp32"), got {rule!r}')
+        checked[rule] = None
+    check_no_contradictions(tuple(checked))
+    return tuple(checked)
 
 
 def _unknown_format(compute: object) -> str:
@@ -358,8 +202,114 @@ def _unknown_format(compute: object) -> str:
     return f"unknown format {compute!r}. {near_names(word, formats)}"
 
 
-def _looks_like_a_file(name: object) -> bool:
-    return isinstance(name, str) and (name.endswith(".toml") or os.sep in name)
+def _near_presets(name: object) -> str:
+    if isinstance(name, str) and name in _OTHER_NAMES:
+        return f'Did you mean "{_OTHER_NAMES[name]}"? Known: {", ".join(PRESETS)}.'
+    return near_names(str(name), PRESETS)
+
+
+# ---- policies in TOML files
+
+
+def policy_in(data: bytes, path: Path) -> Policy:
+    """Return the policy in ``data``, the content of the file at ``path``; errors are those of ``load``."""
+    parsed = _toml.parse(data, path)
+    try:
+        if parsed.base is None:
+            return Policy(**parsed.settings, rules=parsed.rules)
+        return replace(Policy.preset(parsed.base), **parsed.settings).with_rules(*parsed.rules)
+    except PolicyError as error:
+        raise PolicyError(f"{path}: {error}") from None
+
+
+def policy_text(policy: Policy) -> str:
+    """Return ``policy`` as TOML, which ``policy_in`` reads."""
+    settings = {}
+    for setting in fields(policy):
+        value = getattr(policy, setting.name)
+        if setting.name in _toml.SETTINGS and value != setting.default:
+            settings[setting.name] = value
+    return _toml.dumps(settings, policy.rules)
+
+
+def _loaded(data: bytes, path: str | os.PathLike[str]) -> Policy:
+    policy = policy_in(data, Path(path))
+    object.__setattr__(policy, "file", os.fspath(path))
+    return policy
+
+
+# ---- a policy in words
+
+
+def name_of(policy: Policy) -> str | None:
+    """Return the name of the preset that equals ``policy``, or None."""
+    for name, preset in PRESET_TABLE.items():
+        # Rules of a preset are created for a policy with rules only, since that imports torch.
+        if bool(preset.rules) == bool(policy.rules) and _preset_object(name) == policy:
+            return name
+    return None
+
+
+def policy_name(policy: Policy | str | os.PathLike[str]) -> str:
+    """Return a short description: the policy's file, its preset, or its format and its differences.
+
+    >>> policy_name(Policy(compute="bf16", tables="cuda"))
+    'bf16 with the table for cuda'
+    """
+    if not isinstance(policy, Policy):
+        return os.fspath(policy)
+    return policy.file or name_of(policy) or _in_words(policy)
+
+
+def _in_words(policy: Policy) -> str:
+    differences = []
+    if policy.tables != "native":
+        differences.append(f"the table for {policy.tables}")
+    if policy.master_weights:
+        differences.append("fp32 master weights")
+    if policy.low_weights:
+        differences.append("low weights")
+    if policy.rules:
+        differences.append(_count(policy.rules))
+    return f"{policy.compute} with {' and '.join(differences)}"
+
+
+def _heading(policy: Policy) -> str:
+    name = name_of(policy)
+    if name is not None:
+        return f"{name}: {PRESETS[name]}"
+    if policy.master_weights:
+        heading = f"O2 in {policy.compute}: {PRESETS['O2']}"
+    elif policy.low_weights:
+        heading = f"O3 in {policy.compute}: {PRESETS['O3']}"
+    else:
+        heading = f"{policy.compute}: {PRESETS[policy.compute]}"
+    if policy.rules:
+        heading += f", with {_count(policy.rules)}"
+    return heading
+
+
+def _count(rules: tuple[Rule, ...]) -> str:
+    return "1 rule" if len(rules) == 1 else f"{len(rules)} rules"
+
+
+def _entries(rules: tuple[Rule, ...]) -> list[tuple[str, str]]:
+    """Return what rules select and what they do there; many operators in a row share one entry."""
+    entries = []
+    alike = itertools.groupby(rules, lambda rule: (rule.is_for_modules, rule.effect))
+    for (for_modules, effect), group in alike:
+        targets = [rule.target for rule in group]
+        if not for_modules and len(targets) >= _MANY:
+            targets = [", ".join(targets)]
+        entries += [(target, effect) for target in targets]
+    return entries
+
+
+# ---- what a user may pass as a policy
+
+
+_by_preset: dict[str, Policy] = {}
+_by_file: dict[str, tuple[bytes, Policy]] = {}
 
 
 def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
@@ -372,45 +322,39 @@ def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if isinstance(policy, os.PathLike):
-        return _in_file(policy)
+    if isinstance(policy, os.PathLike) or _looks_like_a_file(policy):
+        return _file_object(policy)
     if not isinstance(policy, str):
         word = str(policy).removeprefix("torch.")
         meant = f'; write "{_OTHER_NAMES[word]}"' if word in _OTHER_NAMES else ""
         got = repr(policy) + meant if len(repr(policy)) < 50 else type(policy).__name__
         raise PolicyError(f"expected a Policy, the name of a preset or a file, got {got}")
-    if _looks_like_a_file(policy):
-        return _in_file(policy)
     if policy not in PRESETS and Path(f"{policy}.toml").is_file():
         raise PolicyError(f'unknown policy {policy!r}. Did you mean the file "{policy}.toml"?')
-    return _named(policy)
+    return _preset_object(policy)
 
 
-_by_name: dict[str, Policy] = {}
+def _looks_like_a_file(name: object) -> bool:
+    return isinstance(name, str) and (name.endswith(".toml") or os.sep in name)
 
 
-def _named(name: str) -> Policy:
+def _preset_object(name: str) -> Policy:
     """Return one object per name, so that scopes and kernels are created once."""
-    if name not in _by_name:
-        _by_name.setdefault(name, Policy.preset(name))  # another thread may be faster
-    return _by_name[name]
+    if name not in _by_preset:
+        _by_preset.setdefault(name, Policy.preset(name))  # another thread may be faster
+    return _by_preset[name]
 
 
-_by_file: dict[str, tuple[bytes, Policy]] = {}
-
-
-def _in_file(path: str | os.PathLike[str]) -> Policy:
+def _file_object(path: str | os.PathLike[str]) -> Policy:
     """Return one object per file while its content is unchanged, as a region may name it at each step.
 
     The content is compared: two versions may have the same size and time.
     """
-    from narrowcast.policy import _toml
-
     place = os.path.abspath(path)
-    said = _toml.read(Path(path))
+    content = _toml.read(Path(path))
     kept = _by_file.get(place)
-    if kept is None or kept[0] != said:
-        kept = _by_file[place] = (said, _remembered(_toml.parse(said, Path(path)), path))
+    if kept is None or kept[0] != content:
+        kept = _by_file[place] = (content, _loaded(content, path))
     return kept[1]
 
 
@@ -421,11 +365,22 @@ def with_fp32_weights(policy: Policy | str | os.PathLike[str]) -> Policy:
         PolicyError: the policy does not exist or holds the weights in a low format.
     """
     wanted = as_policy(policy)
-    if wanted.holds_low_weights:
-        masters = " and updates fp32 master weights" if wanted.master_weights else ""
-        name = "O2" if wanted.master_weights else "O3"
-        raise PolicyError(_ELSEWHERE.format(name=name, masters=masters))
+    if wanted.master_weights:
+        raise PolicyError(_needs_a_stepper("O2", " and updates fp32 master weights"))
+    if wanted.low_weights:
+        raise PolicyError(_needs_a_stepper("O3", ""))
     return wanted
+
+
+def _needs_a_stepper(name: str, masters: str) -> str:
+    return (
+        f"policy {name!r} holds the model's weights in a low format{masters}, which only nc.Stepper does: "
+        f"nc.Stepper(model, optimizer, policy={name!r}). Here use 'bf16' or 'fp16', which leave the weights "
+        "in fp32"
+    )
+
+
+# ---- dtypes
 
 
 def resolve(policy: Policy | str, device_type: str, *, low_weights: bool = False) -> torch.dtype:
@@ -439,8 +394,10 @@ def resolve(policy: Policy | str, device_type: str, *, low_weights: bool = False
     """
     from narrowcast.machine import best_format
 
-    compute = (as_policy if low_weights else with_fp32_weights)(policy).compute
-    return dtype_of(best_format(device_type).format if compute == "auto" else compute)
+    wanted = as_policy(policy) if low_weights else with_fp32_weights(policy)
+    if wanted.compute == "auto":
+        return dtype_of(best_format(device_type).format)
+    return dtype_of(wanted.compute)
 
 
 def dtype_of(word: str) -> torch.dtype:
@@ -453,20 +410,8 @@ def dtype_of(word: str) -> torch.dtype:
 
 def format_name(dtype: torch.dtype) -> str:
     """Return ``"bf16"`` for ``torch.bfloat16`` and so on; torch's name for other dtypes."""
-    names = {long: short for short, long in _COMPUTE_DTYPES.items()}
-    word = str(dtype).removeprefix("torch.")
-    return names.get(word, word)
-
-
-def _heading(policy: Policy) -> str:
-    name = name_of(policy)
-    if name is not None:
-        return f"{name}: {PRESETS[name]}"
-    if policy.master_weights:
-        heading = f"O2 in {policy.compute}: {PRESETS['O2']}"
-    elif policy.low_weights:
-        heading = f"O3 in {policy.compute}: {PRESETS['O3']}"
-    else:
-        heading = f"{policy.compute}: {PRESETS[policy.compute]}"
-    count = len(policy.rules)
-    return f"{heading}, with {count} rule{'s' * (count != 1)}" if count else heading
+    torchs_name = str(dtype).removeprefix("torch.")
+    for word, name in _COMPUTE_DTYPES.items():
+        if name == torchs_name:
+            return word
+    return torchs_name

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,8 @@ from narrowcast.policy._ops import (
     native_table,
     overloads_of,
 )
-from narrowcast.policy._policy import PRESET_TABLE, Policy, kept_for
+from narrowcast.policy._policy import Policy, as_policy
+from narrowcast.policy._presets import PRESETS
 from narrowcast.policy._rule import COMPUTES, FP8_RECIPES, Rule, specificity
 
 if TYPE_CHECKING:
@@ -99,19 +100,29 @@ class Scope:
         """Return the scope inside a module that ``rules`` (from ``rules_for``) select; else self."""
         if not rules:
             return self
-        found = self._inside.get(rules)
-        if found is None:
-            # The more specific wins, then the later.
-            best_first = sorted(rules, key=lambda one: (specificity(one), rules.index(one)), reverse=True)
-            plain = [one for one in best_first if one.op is None]
-            in_formats = [one for one in plain if one.compute not in FP8_RECIPES]
-            ops = (*(one for one in best_first if one.op is not None), *self._ops)
-            found = self._inside[rules] = self.resolved.scope(
-                in_formats[0] if in_formats else self.rule,
-                plain[0] if plain else self._nearest,
-                tuple(dict.fromkeys(ops)),
-            )
-        return found
+        scope = self._inside.get(rules)
+        if scope is None:
+            scope = self._inside[rules] = self._scope_inside(rules)
+        return scope
+
+    def _scope_inside(self, rules: tuple[Rule, ...]) -> Scope:
+        # The more specific wins, then the later.
+        best_first = sorted(rules, key=lambda rule: (specificity(rule), rules.index(rule)), reverse=True)
+
+        # The best rule for the whole module replaces that of the module around it.
+        rule = self.rule
+        nearest = self._nearest
+        for_all = [rule for rule in best_first if rule.op is None]
+        in_formats = [rule for rule in for_all if _decides(rule)]
+        if for_all:
+            nearest = for_all[0]
+        if in_formats:
+            rule = in_formats[0]
+
+        # Rules for operators add to those of the modules around it, and come first.
+        ops = [rule for rule in best_first if rule.op is not None]
+        ops += self._ops
+        return self.resolved.scope(rule, nearest, tuple(dict.fromkeys(ops)))
 
     def decide(self, op: str) -> Decision | None:
         """Return the decision for ``op`` (``"softmax.int"``), or None if PyTorch decides."""
@@ -121,25 +132,26 @@ class Scope:
             decision = self._decisions[op] = self._decide(op)
             return decision
 
+    def _decide(self, op: str) -> Decision | None:
+        for rule in self._ops:
+            if _covers(rule, op) and _decides(rule):
+                return Decision(compute=rule.compute, output=rule.output, rule=rule, because=str(rule))
+        if self.rule is not None and self.resolved.is_cast_anywhere(op):
+            return Decision(compute=self.rule.compute, rule=self.rule, because=str(self.rule))
+        return self.resolved.decide_anywhere(op)
+
     def rule_of(self, op: str) -> Rule | None:
         """Return the winning rule for ``op`` here, with fp8 recipes, or None."""
-        inside = next((one for one in self._ops if _covers(one, op)), None)
-        if inside is not None:
-            return inside
+        for rule in self._ops:
+            if _covers(rule, op):
+                return rule
         if self._nearest is None:
-            return _best(one for one in self.resolved.rules if not one.is_for_modules and _covers(one, op))
+            everywhere = [rule for rule in self.resolved.rules if not rule.is_for_modules]
+            return _best(rule for rule in everywhere if _covers(rule, op))
         if self._nearest.compute in FP8_RECIPES and op == "linear":
             return self._nearest
         decision = self.decide(op)
         return None if decision is None else decision.rule
-
-    def _decide(self, op: str) -> Decision | None:
-        for one in self._ops:
-            if _covers(one, op) and one.compute not in FP8_RECIPES:
-                return Decision(compute=one.compute, output=one.output, rule=one, because=str(one))
-        if self.rule is not None and self.resolved.is_cast_anywhere(op):
-            return Decision(compute=self.rule.compute, rule=self.rule, because=str(self.rule))
-        return self.resolved.decide_anywhere(op)
 
 
 class ResolvedPolicy:
@@ -161,10 +173,17 @@ class ResolvedPolicy:
         self.lower = lower
         self.table_name = device_type if policy.tables == "native" else policy.tables
         self.native = native_table(device_type)
-        asked = native_table(self.table_name)
-        own = {op: kind for op, kind in self.native.items() if op in ONE_DEVICE_ONLY}
-        self.table = {op: kind for op, kind in asked.items() if op not in ONE_DEVICE_ONLY} | own
+        self.table = self._table()
         self._scopes: dict[tuple[Rule | None, Rule | None, tuple[Rule, ...]], Scope] = {}
+
+    def _table(self) -> dict[str, str]:
+        """Return the table that the policy names, with this device's own operators of recurrent layers."""
+        named = native_table(self.table_name)
+        table = {op: kind for op, kind in named.items() if op not in ONE_DEVICE_ONLY}
+        for op in ONE_DEVICE_ONLY:
+            if op in self.native:
+                table[op] = self.native[op]
+        return table
 
     @cached_property
     def root(self) -> Scope:
@@ -178,17 +197,16 @@ class ResolvedPolicy:
 
     def forget_scopes(self) -> None:
         """Drop the scopes, which refer to this object, so that it is freed with the last one in use."""
-        for one in list(self._scopes.values()):
-            one._inside.clear()
-            one.actions.clear()
+        for scope in list(self._scopes.values()):
+            scope._inside.clear()
+            scope.actions.clear()
         self._scopes.clear()
         self.__dict__.pop("root", None)
 
     def rule_for(self, op: str) -> Rule | None:
         """Return the rule for all calls of ``op``; a rule for its overload comes first."""
-        return _best(
-            one for one in self.rules if _decides(one) and not one.is_for_modules and _covers(one, op)
-        )
+        everywhere = [rule for rule in self.rules if not rule.is_for_modules and _decides(rule)]
+        return _best(rule for rule in everywhere if _covers(rule, op))
 
     def is_cast_anywhere(self, op: str) -> bool:
         """Return whether the table or a rule for all calls of ``op`` casts its inputs."""
@@ -200,30 +218,38 @@ class ResolvedPolicy:
         rule = self.rule_for(op)
         if rule is not None:
             return Decision(compute=rule.compute, output=rule.output, rule=rule, because=str(rule))
-        asked, native = self.table.get(op), self.native.get(op)
-        if asked == native:
+        kind = self.table.get(op)
+        if kind == self.native.get(op):
             return None
-        because = f"PyTorch's table for {self.table_name}"
-        return Decision(compute=asked or UNLISTED, because=because)
+        return Decision(compute=kind or UNLISTED, because=f"PyTorch's table for {self.table_name}")
 
     def kernels(self) -> tuple[str, ...]:
         """Return the operators (overloads) for which this policy may differ from PyTorch."""
-        found = dict.fromkeys(op for one in self.rules if _decides(one) for op in overloads_of(one.op or ""))
-        listed = {**self.native, **self.table}
-        found |= dict.fromkeys(op for op in listed if self.native.get(op) != self.table.get(op))
-        if any(one.op is None and _decides(one) for one in self.rules):
-            # A module rule applies to every operator that is cast.
-            found |= dict.fromkeys(self.table)
-        words = {word for one in self.rules for word in (one.compute, one.output)}
+        deciding = [rule for rule in self.rules if _decides(rule)]
+        ops: list[str] = []
+        for rule in deciding:
+            if rule.op is not None:
+                ops += overloads_of(rule.op)
+        ops += [op for op in (*self.native, *self.table) if self.native.get(op) != self.table.get(op)]
+
+        # A rule for a whole module applies to every operator that is cast.
+        if any(rule.op is None for rule in deciding):
+            ops += self.table
+
+        # PyTorch's kernels that promote raise an error where bf16 meets fp16.
+        words = {rule.compute for rule in self.rules} | {rule.output for rule in self.rules}
         if words & ({"bf16", "fp16"} - {self.lower}):
-            # PyTorch's kernels that promote raise an error where bf16 meets fp16.
-            found |= dict.fromkeys(op for op, kind in self.native.items() if kind == PROMOTE)
-        return tuple(found)
+            ops += [op for op, kind in self.native.items() if kind == PROMOTE]
+        return tuple(dict.fromkeys(ops))
+
+
+# ---- which modules a rule names
 
 
 def rules_for(policy: Policy, path: str, names: tuple[str, ...]) -> tuple[Rule, ...]:
     """Return the rules of ``policy`` for the module at ``path`` with classes ``names``."""
-    return tuple(one for one in policy.rules if one.is_for_modules and names_module(one, path, names))
+    for_modules = [rule for rule in policy.rules if rule.is_for_modules]
+    return tuple(rule for rule in for_modules if names_module(rule, path, names))
 
 
 def names_module(rule: Rule, path: str, names: tuple[str, ...]) -> bool:
@@ -247,6 +273,9 @@ def without_prefix(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> 
     return None
 
 
+# ---- which operators a rule decides
+
+
 def _decides(rule: Rule) -> bool:
     """Return whether ``rule`` decides operators: those with an fp8 recipe do not."""
     return rule.compute not in FP8_RECIPES
@@ -262,24 +291,65 @@ def _best(rules: Iterable[Rule]) -> Rule | None:
     return max(rules, key=specificity, default=None)
 
 
+# ---- what is computed once for a policy
+
+
+@dataclass(slots=True, eq=False)
+class KeptForPolicy:
+    """What this package and ``casting`` compute once for a policy object, until it is freed.
+
+    Attributes:
+        resolved: (device type, format of the region) -> the policy there.
+        regions: device type -> dtype and scope of a region, which ``casting`` keeps here.
+    """
+
+    resolved: dict[tuple[str, str], ResolvedPolicy] = field(default_factory=dict)
+    regions: dict[str, tuple[torch.dtype, Scope | None]] = field(default_factory=dict)
+
+
+_kept: dict[int, tuple[weakref.ref[Policy], KeptForPolicy]] = {}
+
+
+def kept_for(policy: Policy) -> KeptForPolicy:
+    """Return what is kept for this policy object.
+
+    By identity: an equal policy may come from elsewhere, and hashing all rules at each region would take
+    longer than the region.
+    """
+    key = id(policy)  # no other policy has it before the entry is removed
+    entry = _kept.get(key)
+    if entry is None:
+        ended = weakref.ref(policy, lambda _: _kept.pop(key, None))
+        entry = _kept.setdefault(key, (ended, KeptForPolicy()))  # another thread may be faster
+    return entry[1]
+
+
 def resolved(policy: Policy, device_type: str, lower: str) -> ResolvedPolicy:
     """Return ``policy`` on ``device_type`` with the region's format ``lower``, one object per policy.
 
     It is freed with the policy, and so are the kernels of its rules in PyTorch's dispatcher.
     """
-    kept, key = kept_for(policy), (device_type, lower)
+    kept = kept_for(policy).resolved
+    key = (device_type, lower)
     if key not in kept:
         made = ResolvedPolicy(policy, device_type, lower)
         if kept.setdefault(key, made) is made:  # another thread may be faster
             weakref.finalize(policy, made.forget_scopes).atexit = False
-    found: ResolvedPolicy = kept[key]
-    return found
+    return kept[key]
 
 
 def unreached(policy: Policy) -> list[Rule]:
-    """Return the rules for operators that decided no call yet, but for those of presets."""
-    kept = [one for one in kept_for(policy).values() if isinstance(one, ResolvedPolicy)]
-    found = [one for kind in kept for scope in kind._scopes.values() for one in scope._decisions.values()]
-    known = {one.rule for one in found if one is not None}
-    known |= {Rule(**one) for preset in PRESET_TABLE.values() for one in preset.rules}
-    return [one for one in policy.rules if one.op is not None and _decides(one) and one not in known]
+    """Return the rules for operators that decided no call yet, except rules that presets have too."""
+    reached = set()
+    for on_device in kept_for(policy).resolved.values():
+        for scope in on_device._scopes.values():
+            for decision in scope._decisions.values():
+                if decision is not None:
+                    reached.add(decision.rule)
+
+    of_presets = set()
+    for name in PRESETS:
+        of_presets.update(as_policy(name).rules)
+
+    for_operators = [rule for rule in policy.rules if rule.op is not None and _decides(rule)]
+    return [rule for rule in for_operators if rule not in reached and rule not in of_presets]

@@ -103,8 +103,10 @@ class Rule:
             modules.append(f'modules "{_printable(self.module)}"')
         if self.module_type is not None:
             modules.append(f"class {_printable(self.module_type.rpartition('.')[2])}")
-        where = [" of ".join(modules)] if modules else []
-        return " in ".join([self.op, *where] if self.op is not None else where)
+        in_modules = " of ".join(modules)
+        if self.op is None:
+            return in_modules
+        return f"{self.op} in {in_modules}" if modules else self.op
 
     @property
     def is_for_modules(self) -> bool:
@@ -117,7 +119,9 @@ class Rule:
     @property
     def effect(self) -> str:
         """What the rule does, as text: ``fp32, handed on in bf16``."""
-        return self.compute + (f", handed on in {self.output}" if self.output else "")
+        if self.output is None:
+            return self.compute
+        return f"{self.compute}, handed on in {self.output}"
 
 
 def op(name: str, *, compute: str, output: str | None = None) -> Rule:
@@ -189,21 +193,22 @@ def class_names(cls: type) -> tuple[str, ...]:
 
 def check_no_contradictions(rules: tuple[Rule, ...]) -> None:
     """Raise PolicyError if two different rules have the same selector."""
-    seen: dict[Any, Rule] = {}
-    for one in rules:
-        other = seen.setdefault(one.selector, one)
-        if other != one:
+    by_selector: dict[Any, Rule] = {}
+    for rule in rules:
+        earlier = by_selector.setdefault(rule.selector, rule)
+        if earlier != rule:
             raise PolicyError(
-                f'two rules contradict each other: "{other}" and "{one}". Keep one; with_rules() of a policy '
-                "replaces its earlier rule"
+                f'two rules contradict each other: "{earlier}" and "{rule}". Keep one; with_rules() of a '
+                "policy replaces its earlier rule"
             )
 
 
-def specificity(one: Rule) -> tuple[bool, bool, bool, bool]:
+def specificity(rule: Rule) -> tuple[bool, bool, bool, bool]:
     """Return the rank of a rule at one module, or outside of all; the highest wins."""
-    by_both = one.module is not None and one.module_type is not None
-    overload = one.op is not None and base_of(one.op) != one.op
-    return (one.is_for_modules and one.op is not None, one.is_for_modules, overload, by_both)
+    is_inside_modules = rule.is_for_modules and rule.op is not None
+    is_for_an_overload = rule.op is not None and base_of(rule.op) != rule.op
+    is_by_path_and_class = rule.module is not None and rule.module_type is not None
+    return (is_inside_modules, rule.is_for_modules, is_for_an_overload, is_by_path_and_class)
 
 
 # ---- words
@@ -216,26 +221,44 @@ def _class_name(cls: Any) -> str | None:
     import torch
 
     if isinstance(cls, str):
-        _check_text("the full name of a class", "torch.nn.LayerNorm", cls)
-        word = f"torch.{cls}" if cls.startswith("nn.") else cls
-        if "." not in word:
-            raise PolicyError(f'expected the full name of a class, as "torch.nn.LayerNorm", got {cls!r}')
-        if not word.startswith("torch."):
-            return word
-        found: Any = torch
-        for part in word.split(".")[1:]:
-            found = getattr(found, part, None)
-        if found is None and word.startswith("torch.nn.") and word.count(".") == 2:
-            kinds = [name for name in dir(torch.nn) if isinstance(getattr(torch.nn, name), type)]
-            guess = near_names(word.rpartition(".")[2], kinds)
-            near = guess.partition(" Known:")[0] if guess.startswith("Did") else "Look in torch.nn."
-            raise PolicyError(f"there is no class {cls!r}. {near}")
-        if found is None:
-            return word  # of a part of torch that is not imported yet
-        cls = found
+        name = _full_name(cls)
+        if not name.startswith("torch."):
+            return name  # of a class that need not be imported yet
+        cls = _class_in_torch(name, written=cls)
+        if cls is None:
+            return name  # of a part of torch that is not imported yet
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         raise PolicyError(f"expected a class of torch.nn.Module, got {cls!r}")
     return class_names(cls)[0]
+
+
+def _full_name(written: str) -> str:
+    _check_text("the full name of a class", "torch.nn.LayerNorm", written)
+    name = f"torch.{written}" if written.startswith("nn.") else written
+    if "." not in name:
+        raise PolicyError(f'expected the full name of a class, as "torch.nn.LayerNorm", got {written!r}')
+    return name
+
+
+def _class_in_torch(name: str, written: str) -> Any:
+    """Return what ``name`` (``"torch.nn.LayerNorm"``) is; None where torch has nothing by that name yet.
+
+    Raises:
+        PolicyError: a name directly in ``torch.nn``, all of which is imported, that is not there.
+    """
+    import torch
+
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None)
+
+    if found is None and name.startswith("torch.nn.") and name.count(".") == 2:
+        classes = [word for word in dir(torch.nn) if isinstance(getattr(torch.nn, word), type)]
+        guess = near_names(name.rpartition(".")[2], classes)
+        # Without all the classes of torch.nn, which would follow.
+        near = guess.partition(" Known:")[0] if guess.startswith("Did") else "Look in torch.nn."
+        raise PolicyError(f"there is no class {written!r}. {near}")
+    return found
 
 
 def _check_text(what: str, example: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Read and write a policy as a TOML file with a version.
+"""The TOML file of a policy: what it says, read and written.
 
     version = 1
     compute = "bf16"
@@ -16,75 +16,68 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Collection
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from narrowcast._files import replacing
 from narrowcast.errors import PolicyError, near_names
-from narrowcast.policy._policy import Policy
 from narrowcast.policy._rule import Rule
 
 VERSION = 1
+SETTINGS = ("compute", "tables", "master_weights", "low_weights")
+"""Fields of ``Policy`` that a file has as keys, in the order of a file."""
 _RULE_KEYS = ("module", "module_type", "op", "compute", "output")  # in the order of a file
 _HEADER = "# A policy of narrowcast: which operators and modules compute in which format.\n"
 
 
-def write(policy: Policy, path: Path) -> None:
-    """Write ``policy`` to ``path`` atomically.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFile:
+    """What a file says, before it is checked as a policy.
 
-    Raises:
-        PolicyError: the file cannot be written.
+    Attributes:
+        base: name of the preset that it starts from, or None.
+        settings: its keys among ``SETTINGS``.
+        rules: its rules, checked one by one.
     """
-    try:
-        data = dumps(policy).encode()
-        with replacing(path) as file:
-            file.write(data)
-    except (OSError, ValueError) as error:  # ValueError: an invalid file name, or a glob that is no text
-        raise PolicyError(f"cannot write the policy to {path}: {_reason(error)}") from error
 
-
-def dumps(policy: Policy) -> str:
-    """Return ``policy`` as TOML."""
-    lines = [_HEADER + f"version = {VERSION}"]
-    changed = {f.name: value for f in fields(policy) if (value := getattr(policy, f.name)) != f.default}
-    lines += [_line(name, value) for name, value in changed.items() if name != "rules"]
-    for rule in policy.rules:
-        lines += ["", "[[rule]]"]
-        lines += [_line(name, value) for name in _RULE_KEYS if (value := getattr(rule, name)) is not None]
-    return "\n".join(lines) + "\n"
+    base: Any
+    settings: dict[str, Any]
+    rules: tuple[Rule, ...]
 
 
 def read(path: Path) -> bytes:
     """Return the content of the file at ``path``; raise PolicyError if it cannot be read."""
     try:
         return path.read_bytes()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise PolicyError(f"cannot read the policy {path}: {_reason(error)}") from error
 
 
-def parse(data: bytes, path: Path) -> Policy:
-    """Parse ``data``, the content of the file at ``path``; errors are those of ``Policy.load``."""
+def parse(data: bytes, path: Path) -> PolicyFile:
+    """Parse ``data``, the content of the file at ``path``.
+
+    Raises:
+        PolicyError: not TOML, a newer version, an unknown key, no format, or an invalid rule.
+    """
     try:
-        found = tomllib.loads(data.decode("utf-8-sig"))  # some editors write a byte order mark
+        keys = tomllib.loads(data.decode("utf-8-sig"))  # some editors write a byte order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PolicyError(f"{path} is not TOML: {error}") from error
-    _check_version(found.pop("version", None), path)
-    rules = found.pop("rule", [])
-    known = [f.name for f in fields(Policy) if f.name != "rules"]
-    _check_keys(found, ["base", *known, "rule", "version"], str(path))
-    if "compute" not in found and "base" not in found:
+
+    _check_version(keys.get("version"), path)
+    _check_keys(keys, ["base", *SETTINGS, "rule", "version"], str(path))
+    if "compute" not in keys and "base" not in keys:
         raise PolicyError(f'{path} does not say what to compute in: write compute = "auto", or a format')
-    if not isinstance(rules, list) or not all(isinstance(one, dict) for one in rules):
+
+    tables = keys.get("rule", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise PolicyError(f"{path}: expected each rule under a heading [[rule]]")
-    own = tuple(_rule(one, f"{path}, rule {n}") for n, one in enumerate(rules, 1))
-    try:
-        if "base" not in found:
-            return Policy(**found, rules=own)
-        return replace(Policy.preset(found.pop("base")), **found).with_rules(*own)
-    except PolicyError as error:
-        raise PolicyError(f"{path}: {error}") from None
+    rules = tuple(_rule(table, f"{path}, rule {number}") for number, table in enumerate(tables, 1))
+
+    settings = {key: value for key, value in keys.items() if key in SETTINGS}
+    return PolicyFile(base=keys.get("base"), settings=settings, rules=rules)
 
 
 def _check_version(version: Any, path: Path) -> None:
@@ -97,27 +90,52 @@ def _check_version(version: Any, path: Path) -> None:
         )
 
 
-def _rule(found: dict[str, Any], where: str) -> Rule:
-    _check_keys(found, _RULE_KEYS, where)
-    if "compute" not in found:
+def _rule(table: dict[str, Any], where: str) -> Rule:
+    _check_keys(table, _RULE_KEYS, where)
+    if "compute" not in table:
         raise PolicyError(f"{where} does not say what to compute in: write compute = ...")
     try:
-        return Rule(**found)
+        return Rule(**table)
     except PolicyError as error:
         raise PolicyError(f"{where}: {error}") from None
 
 
-def _check_keys(found: dict[str, Any], known: Collection[str], where: str) -> None:
-    for key in found:
+def _check_keys(table: dict[str, Any], known: Collection[str], where: str) -> None:
+    for key in table:
         if key not in known:
             raise PolicyError(f"{where}: unknown key {key!r}. {near_names(key, known)}")
 
 
-def _line(name: str, value: str | bool) -> str:
+def dumps(settings: Mapping[str, str | bool], rules: tuple[Rule, ...]) -> str:
+    """Return the text of a file with these settings and rules."""
+    lines = [_HEADER + f"version = {VERSION}"]
+    lines += [_line(key, value) for key, value in settings.items()]
+    for rule in rules:
+        lines += ["", "[[rule]]"]
+        for key in _RULE_KEYS:
+            value = getattr(rule, key)
+            if value is not None:
+                lines.append(_line(key, value))
+    return "\n".join(lines) + "\n"
+
+
+def write(text: str, path: Path) -> None:
+    """Write ``text`` to ``path`` atomically; raise PolicyError if the file cannot be written."""
+    try:
+        with replacing(path) as file:
+            file.write(text.encode())
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
+        raise PolicyError(f"cannot write the policy to {path}: {_reason(error)}") from error
+
+
+def _line(key: str, value: str | bool) -> str:
     # A JSON string is a TOML string, except that TOML requires DEL to be escaped.
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
-    return f"{name} = {text}"
+    return f"{key} = {text}"
 
 
 def _reason(error: OSError | ValueError) -> str:
-    return str((isinstance(error, OSError) and error.strerror) or error)
+    # Without the number and the file name, which the message has already.
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
