@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 
 from narrowcast.cli import main
+from narrowcast.machine import _auto
 from narrowcast.machine import _examination as examination
+from narrowcast.machine._rates import Rate
 
 SHORT = ("doctor", "--budget-s", "0.3")
 FULL = {
-    **{"size": "large", "shape": [64, 64], "rounds": 5, "calls_per_round": 1, "out_of_time": False},
-    **dict.fromkeys(("reason", "expected_time_s", "rate_element_per_s", "rate_byte_per_s")),
-    **dict.fromkeys(("speed_at_most", "speed_at_most_shape")),
+    **{"size": "large", "shape": [64, 64], "rounds": 5, "calls_per_round": 1, "rate_flop_per_s": 1e9},
     **dict.fromkeys(("time_s_median", "time_s_low", "time_s_high"), 0.01),
     **dict.fromkeys((f"speed_against_fp32{end}" for end in ("", "_low", "_high")), 1.0),
-    "rate_flop_per_s": 1e9,
 }
 
 
@@ -28,11 +27,12 @@ def measured(here, monkeypatch):
     def measure(device, *_, **__):
         devices.append(device)
         return [
-            FULL | {"kind": kind, "format": name}
+            Rate(**FULL, kind=kind, format=name)
             for kind in ("matmul", "matmul_with_casts", "convolution")
             for name in ("fp32", "bf16", "fp16")
         ]
 
+    monkeypatch.setattr(_auto, "measure_device", measure)
     monkeypatch.setattr(examination, "measure_device", measure)
     return devices
 

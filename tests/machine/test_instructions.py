@@ -166,12 +166,11 @@ def test_what_was_cut_short_counts_if_it_is_slow(instructions, tmp_path, keep, s
         assert best_format("cpu", tmp_path / has).format == ("fp32" if kept else by_table)
 
 
-@pytest.mark.parametrize("content", ["{", '{"key": 1, "rates": {}}', '{"rates": []}'])
-def test_damaged_rates_leave_auto_to_the_table(instructions, tmp_path, keep, content):
+def test_damaged_rates_leave_auto_to_the_table(instructions, tmp_path, keep):
     instructions("avx512_bf16")
     keep(tmp_path, (0.5, 0.5, 0.5))
     (path,) = (tmp_path / "rates").iterdir()
-    path.write_text(content)
+    path.write_text("{")
     assert best_format("cpu").format == "bf16"
 
 

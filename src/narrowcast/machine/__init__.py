@@ -1,5 +1,6 @@
 """What this machine is, and which formats it computes fast. Nothing is probed at import."""
 
+from narrowcast.machine._auto import best_format, measure_auto
 from narrowcast.machine._environment import (
     UNREADABLE,
     Choice,
@@ -11,9 +12,10 @@ from narrowcast.machine._environment import (
     require_torch,
     versions,
 )
-from narrowcast.machine._examination import best_format, examine, measure_auto, slow_formats
+from narrowcast.machine._examination import examine
 from narrowcast.machine._facts import memory_bytes
 from narrowcast.machine._rates import Budget
+from narrowcast.machine._slow_formats import slow_formats
 
 __all__ = [
     "UNREADABLE",

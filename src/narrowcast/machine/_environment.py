@@ -41,8 +41,8 @@ def require_torch() -> None:
     Raises:
         UnsupportedError: with the version found and the command that upgrades it.
     """
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if found < _OLDEST_TORCH:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         raise UnsupportedError(
             f"narrowcast needs torch {oldest} or newer and found {torch.__version__}: "
@@ -67,23 +67,25 @@ def versions() -> dict[str, str | int | None]:
 
 def read_each(readings: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     """Call each reading; one that raises gives ``"unreadable (why)"``, since a script may change anything."""
-    found = {}
+    values = {}
     for name, read in readings.items():
         try:
-            found[name] = read()
+            values[name] = read()
         except Exception as error:
-            found[name] = f"{UNREADABLE} ({first_line(error)})"
-    return found
+            values[name] = f"{UNREADABLE} ({first_line(error)})"
+    return values
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type: CUDA adds pages of advice."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def processor_name() -> str:
-    read = getattr(torch.cpu, "get_capabilities", None)
-    name = read().get("cpu_name") if read is not None else None
+    name = None
+    if hasattr(torch.cpu, "get_capabilities"):  # since torch 2.12
+        name = torch.cpu.get_capabilities().get("cpu_name")
     return str(name or platform.processor() or platform.machine())
 
 
@@ -111,9 +113,11 @@ def arithmetic_settings() -> dict[str, str | bool]:
         "cuda_matmul_allow_tf32": lambda: backends.cuda.matmul.fp32_precision == "tf32",
         "cudnn_allow_tf32": lambda: backends.cudnn.conv.fp32_precision == "tf32",
     }
-    found = read_each(older)
-    again = [name for name in newer if str(found[name]).startswith(UNREADABLE)]
-    return found | read_each({name: newer[name] for name in again})
+    settings = read_each(older)
+    for name, read in newer.items():
+        if str(settings[name]).startswith(UNREADABLE):
+            settings |= read_each({name: read})
+    return settings
 
 
 def known_device_types() -> tuple[str, ...]:

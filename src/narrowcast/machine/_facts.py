@@ -65,13 +65,13 @@ def gather_facts() -> dict[str, Any]:
 
 def torch_facts(cuda_error: str | None = None) -> dict[str, Any]:
     """Return the version of torch, what it was built for, and why it reaches no GPU (``cuda_error``)."""
-    hip, cuda = torch.version.hip, torch.version.cuda
-    build = "rocm" if hip else "cuda" if cuda else "xpu" if torch.version.xpu else "cpu"
+    builds = {"rocm": torch.version.hip, "cuda": torch.version.cuda, "xpu": torch.version.xpu}
+    build = next((name for name, version in builds.items() if version), "cpu")
     return {
         "version": str(torch.__version__),
         "build": build,
-        "cuda": cuda,
-        "hip": hip,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "architectures": list(torch.cuda.get_arch_list()) if torch.cuda.is_available() else [],
         "cuda_error": cuda_error,
@@ -82,33 +82,36 @@ def torch_facts(cuda_error: str | None = None) -> dict[str, Any]:
 def cpu_facts(capabilities: Mapping[str, Any], *, architecture: str) -> dict[str, Any]:
     """Return the processor, its memory, torch's threads, and its instructions: yes, no or null."""
     known = _ARM if architecture.lower() in ("arm64", "aarch64") else _X86
+    instructions: dict[str, bool | None] = dict.fromkeys(known)
+    for name, key in known.items():
+        if key in capabilities:
+            instructions[name] = bool(capabilities[key])
     return {
         "name": processor_name(),
         "architecture": architecture,
         "cores": _usable_cores(),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": memory_bytes(),
-        "instructions": {
-            name: bool(capabilities[key]) if key in capabilities else None for name, key in known.items()
-        },
+        "instructions": instructions,
     }
 
 
 def _usable_cores() -> int | None:
     # A container or a scheduler may give this process fewer than the machine has.
-    ask = getattr(os, "sched_getaffinity", None)
-    return len(ask(0)) if ask is not None else os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def memory_bytes() -> int | None:
     """Return the memory of this machine, or of the container if that has less; None if unknown."""
-    found = []
+    limits = []
     with suppress(OSError, ValueError, AttributeError):
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for path in _LIMITS:
         with suppress(OSError, ValueError):  # not there, or "max"
-            found.append(int(path.read_text()))
-    return min(found, default=None)
+            limits.append(int(path.read_text()))
+    return min(limits, default=None)
 
 
 def _visible_gpus() -> tuple[list[dict[str, Any]], str | None]:
@@ -118,8 +121,9 @@ def _visible_gpus() -> tuple[list[dict[str, Any]], str | None]:
         for kind in ("cuda", "xpu"):
             module = getattr(torch, kind)
             if module.is_available():
-                found = (module.get_device_properties(i) for i in range(module.device_count()))
-                gpus += [gpu_facts(kind, i, properties) for i, properties in enumerate(found)]
+                for index in range(module.device_count()):
+                    gpus.append(gpu_facts(kind, index, module.get_device_properties(index)))
+        # Where it sees none, this raises the reason.
         if (torch.version.cuda or torch.version.hip) and not torch.cuda.is_available():
             torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
@@ -129,17 +133,20 @@ def _visible_gpus() -> tuple[list[dict[str, Any]], str | None]:
 
 def gpu_facts(device_type: str, index: int, properties: Any) -> dict[str, Any]:
     """Describe one GPU by ``torch.cuda.get_device_properties`` (or the same of XPU)."""
-    gfx = str(getattr(properties, "gcnArchName", "") or "")
-    is_amd = gfx.startswith("gfx")
-    has_capability = device_type == "cuda" and not is_amd
-    return {
+    gpu: dict[str, Any] = {
         "device": f"{device_type}:{index}",
         "device_type": device_type,
         "name": str(properties.name),
         "memory_bytes": int(properties.total_memory),
-        "capability": f"{properties.major}.{properties.minor}" if has_capability else None,
-        "gfx": gfx if is_amd else None,
+        "capability": None,
+        "gfx": None,
     }
+    architecture = str(getattr(properties, "gcnArchName", ""))
+    if architecture.startswith("gfx"):
+        gpu["gfx"] = architecture
+    elif device_type == "cuda":
+        gpu["capability"] = f"{properties.major}.{properties.minor}"
+    return gpu
 
 
 def installed_gpu_driver() -> str | None:
@@ -195,9 +202,13 @@ def _kernels(facts: dict[str, Any]) -> Iterator[_Mismatch]:
     for gpu in facts["gpus"]:
         if gpu["device_type"] != "cuda" or not built_for:
             continue
-        gfx = (gpu["gfx"] or "").split(":")[0]
-        if not (gfx in built_for if gfx else runs_on(built_for, gpu["capability"])):
-            has = gfx or f"compute capability {gpu['capability']}"
+        if gpu["gfx"] is not None:
+            has = gpu["gfx"].split(":")[0]
+            fits = has in built_for
+        else:
+            has = f"compute capability {gpu['capability']}"
+            fits = runs_on(built_for, gpu["capability"])
+        if not fits:
             text = f"{gpu['name']} has {has}, and this torch has kernels for {', '.join(built_for)} only"
             yield "error", gpu["device"], text, f"install a torch build that includes it: see {_INSTALL}"
 
@@ -209,34 +220,33 @@ def runs_on(architectures: list[str], capability: str) -> bool:
     that version alone; what ``compute_`` names is compiled by the driver for any later one. CUDA C++
     Programming Guide, "Application Compatibility".
     """
-    mine = _version(capability)
+    gpu = tuple(int(part) for part in capability.split("."))
     for architecture in architectures:
-        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
-        if found is None:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture)
+        if match is None:
             continue
-        theirs = (int(found[2]), int(found[3]))
-        if found[4] == "a":
-            fits = theirs == mine
-        elif found[1] == "sm" or found[4] == "f":
-            fits = theirs[0] == mine[0] and theirs[1] <= mine[1]
+        code = (int(match[2]), int(match[3]))
+        if match[4] == "a":
+            fits = code == gpu
+        elif match[1] == "sm" or match[4] == "f":
+            fits = code[0] == gpu[0] and code[1] <= gpu[1]
         else:
-            fits = theirs <= mine
+            fits = code <= gpu
         if fits:
             return True
     return False
 
 
 def _cpu(facts: dict[str, Any]) -> Iterator[_Mismatch]:
-    cpu = facts["cpu"]
-    if cpu["cores"] and cpu["torch_threads"] * 2 < cpu["cores"] and cpu["torch_threads"] < 4:
-        text = f"torch uses {cpu['torch_threads']} of {cpu['cores']} cores"
+    """Find environment variables that keep torch from using the CPU."""
+    cores = facts["cpu"]["cores"]
+    threads = facts["cpu"]["torch_threads"]
+    if cores and threads * 2 < cores and threads < 4:
+        text = f"torch uses {threads} of {cores} cores"
         yield "note", "cpu", text, "unset OMP_NUM_THREADS, or call torch.set_num_threads"
-    wide = [name for name in ("AVX512", "AVX2") if cpu["instructions"].get(name)]
-    if facts["torch"]["cpu_kernels"] in ("DEFAULT", "NO AVX") and wide:
+
+    instructions = facts["cpu"]["instructions"]
+    wide = [name for name in ("AVX512", "AVX2") if instructions.get(name)]
+    if wide and facts["torch"]["cpu_kernels"] in ("DEFAULT", "NO AVX"):
         text = f"this CPU has {wide[0]}, and torch uses its plain kernels"
         yield "note", "cpu", text, "unset ATEN_CPU_CAPABILITY"
-
-
-def _version(text: str | None) -> tuple[int, int]:
-    found = re.match(r"(\d+)(?:\.(\d+))?", text or "")
-    return (int(found[1]), int(found[2] or 0)) if found else (0, 0)

@@ -1,194 +1,32 @@
-"""How fast each format is, forward and backward: matmuls, convolutions and additions, side by side."""
+"""How fast each format is: every kind of work in several formats, timed side by side."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 
 from narrowcast.errors import SettingError
 from narrowcast.machine._environment import first_line
+from narrowcast.machine._work import DTYPES, Shape, Work, float32_as
 
 Clock = Callable[[], float]
 _FEWEST_ROUNDS, _ENOUGH_ROUNDS, _MOST_ROUNDS = 3, 5, 31
 # Timed together, so that the clock and the wait for a GPU weigh little.
 _SAMPLE_S = 0.002
 _MOST_CALLS = 1000
-# Where the middle half of the rounds spans more than this share of the median, something else was running.
-_NOISY = 0.25
+# Where the middle half of the rounds, or of their ratios to fp32, spans more than this share of the median,
+# something else was running.
+_STEADY = 0.25
 # The longest call that is made fits this often into the time for a device.
 _CALLS_IN_TIME = 30
 # The share of the time that is left for rounds where estimates alone would take all of it.
 _FOR_ROUNDS = 0.4
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CAST_MATMUL = "matmul_with_casts"
-# The backward pass of a product has two more of the same size: one for each operand's gradient.
-_PRODUCTS_PER_CALL = 3
-_TF32_CAPABILITY = 8
-
-
-# ---- what is measured
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """One size of a kind of work.
-
-    Attributes:
-        numbers: n of an n x n product; batch, channels and side of a convolution; elements of an addition.
-        size: ``"small"``, ``"medium"`` or ``"large"``; None for a step on the way, which is never shown.
-    """
-
-    numbers: tuple[int, ...]
-    size: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """A kind of work, its shapes from the smallest on, and the formats in which it is measured.
-
-    ``matmul`` and ``convolution`` (3x3, padded, as many channels out as in) have their operands in the format
-    already; ``matmul_with_casts`` has them in fp32 and casts both at each call, as autocast does with what it
-    sees for the first time; the backward pass casts their gradients back. A call is what training does: the
-    forward pass, and the backward pass for both operands. ``add`` adds two tensors into a third, and stands
-    for all elementwise work that waits for memory: forward alone, as its backward pass computes nothing.
-    """
-
-    kind: str
-    formats: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-
-    def amount(self, shape: Shape) -> int:
-        """Return the operations of one call, a multiply-add as two; of an addition the elements."""
-        if self.kind == "add":
-            return shape.numbers[0]
-        if self.kind == "convolution":
-            batch, channels, side = shape.numbers
-            forward = 2 * batch * channels * channels * 9 * side * side
-        else:
-            forward = 2 * shape.numbers[0] ** 3
-        return _PRODUCTS_PER_CALL * forward
-
-    def tensor_shape(self, shape: Shape) -> list[int]:
-        """Return the shape of the first operand."""
-        if self.kind == "add":
-            return list(shape.numbers)
-        if self.kind == "convolution":
-            batch, channels, side = shape.numbers
-            return [batch, channels, side, side]
-        return [shape.numbers[0]] * 2
-
-    def prepare(self, shape: Shape, format_name: str, device: str) -> Callable[[], object]:
-        """Make the operands and return a call that does the work once, forward and backward."""
-        dtype, random = DTYPES[format_name], torch.Generator(device=device).manual_seed(0)
-
-        def operand(*sizes: int) -> torch.Tensor:
-            made = torch.randn(*sizes, generator=random, device=device)
-            return made if self.kind == _CAST_MATMUL else made.to(dtype)
-
-        first = operand(*self.tensor_shape(shape))
-        if self.kind == "add":
-            second, result = operand(*self.tensor_shape(shape)), torch.empty_like(first)
-            return lambda: torch.add(first, second, out=result)
-        if self.kind == "convolution":
-            channels = shape.numbers[1]
-            second = operand(channels, channels, 3, 3)
-        else:
-            second = operand(*self.tensor_shape(shape))
-        operands = (first.requires_grad_(), second.requires_grad_())
-        # Each result is as large as the first operand, and in the format.
-        gradient = operand(*self.tensor_shape(shape)).to(dtype)
-
-        def forward_and_backward() -> torch.Tensor:
-            if self.kind == "convolution":
-                result = F.conv2d(first, second, padding=1)
-            elif self.kind == _CAST_MATMUL:
-                result = first.to(dtype) @ second.to(dtype)
-            else:
-                result = first @ second
-            torch.autograd.grad(result, operands, gradient)
-            return result
-
-        return forward_and_backward
-
-
-def work_for(device_type: str, *, has_tf32: bool = False) -> tuple[Work, ...]:
-    """Return every kind of work in sizes for a CPU or a GPU, with steps between them."""
-    product, convolution, elements = _CPU_SHAPES if device_type == "cpu" else _GPU_SHAPES
-    exact = ("fp32", "tf32", "bf16", "fp16") if has_tf32 else ("fp32", "bf16", "fp16")
-    without = ("fp32", "bf16", "fp16")
-    return (
-        Work(kind="matmul", formats=exact, shapes=product),
-        Work(kind=_CAST_MATMUL, formats=without, shapes=product),
-        Work(kind="convolution", formats=exact, shapes=convolution),
-        Work(kind="add", formats=without, shapes=elements),
-    )
-
-
-def work_for_auto(device_type: str, candidate: str) -> tuple[Work, ...]:
-    """Return the small fixed set of cells that decides ``auto``: matmuls and a convolution of medium size.
-
-    Where a call takes long, as of emulated bf16, the steps below that size end it early.
-    """
-    works = []
-    for work in work_for(device_type):
-        medium = next(index for index, shape in enumerate(work.shapes) if shape.size == "medium")
-        shapes = (*(Shape(numbers=step.numbers) for step in work.shapes[:medium]), work.shapes[medium])
-        works.append(Work(kind=work.kind, formats=("fp32", candidate), shapes=shapes))
-    return tuple(work for work in works if work.kind != "add")
-
-
-def has_tf32(device: dict[str, Any]) -> bool:
-    """Return whether a GPU of ``gather_facts`` multiplies in TF32: NVIDIA's from capability 8.0 on."""
-    return int((device.get("capability") or "0").split(".")[0]) >= _TF32_CAPABILITY
-
-
-@contextmanager
-def float32_as(precision: str) -> Iterator[None]:
-    """Make fp32 products exact (``"ieee"``) or TF32 (``"tf32"``) on every backend, and put it back."""
-    backends = torch.backends
-    places = (
-        backends.cuda.matmul,
-        backends.cudnn.conv,  # type: ignore[attr-defined]  # set by name in torch.backends.cudnn
-        backends.mkldnn.matmul,  # type: ignore[attr-defined]
-        backends.mkldnn.conv,  # type: ignore[attr-defined]
-    )
-    before = [place.fp32_precision for place in places]
-    try:
-        for place in places:
-            place.fp32_precision = precision
-        yield
-    finally:
-        for place, was in zip(places, before, strict=True):
-            place.fp32_precision = was
-
-
-def _shapes(*numbers: tuple[int, ...], named: tuple[int, int, int]) -> tuple[Shape, ...]:
-    sizes = dict(zip(named, ("small", "medium", "large"), strict=True))
-    return tuple(Shape(numbers=one, size=sizes.get(at)) for at, one in enumerate(numbers))
-
-
-_CPU_SHAPES = (
-    # The first steps are for CPUs on which a low format takes hundreds of times as long.
-    _shapes((32,), (64,), (128,), (256,), (512,), (1024,), named=(1, 4, 5)),
-    _shapes((1, 8, 8), (1, 16, 16), (1, 32, 32), (4, 64, 32), (4, 256, 28), named=(1, 3, 4)),
-    _shapes((2**12,), (2**18,), (2**22,), named=(0, 1, 2)),
-)
-_GPU_SHAPES = (
-    _shapes((256,), (512,), (1024,), (2048,), (4096,), (8192,), named=(0, 3, 5)),
-    _shapes((1, 64, 28), (4, 64, 56), (32, 128, 28), (64, 256, 56), named=(0, 2, 3)),
-    _shapes((2**16,), (2**22,), (2**26,), named=(0, 1, 2)),
-)
-
-
-# ---- measuring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +49,71 @@ class Budget:
                 raise SettingError(f"expected {name} to be a number of seconds above 0, got {value!r}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """How fast one format does one kind of work at one size. Its fields are a row of the JSON of ``doctor``.
+
+    What was not measured has no numbers; ``reason`` says why.
+
+    Attributes:
+        kind, size, shape: ``Work.kind``, ``Shape.size``, and the shape of the first operand.
+        format: ``"fp32"`` (exact, without TF32), ``"tf32"``, ``"bf16"`` or ``"fp16"``.
+        rounds, calls_per_round: how often it was timed; 0 and None if it was not measured.
+        expected_time_s: the time of a call that was not measured, estimated from one or two calls or from a
+            smaller size; None if none was made.
+        out_of_time: whether it was not measured because the time for the device was used up.
+        time_s_median, time_s_low, time_s_high: time of one call, the median over rounds and its quartiles.
+        rate_flop_per_s: floating-point operations a second; None for ``add``.
+        rate_element_per_s, rate_byte_per_s: of ``add``: two operands read and one result written.
+        speed_against_fp32: the median over rounds of the time in fp32 by the time in this format, and its
+            quartiles.
+        speed_at_most: for a format whose call takes too long, the upper quartile of its speed against fp32 at
+            the largest smaller size at which both were measured, ``speed_at_most_shape``.
+    """
+
+    kind: str
+    size: str | None
+    shape: list[int]
+    format: str
+    rounds: int = 0
+    calls_per_round: int | None = None
+    reason: str | None = None
+    expected_time_s: float | None = None
+    out_of_time: bool = False
+    time_s_median: float | None = None
+    time_s_low: float | None = None
+    time_s_high: float | None = None
+    rate_flop_per_s: float | None = None
+    rate_element_per_s: float | None = None
+    rate_byte_per_s: float | None = None
+    speed_against_fp32: float | None = None
+    speed_against_fp32_low: float | None = None
+    speed_against_fp32_high: float | None = None
+    speed_at_most: float | None = None
+    speed_at_most_shape: list[int] | None = None
+
+    @property
+    def spread(self) -> float:
+        """The middle half of the rounds, as a share of their median; 0 if it was not measured."""
+        if self.time_s_median is None or self.time_s_low is None or self.time_s_high is None:
+            return 0.0
+        return (self.time_s_high - self.time_s_low) / self.time_s_median
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether it was measured against fp32, and no other program disturbed that."""
+        speed, low, high = self.speed_against_fp32, self.speed_against_fp32_low, self.speed_against_fp32_high
+        if speed is None or low is None or high is None:
+            return False
+        return high - low <= _STEADY * speed
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether a low format was not measured because one call takes too long."""
+        is_left_out = self.rounds == 0 and not self.out_of_time
+        return is_left_out and self.expected_time_s is not None and self.format != "fp32"
+
+
 def measure_device(
     device: str,
     works: tuple[Work, ...],
@@ -218,289 +121,336 @@ def measure_device(
     *,
     progress: Callable[[str], None] = lambda _: None,
     clock: Clock = time.perf_counter,
-) -> list[dict[str, Any]]:
+) -> list[Rate]:
     """Measure every kind of work at every named size in every format on ``device``.
 
-    The cheapest sizes come first, so that what the time does not suffice for is dear. Formats take turns
-    within a round, so that a busy machine slows all of them alike. Sizes with noisy times are measured once
-    more at the end, and the quieter result is kept. fp32 is exact (no TF32) whatever the settings are; they
-    are restored.
-
-    Returns:
-        One JSON-ready row for each: ``kind``, ``size``, ``shape``, ``format``, ``rounds``,
-        ``calls_per_round``; ``time_s_median`` of one call with the quartiles ``time_s_low`` and
-        ``time_s_high``; ``rate_flop_per_s``, or for ``add`` ``rate_element_per_s`` and ``rate_byte_per_s``
-        (two operands read, one result written); ``speed_against_fp32``, the median over rounds of the time in
-        fp32 by the time in this format, with its quartiles. Where it was not measured these are null,
-        ``reason`` says why, and ``expected_time_s`` is the time of a call, estimated from one or two calls or
-        from a smaller size; null if none was made. ``out_of_time``: the time for the device was used up.
-        A format whose call takes too long is cut short: ``speed_at_most`` is the upper quartile of its speed
-        against fp32 at the largest smaller size at which both were measured, ``speed_at_most_shape``; else
-        both are null.
+    The cheapest sizes come first, so that the sizes for which the time does not suffice are the dearest.
+    Formats take turns within a round, so that a busy machine slows all of them alike. Sizes with noisy times
+    are measured once more at the end, and the quieter result is kept. fp32 is exact (no TF32) whatever the
+    settings are; they are restored.
     """
-    run = _Run(
-        device=device,
-        budget=budget,
-        clock=clock,
-        deadline=clock() + budget.device_s,
-        longest_s=min(budget.call_s, budget.device_s / _CALLS_IN_TIME),
-    )
-    share_s = budget.device_s / (2 * sum(1 for work in works for shape in work.shapes if shape.size))
+    measurement = _Measurement(device, works, budget, progress, clock)
     # The caller may have turned gradients off.
     with torch.inference_mode(False), torch.enable_grad():
-        estimates: dict[tuple[Work, Shape], dict[str, float | _Skipped]] = {}
-        for work in works:
-            of_format = {name: run.estimate(work, name, progress) for name in work.formats}
-            for shape in work.shapes:
-                estimates[work, shape] = {name: known[shape] for name, known in of_format.items()}
-        shown = [(work, shape) for work, shape in estimates if shape.size is not None]
-        found = {cell: list[dict[str, Any]]() for cell in shown}
-        for work, shape in sorted(shown, key=lambda cell: _cost_s(estimates[cell])):
-            progress(f"{device}: {work.kind.replace('_', ' ')}, {shape.size}")
-            found[work, shape] = run.side_by_side(work, shape, estimates[work, shape], share_s)
-        for (work, shape), rows in found.items():
-            if _spread(rows) > _NOISY and clock() < run.deadline:
-                progress(f"{device}: {work.kind.replace('_', ' ')}, {shape.size}, again")
-                again = run.side_by_side(work, shape, _known(rows), share_s)
-                if _measured(again) == _measured(rows):
-                    found[work, shape] = min(rows, again, key=_spread)
-        for (work, shape), rows in found.items():
-            for row in rows:
-                if _is_cut_short(row):
-                    below = run.speed_below(work, shape, row["format"], estimates, found, share_s)
-                    row.update(below)
-    return [row for rows in found.values() for row in rows]
-
-
-def _cost_s(estimates: dict[str, float | _Skipped]) -> float:
-    """Return the time of one call of each format, also of those that would take too long."""
-    return sum(v.expected_s or 0.0 if isinstance(v, _Skipped) else v for v in estimates.values())
-
-
-def _spread(rows: list[dict[str, Any]]) -> float:
-    """Return the widest middle half of the rounds of one format, as a share of its median."""
-    measured = [row for row in rows if row["time_s_median"] is not None]
-    return max(
-        ((row["time_s_high"] - row["time_s_low"]) / row["time_s_median"] for row in measured), default=0.0
-    )
-
-
-def _measured(rows: list[dict[str, Any]]) -> int:
-    return sum(row["rounds"] > 0 for row in rows)
-
-
-def _is_cut_short(row: dict[str, Any]) -> bool:
-    """Return whether a low format was left out because one call takes too long."""
-    is_left_out = row["rounds"] == 0 and not row["out_of_time"]
-    return is_left_out and row["expected_time_s"] is not None and row["format"] != "fp32"
-
-
-def _known(rows: list[dict[str, Any]]) -> dict[str, float | _Skipped]:
-    return {
-        row["format"]: row["time_s_low"]
-        or _Skipped(row["reason"], row["expected_time_s"], row["out_of_time"])
-        for row in rows
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Skipped:
-    """Why a shape is not measured; ``expected_s`` is the estimated time of a call."""
-
-    reason: str
-    expected_s: float | None = None
-    out_of_time: bool = False
+        measurement.estimate_all()
+        measurement.measure_from_the_cheapest_on()
+        measurement.repeat_noisy()
+        measurement.compare_those_cut_short()
+    return list(itertools.chain.from_iterable(measurement.rates.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    device: str
-    budget: Budget
-    clock: Clock
-    deadline: float
-    longest_s: float
+class _Estimate:
+    """What is known of one format at one shape before it is timed in rounds.
 
-    def estimate(
-        self, work: Work, format_name: str, progress: Callable[[str], None]
-    ) -> dict[Shape, float | _Skipped]:
-        """Return the seconds of one call at each shape, from the smallest up, or why it is not made.
+    Attributes:
+        call_s: seconds of one call, timed or scaled up from a smaller shape; None if neither is known.
+        reason: why it is not timed in rounds, or None.
+        out_of_time: whether the reason is that the time for the device was used up.
+    """
 
-        A shape is tried only if the time of the one before it, scaled up, is below ``longest_s``. Overhead
-        makes the estimate from a small call too long; steps between the sizes limit that.
-        """
-        found: dict[Shape, float | _Skipped] = {}
-        last: tuple[float, int] | None = None
-        failure: _Skipped | None = None
-        for shape in work.shapes:
-            expected_s = None if last is None else last[0] * work.amount(shape) / last[1]
-            if failure is not None:
-                found[shape] = failure
-            elif self.clock() > self.deadline - self.budget.device_s * _FOR_ROUNDS:
-                found[shape] = self._out_of_time(expected_s)
-            elif expected_s is not None and expected_s > self.longest_s:
-                found[shape] = _Skipped(f"one call would take about {_seconds(expected_s)}", expected_s)
-            else:
-                progress(f"{self.device}: {work.kind.replace('_', ' ')} in {format_name}")
-                try:
-                    call = work.prepare(shape, format_name, self.device)
-                    if last is None:
-                        # The first backward pass of a process starts threads, which takes 0.3 s.
-                        self._time(call, format_name, 1)
-                    seconds = self._quickest(call, format_name)
-                except (RuntimeError, NotImplementedError, TypeError) as error:
-                    failure = found[shape] = _Skipped(f"torch cannot do it here: {first_line(error)}")
-                    continue
-                last = (seconds, work.amount(shape))
-                too_long = _Skipped(f"one call takes {_seconds(seconds)}", seconds)
-                found[shape] = too_long if seconds > self.longest_s else seconds
-        return found
+    call_s: float | None = None
+    reason: str | None = None
+    out_of_time: bool = False
 
-    def side_by_side(
-        self, work: Work, shape: Shape, estimates: dict[str, float | _Skipped], share_s: float
-    ) -> list[dict[str, Any]]:
-        """Return one row for each format, from rounds in which all take turns and another one begins."""
-        if self.clock() > self.deadline:
-            estimates = {
-                n: v if isinstance(v, _Skipped) else self._out_of_time(v) for n, v in estimates.items()
-            }
-        reasons = {name: value for name, value in estimates.items() if isinstance(value, _Skipped)}
-        seconds = {name: value for name, value in estimates.items() if not isinstance(value, _Skipped)}
-        times: dict[str, list[float]] = {name: [] for name in seconds}
-        calls: dict[str, Callable[[], object]] = {}
-        count: dict[str, int] = {}
-        for name in list(times):
-            count[name] = min(_MOST_CALLS, max(1, round(_SAMPLE_S / max(seconds[name], 1e-9))))
-            try:
-                calls[name] = work.prepare(shape, name, self.device)
-                self._time(calls[name], name, 1)
-            except RuntimeError as error:  # out of memory, now that there are several
-                reasons[name] = _Skipped(f"torch cannot do it here: {first_line(error)}")
-                del times[name]
-        self._rounds(calls, times, count, share_s)
-        for name in [name for name, measured in times.items() if len(measured) < _FEWEST_ROUNDS]:
-            reasons[name] = self._out_of_time(seconds[name])
-            del times[name]
-        return [
-            _row(work, shape, name, times=times, calls=count.get(name), skipped=reasons.get(name))
-            for name in estimates
-        ]
 
-    def speed_below(
+@dataclass(slots=True, kw_only=True)
+class _Series:
+    """One format in rounds at one shape: the call, how often a round makes it, and the seconds of one."""
+
+    call: Callable[[], object]
+    calls_per_round: int
+    times_s: list[float] = field(default_factory=list)
+
+
+_Cell = tuple[Work, Shape]
+
+
+class _Measurement:
+    """The measurement of one device.
+
+    Attributes:
+        estimates: of each shape, those between the sizes too: format -> estimate.
+        rates: of each shape with a size: one rate for each format.
+    """
+
+    def __init__(
         self,
-        work: Work,
-        shape: Shape,
-        name: str,
-        estimates: dict[tuple[Work, Shape], dict[str, float | _Skipped]],
-        found: dict[tuple[Work, Shape], list[dict[str, Any]]],
-        share_s: float,
-    ) -> dict[str, Any]:
-        """Return the speed of a format at the largest size below ``shape`` at which it and fp32 can be timed.
-
-        A size that is not among the rows of ``found`` is timed now, in rounds like any other.
-        """
-        below = work.shapes[: work.shapes.index(shape)]
-        for step in reversed(below):
-            both = {which: estimates[work, step][which] for which in ("fp32", name)}
-            if any(isinstance(value, _Skipped) for value in both.values()):
-                continue
-            rows = found.get((work, step)) or self.side_by_side(work, step, both, share_s / 4)
-            row = next(row for row in rows if row["format"] == name)
-            speed = row["speed_against_fp32_high"]
-            return {"speed_at_most": speed, "speed_at_most_shape": speed and row["shape"]}
-        return {}
-
-    def _rounds(
-        self,
-        calls: dict[str, Callable[[], object]],
-        times: dict[str, list[float]],
-        count: dict[str, int],
-        share_s: float,
+        device: str,
+        works: tuple[Work, ...],
+        budget: Budget,
+        progress: Callable[[str], None],
+        clock: Clock,
     ) -> None:
-        names, start = list(times), self.clock()
-        if len(names) == 1:
-            # fp32 beside what was cut short: the time is better spent on the size at which both can be timed.
-            share_s /= 4
-        for index in range(_MOST_ROUNDS if names else 0):
-            now = self.clock()
-            if now > self.deadline or (index >= _ENOUGH_ROUNDS and now > start + share_s):
-                return
-            if index >= _FEWEST_ROUNDS and now > start + 2 * share_s:
-                return
-            turn = index % len(names)
-            for name in names[turn:] + names[:turn]:
-                times[name].append(self._time(calls[name], name, count[name]))
+        self._device = device
+        self._works = works
+        self._budget = budget
+        self._progress = progress
+        self._clock = clock
+        self._deadline = clock() + budget.device_s
+        self._longest_call_s = min(budget.call_s, budget.device_s / _CALLS_IN_TIME)
+
+        # Estimates take time too, so that half of it is shared out among the sizes.
+        self._cells = [(work, shape) for work in works for shape in work.shapes]
+        self._shown = [(work, shape) for work, shape in self._cells if shape.size is not None]
+        self._share_s = budget.device_s / (2 * len(self._shown))
+        self.estimates: dict[_Cell, dict[str, _Estimate]] = {cell: {} for cell in self._cells}
+        self.rates: dict[_Cell, list[Rate]] = {cell: [] for cell in self._shown}
+
+    # ---- estimates, from the smallest shape up
+
+    def estimate_all(self) -> None:
+        for work in self._works:
+            for format_name in work.formats:
+                self._estimate_format(work, format_name)
+
+    def _estimate_format(self, work: Work, format_name: str) -> None:
+        """Estimate the time of one call at each shape, from the smallest up.
+
+        A shape is tried only if the time of the one before it, scaled up, is short enough. Overhead makes the
+        estimate from a small call too long; steps between the sizes limit that.
+        """
+        estimates_end_s = self._deadline - self._budget.device_s * _FOR_ROUNDS
+        seconds_per_amount: float | None = None
+        failure: _Estimate | None = None
+        for shape in work.shapes:
+            expected_s = None
+            if seconds_per_amount is not None:
+                expected_s = seconds_per_amount * work.amount(shape)
+
+            if failure is not None:
+                estimate = failure
+            elif self._clock() > estimates_end_s:
+                estimate = self._out_of_time(expected_s)
+            elif expected_s is not None and expected_s > self._longest_call_s:
+                reason = f"one call would take about {_seconds(expected_s)}"
+                estimate = _Estimate(call_s=expected_s, reason=reason)
+            else:
+                estimate = self._try(work, shape, format_name, is_first=seconds_per_amount is None)
+                if estimate.call_s is None:
+                    failure = estimate
+                else:
+                    seconds_per_amount = estimate.call_s / work.amount(shape)
+            self.estimates[work, shape][format_name] = estimate
+
+    def _try(self, work: Work, shape: Shape, format_name: str, *, is_first: bool) -> _Estimate:
+        """Time single calls."""
+        self._progress(f"{self._device}: {work.kind.replace('_', ' ')} in {format_name}")
+        try:
+            call = work.prepare(shape, format_name, self._device)
+            if is_first:
+                # The first backward pass of a process starts threads, which takes 0.3 s.
+                self._time(call, format_name, 1)
+            seconds = self._quickest(call, format_name)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            return _cannot(error)
+        if seconds > self._longest_call_s:
+            return _Estimate(call_s=seconds, reason=f"one call takes {_seconds(seconds)}")
+        return _Estimate(call_s=seconds)
 
     def _quickest(self, call: Callable[[], object], format_name: str) -> float:
         """Return the shortest of up to four calls: the first sets things up, another may be interrupted."""
-        seconds = math.inf
-        for allowed_s in (math.inf, self.longest_s, *[self.longest_s / 50] * 2):
-            if seconds < allowed_s or seconds == math.inf:
+        seconds = self._time(call, format_name, 1)
+        short_s = self._longest_call_s / 50
+        for once_more_below_s in (self._longest_call_s, short_s, short_s):
+            if seconds < once_more_below_s:
                 seconds = min(seconds, self._time(call, format_name, 1))
         return seconds
 
+    # ---- rounds
+
+    def measure_from_the_cheapest_on(self) -> None:
+        """Time every size in rounds."""
+
+        def cost_s(cell: _Cell) -> float:
+            # With those that would take too long, and are not made.
+            return sum(estimate.call_s or 0.0 for estimate in self.estimates[cell].values())
+
+        for work, shape in sorted(self._shown, key=cost_s):
+            self._progress(f"{self._device}: {work.kind.replace('_', ' ')}, {shape.size}")
+            self.rates[work, shape] = self._side_by_side(
+                work, shape, self.estimates[work, shape], self._share_s
+            )
+
+    def repeat_noisy(self) -> None:
+        """Measure noisy sizes once more, and keep the quieter result unless a format is missing in it."""
+        for (work, shape), rates in self.rates.items():
+            if _spread(rates) <= _STEADY or self._clock() >= self._deadline:
+                continue
+            self._progress(f"{self._device}: {work.kind.replace('_', ' ')}, {shape.size}, again")
+            estimates = {rate.format: _estimate_by(rate) for rate in rates}
+            again = self._side_by_side(work, shape, estimates, self._share_s)
+            is_as_complete = _count_measured(again) == _count_measured(rates)
+            if is_as_complete and _spread(again) < _spread(rates):
+                self.rates[work, shape] = again
+
+    def compare_those_cut_short(self) -> None:
+        """Add to the rates that were cut short their speed at a smaller size."""
+        for (work, shape), rates in self.rates.items():
+            for index, rate in enumerate(rates):
+                if rate.is_cut_short:
+                    rates[index] = self._with_speed_below(rate, work, shape)
+
+    def _with_speed_below(self, rate: Rate, work: Work, shape: Shape) -> Rate:
+        """Return ``rate`` with its speed at the largest size below ``shape`` at which fp32 can be timed too.
+
+        A size that has no rates is timed now, in rounds like any other.
+        """
+        smaller = work.shapes[: work.shapes.index(shape)]
+        for step in reversed(smaller):
+            both = {name: self.estimates[work, step][name] for name in ("fp32", rate.format)}
+            if any(estimate.reason is not None for estimate in both.values()):
+                continue
+            rates = self.rates.get((work, step))
+            if rates is None:
+                rates = self._side_by_side(work, step, both, self._share_s / 4)
+            below = next(other for other in rates if other.format == rate.format)
+            if below.speed_against_fp32_high is None:
+                return rate
+            return replace(rate, speed_at_most=below.speed_against_fp32_high, speed_at_most_shape=below.shape)
+        return rate
+
+    def _side_by_side(
+        self, work: Work, shape: Shape, estimates: dict[str, _Estimate], share_s: float
+    ) -> list[Rate]:
+        """Return one rate for each format, from rounds in which all take turns and another one begins."""
+        estimates = dict(estimates)
+        if self._clock() > self._deadline:
+            for name, estimate in estimates.items():
+                if estimate.reason is None:
+                    estimates[name] = self._out_of_time(estimate.call_s)
+
+        timed: dict[str, _Series] = {}
+        for name, estimate in estimates.items():
+            if estimate.reason is None and estimate.call_s is not None:
+                try:
+                    call = work.prepare(shape, name, self._device)
+                    self._time(call, name, 1)
+                except RuntimeError as error:  # out of memory, now that there are several
+                    estimates[name] = _cannot(error)
+                else:
+                    timed[name] = _Series(call=call, calls_per_round=_calls_per_round(estimate.call_s))
+        self._make_rounds(timed, share_s)
+
+        for name, series in list(timed.items()):
+            if len(series.times_s) < _FEWEST_ROUNDS:
+                estimates[name] = self._out_of_time(estimates[name].call_s)
+                del timed[name]
+        rates = []
+        for name, estimate in estimates.items():
+            if name in timed:
+                rates.append(_measured(work, shape, name, timed[name], timed.get("fp32")))
+            else:
+                rates.append(_not_measured(work, shape, name, estimate))
+        return rates
+
+    def _make_rounds(self, timed: dict[str, _Series], share_s: float) -> None:
+        names = list(timed)
+        if not names:
+            return
+        if len(names) == 1:
+            # fp32 beside what was cut short: the time is better spent on the size at which both can be timed.
+            share_s /= 4
+        start = self._clock()
+        for index in range(_MOST_ROUNDS):
+            now = self._clock()
+            if now > self._deadline:
+                return
+            if index >= _FEWEST_ROUNDS and now > start + 2 * share_s:
+                return
+            if index >= _ENOUGH_ROUNDS and now > start + share_s:
+                return
+            # Another format begins each round.
+            turn = index % len(names)
+            for name in names[turn:] + names[:turn]:
+                series = timed[name]
+                series.times_s.append(self._time(series.call, name, series.calls_per_round))
+
     def _time(self, call: Callable[[], object], format_name: str, calls: int) -> float:
+        """Return the seconds of one of ``calls`` calls."""
         with float32_as("tf32" if format_name == "tf32" else "ieee"):
             self._wait()
-            start = self.clock()
+            start = self._clock()
             for _ in range(calls):
                 call()
             self._wait()
-            return (self.clock() - start) / calls
+            return (self._clock() - start) / calls
 
     def _wait(self) -> None:
-        if self.device != "cpu":
-            torch.accelerator.synchronize(torch.device(self.device))
+        if self._device != "cpu":
+            torch.accelerator.synchronize(torch.device(self._device))
 
-    def _out_of_time(self, expected_s: float | None) -> _Skipped:
-        reason = f"the time for this device, {_seconds(self.budget.device_s)}, was used up"
-        return _Skipped(reason, expected_s, out_of_time=True)
+    def _out_of_time(self, expected_s: float | None) -> _Estimate:
+        reason = f"the time for this device, {_seconds(self._budget.device_s)}, was used up"
+        return _Estimate(call_s=expected_s, reason=reason, out_of_time=True)
 
 
-def _row(
-    work: Work,
-    shape: Shape,
-    name: str,
-    *,
-    times: dict[str, list[float]],
-    calls: int | None,
-    skipped: _Skipped | None,
-) -> dict[str, Any]:
-    measured = times.get(name)
-    row: dict[str, Any] = {
-        "kind": work.kind,
-        "size": shape.size,
-        "shape": work.tensor_shape(shape),
-        "format": name,
-        "rounds": len(measured) if measured else 0,
-        "calls_per_round": calls if measured else None,
-        "reason": skipped.reason if skipped else None,
-        "expected_time_s": skipped.expected_s if skipped else None,
-        "out_of_time": bool(skipped and skipped.out_of_time),
-    }
-    low, middle, high = _quartiles(measured)
-    row |= {"time_s_median": middle, "time_s_low": low, "time_s_high": high}
-    done = {"element" if work.kind == "add" else "flop": work.amount(shape)}
+def _cannot(error: Exception) -> _Estimate:
+    return _Estimate(reason=f"torch cannot do it here: {first_line(error)}")
+
+
+def _estimate_by(rate: Rate) -> _Estimate:
+    if rate.rounds:
+        return _Estimate(call_s=rate.time_s_low)
+    return _Estimate(call_s=rate.expected_time_s, reason=rate.reason, out_of_time=rate.out_of_time)
+
+
+def _calls_per_round(call_s: float) -> int:
+    calls = round(_SAMPLE_S / max(call_s, 1e-9))
+    return min(_MOST_CALLS, max(1, calls))
+
+
+def _spread(rates: list[Rate]) -> float:
+    return max(rate.spread for rate in rates)
+
+
+def _count_measured(rates: list[Rate]) -> int:
+    return sum(rate.rounds > 0 for rate in rates)
+
+
+def _not_measured(work: Work, shape: Shape, name: str, estimate: _Estimate) -> Rate:
+    return Rate(
+        kind=work.kind,
+        size=shape.size,
+        shape=work.tensor_shape(shape),
+        format=name,
+        reason=estimate.reason,
+        expected_time_s=estimate.call_s,
+        out_of_time=estimate.out_of_time,
+    )
+
+
+def _measured(work: Work, shape: Shape, name: str, series: _Series, fp32: _Series | None) -> Rate:
+    low_s, median_s, high_s = _quartiles(series.times_s)
+    rate = Rate(
+        kind=work.kind,
+        size=shape.size,
+        shape=work.tensor_shape(shape),
+        format=name,
+        rounds=len(series.times_s),
+        calls_per_round=series.calls_per_round,
+        time_s_median=median_s,
+        time_s_low=low_s,
+        time_s_high=high_s,
+    )
+    amount = work.amount(shape)
     if work.kind == "add":
-        done["byte"] = done["element"] * 3 * DTYPES[name].itemsize
-    for unit in ("flop", "element", "byte"):
-        row[f"rate_{unit}_per_s"] = done[unit] / middle if unit in done and middle else None
-    reference = times.get("fp32")
-    pairs = [a / b for a, b in zip(reference, measured, strict=False)] if reference and measured else None
-    low, middle, high = _quartiles(pairs)
-    return row | {
-        "speed_against_fp32": middle,
-        "speed_against_fp32_low": low,
-        "speed_against_fp32_high": high,
-        "speed_at_most": None,
-        "speed_at_most_shape": None,
-    }
+        bytes_moved = amount * 3 * DTYPES[name].itemsize
+        rate = replace(rate, rate_element_per_s=amount / median_s, rate_byte_per_s=bytes_moved / median_s)
+    else:
+        rate = replace(rate, rate_flop_per_s=amount / median_s)
+
+    if fp32 is None:
+        return rate
+    # Round by round, since both were as fast as the machine was then; the last round may be incomplete.
+    pairs = zip(fp32.times_s, series.times_s, strict=False)
+    low, median, high = _quartiles([fp32_s / own_s for fp32_s, own_s in pairs])
+    return replace(rate, speed_against_fp32=median, speed_against_fp32_low=low, speed_against_fp32_high=high)
 
 
-def _quartiles(numbers: list[float] | None) -> tuple[float | None, float | None, float | None]:
-    if not numbers:
-        return None, None, None
-    low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive")
-    return low, middle, high
+def _quartiles(numbers: list[float]) -> tuple[float, float, float]:
+    low, median, high = statistics.quantiles(numbers, n=4, method="inclusive")
+    return low, median, high
 
 
 def _seconds(seconds: float) -> str:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import narrowcast as nc
 from narrowcast._files import cache_folder
 from narrowcast.machine import best_format
-from narrowcast.machine._examination import _by_kept_rates
+from narrowcast.machine._auto import choice_by_rates
 
 
 def part_of_model(way, order, *, without_gradient):
@@ -172,7 +172,7 @@ def auto():
     model = Tiny()
     stepper = nc.Stepper(DistributedDataParallel(model), make_optimizer("SGD", model.parameters()), "auto")
     train(stepper, stepper.model, batches(2))
-    alone = _by_kept_rates("cpu", cache_folder())[0].format
+    alone = choice_by_rates("cpu", cache_folder()).format
     formats = {device: str(dtype) for device, dtype in stepper.formats.items()}
     because = best_format("cpu").because
     return {"formats": formats, "alone": alone, "because": because, "digest": digest(model.parameters())}
