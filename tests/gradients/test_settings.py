@@ -130,7 +130,7 @@ def test_a_disabled_scaler_does_nothing_but_step():
 LOSS_SCALES = [
     Dynamic(scale=24.0, growth_factor=3.0, backoff_factor=0.1, growth_interval=7, good_steps=3),
     Dynamic(scale=24.0, rule="megatron", hysteresis=3, hysteresis_left=1, min_scale=2.0, max_scale=64.0),
-    Dynamic(scale=24.0, rule="deepspeed", growth_interval=5, good_steps=5, hysteresis=2),
+    Dynamic(scale=24.0, rule="apex", growth_interval=5, good_steps=4, hysteresis=2),
     Static(scale=24.0),
     Off(),
 ]

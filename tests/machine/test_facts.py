@@ -10,7 +10,7 @@ from narrowcast.machine import arithmetic_settings
 from narrowcast.machine._facts import cpu_facts, gather_facts, gpu_facts, mismatches, runs_on
 
 
-def test_this_machine_can_be_written_as_json():
+def test_facts_of_this_machine_are_json():
     facts = gather_facts()
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     assert set(facts) == {
@@ -29,7 +29,7 @@ def test_this_machine_can_be_written_as_json():
         ("xpu", "Intel Arc", None, {"capability": None, "gfx": None}),
     ],
 )
-def test_gpus_of_three_makers(device_type, name, architecture, expected):
+def test_only_gpus_of_nvidia_have_a_capability(device_type, name, architecture, expected):
     properties = SimpleNamespace(name=name, total_memory=2**34, gcnArchName=architecture, major=9, minor=4)
     common = {"device": f"{device_type}:1", "device_type": device_type, "name": name, "memory_bytes": 2**34}
     assert gpu_facts(device_type, 1, properties) == common | expected
@@ -157,5 +157,5 @@ def test_a_mismatch_is_one_line_with_its_fix(name):
         (["gfx942", "sm_"], "9.0", False),
     ],
 )
-def test_which_code_runs_on_which_gpu(architectures, capability, runs):
+def test_code_runs_on_a_gpu_by_cudas_rules(architectures, capability, runs):
     assert runs_on(architectures, capability) is runs

@@ -76,7 +76,7 @@ def test_the_format_of_this_cpu_is_what_its_flags_say():
         assert choice.because == "this CPU has no bf16 instructions, so bf16 would be slower"
 
 
-def test_names_that_stand_in_for_capabilities_in_torch_2_11():
+def test_torch_2_11_has_capabilities_under_other_names():
     assert set(capabilities_before_2_12()) == {"avx512_bf16", "amx_bf16", "amx_fp16"}
 
 
@@ -174,7 +174,7 @@ def test_damaged_rates_leave_auto_to_the_table(instructions, tmp_path, keep):
     assert best_format("cpu").format == "bf16"
 
 
-def test_the_store_of_a_process_group(one_process):
+def test_the_store_of_a_process_group_keeps_what_was_set_first(one_process):
     assert default_store().compare_set("narrowcast/test", "", "first") == b"first"
     assert default_store().compare_set("narrowcast/test", "", "second") == b"first"
 
@@ -221,7 +221,7 @@ NO_AMX = (
         ),
     ],
 )
-def test_formats_known_to_be_slow_on_a_kind_of_cpu(instructions, processor, has, auto, slow):
+def test_formats_are_known_to_be_slow_on_kinds_of_cpu(instructions, processor, has, auto, slow):
     instructions(*has, processor=processor)
     assert best_format("cpu").format == auto
     assert slow_formats(["fp16", "lower", "bf16", "fp32", "fp16"], "cpu") == slow[::-1]
@@ -243,7 +243,7 @@ def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_format_of_this_gpu():
+def test_bf16_is_chosen_on_a_gpu_that_has_it():
     choice = table_format("cuda")
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     assert choice.format == ("bf16" if has_bf16 else "fp16")
@@ -253,7 +253,7 @@ def test_the_format_of_this_gpu():
     assert versions()["gpu"] == torch.cuda.get_device_name()
 
 
-def test_devices_that_torch_knows(monkeypatch):
+def test_the_device_types_are_those_of_torchs_autocast(monkeypatch):
     known = known_device_types()
     for device_type in known:
         assert torch.amp.is_autocast_available(device_type), device_type

@@ -57,7 +57,7 @@ def test_what_is_written_is_read(tmp_path, policy):
     assert os.listdir(tmp_path) == ["policy.toml"]
 
 
-def test_the_text_of_a_file(tmp_path):
+def test_a_file_has_a_line_a_setting_and_a_table_a_rule(tmp_path):
     policy = Policy(
         compute="bf16",
         tables="cuda",
@@ -111,7 +111,7 @@ module_type = "torch.nn.LayerNorm"
     "encode", [str.encode, lambda text: text.encode("utf-8-sig")], ids=["plain", "with mark"]
 )
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_file_that_a_person_wrote(tmp_path, encode, newline):
+def test_a_file_written_by_hand_is_read(tmp_path, encode, newline):
     path = tmp_path / "by hand.toml"
     path.write_bytes(encode(BY_HAND.replace("\n", newline)))
     expected = Policy(
@@ -131,7 +131,7 @@ def test_a_base_alone_is_the_preset(tmp_path, name):
     assert Policy.load(path) == as_policy(path) == Policy.preset(name)
 
 
-def test_the_rules_of_a_base_come_first(tmp_path):
+def test_rules_of_a_file_replace_those_of_its_base(tmp_path):
     """A rule for what the preset has a rule for replaces it; what else the file says replaces the fields."""
     path = tmp_path / "policy.toml"
     path.write_text(
@@ -151,7 +151,7 @@ def test_the_rules_of_a_base_come_first(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["saef", "float16", "other.toml"])
-def test_a_base_that_is_no_preset(tmp_path, name):
+def test_a_base_must_be_a_preset(tmp_path, name):
     path = tmp_path / "policy.toml"
     path.write_text(f'version = 1\nbase = "{name}"\n')
     assert refusal(lambda: Policy.load(path)) == f"{path}: {refusal(lambda: Policy.preset(name))}"
@@ -194,7 +194,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_file_that_holds_no_policy(tmp_path, text):
+def test_an_invalid_file_is_refused_with_its_place(tmp_path, text):
     path = tmp_path / "policy.toml"
     path.write_text(text)
     found = refusal(lambda: Policy.load(path))
@@ -203,7 +203,7 @@ def test_a_file_that_holds_no_policy(tmp_path, text):
     assert WRONG[text] in found
 
 
-def test_a_file_that_is_no_text(tmp_path):
+def test_a_file_must_be_utf_8(tmp_path):
     path = tmp_path / "policy.toml"
     path.write_bytes(b"version = 1\n\xff\xfe")
     assert refusal(lambda: Policy.load(path)).startswith(
@@ -211,7 +211,7 @@ def test_a_file_that_is_no_text(tmp_path):
     )
 
 
-def test_a_file_that_is_not_there(tmp_path, monkeypatch):
+def test_a_missing_file_is_refused_with_its_path(tmp_path, monkeypatch):
     expected = "cannot read the policy no/such/folder.toml: No such file or directory"
     assert refusal(lambda: as_policy("no/such/folder.toml")) == expected
     assert refusal(lambda: Policy.load(tmp_path)) == f"cannot read the policy {tmp_path}: Is a directory"
@@ -234,7 +234,7 @@ def test_a_file_that_is_not_there(tmp_path, monkeypatch):
         ("a\0b", "embedded null"),
     ],
 )
-def test_a_place_that_cannot_be_written(tmp_path, place, reason):
+def test_a_failed_save_changes_nothing(tmp_path, place, reason):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("kept")
     with pytest.raises(PolicyError, match="which is no text"):

@@ -43,13 +43,13 @@ def own_library():
         ("_weight_norm", "_weight_norm"),
     ],
 )
-def test_names_that_are_understood(written, name):
+def test_names_as_in_python_are_understood(written, name):
     assert canonical_op(written) == name
     assert canonical_op(name) == name
     assert rule.op(written, compute="fp32").op == name
 
 
-def test_what_a_name_stands_for():
+def test_a_name_stands_for_its_overloads():
     assert overloads_of("linear") == ("linear",)
     assert {"sum", "sum.dim_IntList"} <= set(overloads_of("sum"))
     assert overloads_of("sum.default") == ("sum",)
@@ -61,7 +61,7 @@ def test_what_a_name_stands_for():
 
 
 @pytest.mark.long
-def test_forms_that_write_to_an_argument_are_left_out():
+def test_no_rule_selects_what_writes_to_an_argument():
     """By the schema, overload by overload, of all there are."""
     known = set(every_operator())
     assert len(known) > 1500
@@ -73,7 +73,7 @@ def test_forms_that_write_to_an_argument_are_left_out():
     assert {one for op in known for one in overloads_of(base_of(op))} == known
 
 
-def test_operators_of_other_libraries(own_library):
+def test_operators_of_other_libraries_are_found_once_defined(own_library):
     assert canonical_op("narrowcast_names::twice") == "narrowcast_names::twice"
     assert canonical_op("torch.ops.narrowcast_names.twice.more") == "narrowcast_names::twice.more"
     assert overloads_of("narrowcast_names::twice") == (
@@ -109,7 +109,7 @@ NOT_NAMES = [
 
 
 @pytest.mark.parametrize(("written", "message"), NOT_NAMES)
-def test_names_that_are_not_understood(written, message):
+def test_other_names_are_refused_with_a_guess(written, message):
     with pytest.raises(PolicyError) as refused:
         canonical_op(written)
     assert str(refused.value).endswith(message)

@@ -56,7 +56,7 @@ def test_a_notebook_shows_a_policy_as_its_table():
     assert Policy.preset("bf16")._repr_html_() == f"<pre>{html.escape(str(Policy.preset('bf16')))}</pre>"
 
 
-def test_those_policies_leave_no_field_at_its_default():
+def test_the_policies_above_leave_no_field_at_its_default():
     for fields, values in ((FIELDS, (MASTERS, LOW)), (dataclasses.fields(Rule), RULES)):
         for field in fields:
             assert any(getattr(value, field.name) != field.default for value in values), field.name
@@ -91,7 +91,7 @@ def test_with_rules_replaces_what_is_for_the_same_thing():
     assert str(refused.value) == f'expected a rule, as nc.rule.op("softmax", compute="fp32"), got {[other]!r}'
 
 
-def test_what_a_policy_asks_for():
+def test_a_policy_knows_what_it_needs():
     plain = Policy(compute="bf16")
     assert plain.is_plain
     assert not plain.names_modules
@@ -132,7 +132,7 @@ def test_impossible_settings_are_refused(fields, message):
     assert message in str(refused.value)
 
 
-def test_the_name_of_a_policy(tmp_path):
+def test_a_policy_is_named_by_its_preset_or_differences():
     assert policy_name(Policy(compute="bf16")) == "bf16"
     assert policy_name(Policy.preset("safe")) == policy_name("safe") == "safe"
     assert policy_name(Policy(compute="auto", rules=Policy.preset("safe").rules)) == "safe"

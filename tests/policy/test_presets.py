@@ -30,7 +30,7 @@ DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 KNOWN = "Known: auto, bf16, fp16, fp32, safe, O0, O1, O2, O3."
 
 
-def test_the_presets():
+def test_presets_are_policies_of_which_o0_and_fp32_are_equal():
     assert list(PRESETS) == ["auto", "bf16", "fp16", "fp32", "safe", "O0", "O1", "O2", "O3"]
     for name in PRESETS:
         policy = Policy.preset(name)
@@ -77,7 +77,7 @@ def test_an_unknown_name_is_refused_with_near_ones(name):
 
 
 @pytest.mark.parametrize("given", [None, 16, torch.float16, ["fp16"]])
-def test_what_is_no_name_is_refused(given):
+def test_other_types_are_no_policy(given):
     with pytest.raises(PolicyError) as refused:
         as_policy(given)
     meant = '; write "fp16"' if given == torch.float16 else ""

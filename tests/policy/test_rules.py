@@ -16,7 +16,7 @@ class Norm(torch.nn.LayerNorm):
     pass
 
 
-def test_the_makers_make_rules():
+def test_op_module_and_module_type_create_rules():
     assert nc.rule.op("softmax", compute="fp16") == Rule(op="softmax", compute="fp16")
     assert rule.op("softmax", compute="fp32", output="lower") == Rule(
         op="softmax", compute="fp32", output="lower"
@@ -123,7 +123,7 @@ def test_an_invalid_rule_is_refused(make, message):
     assert message in refusal(make)
 
 
-def test_two_rules_that_contradict():
+def test_rules_that_contradict_each_other_are_refused():
     wide, narrow = rule.op("torch.softmax", compute="fp32"), rule.op("softmax", compute="fp16")
     expected = 'two rules contradict each other: "softmax: fp32" and "softmax: fp16". Keep one'
     assert expected in refusal(lambda: Policy(compute="bf16", rules=(wide, narrow)))

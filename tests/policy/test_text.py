@@ -42,7 +42,7 @@ def test_rules_stand_below_in_their_order():
     )
 
 
-def test_many_operators_of_which_the_same_is_said_share_an_entry():
+def test_many_operators_with_the_same_rule_share_an_entry():
     ops = ["acos", "asin", "cosh", "sinh"]
     rules = [rule.op(op, compute="fp32") for op in ops]
     text = "\n".join(str(Policy(compute="bf16", rules=tuple(rules))).splitlines()[2:])
@@ -54,7 +54,7 @@ def test_many_operators_of_which_the_same_is_said_share_an_entry():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_fit_and_say_every_rule(name):
+def test_presets_fit_and_show_every_rule(name):
     policy = Policy.preset(name)
     text = str(policy)
     assert max(map(len, text.splitlines())) <= 80
@@ -68,7 +68,7 @@ GLOBS = st.text(st.characters(exclude_categories=["Cs"]), max_size=120)
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(GLOBS, max_size=4, unique=True), st.sampled_from(["native", "mps"]))
-def test_any_globs_fit(globs, tables):
+def test_any_globs_fit_into_80_columns(globs, tables):
     rules = tuple(rule.module(glob, op="layer_norm", compute="promote", output="lower") for glob in globs)
     lines = str(Policy(compute="auto", tables=tables, rules=rules)).split("\n")
     assert max(map(len, lines)) <= 80

@@ -36,13 +36,13 @@ def test_a_state_is_recognised_by_its_keys(source, state, expected):
     assert from_state(state, source) == expected
 
 
-def test_the_real_scaler_of_torch():
+def test_the_state_of_torchs_own_scaler_is_read():
     scaler = torch.amp.GradScaler("cpu")
     assert from_state(scaler.state_dict()) == [Dynamic()]
     assert from_torch(torch.amp.GradScaler("cpu", enabled=False).state_dict()) == Off()
 
 
-def test_apex_settings_that_its_state_does_not_hold():
+def test_settings_that_apex_does_not_save_are_arguments():
     (apex,) = from_apex(APEX, min_scale=2.0, max_scale=16.0)
     assert (apex.min_scale, apex.max_scale) == (2.0, 16.0)
     state = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 12345}}

@@ -178,20 +178,18 @@ class DeviceScale:
     def _move_with_hysteresis(self, value: Dynamic, overflow: torch.Tensor) -> None:
         assert self.factor is not None
         assert self.good_steps is not None
-        deepspeed = value.rule.startswith("deepspeed")
         left = self._hysteresis_left
         backs_off = overflow & (left <= 1)
         good = self.good_steps + 1
-        grows = ~overflow & (good >= value.growth_interval + deepspeed)
+        grows = ~overflow & (good >= value.growth_interval)
         wide = self.factor.double() if self.factor.device.type != "mps" else self.factor
         grown = (wide * value.growth_factor).float()
         moved = torch.where(grows & torch.isfinite(grown), grown, self.factor)
         moved = torch.where(backs_off, (wide * value.backoff_factor).float(), moved)
         self.factor.copy_(moved.clamp_(value.min_scale, value.max_scale))
-        good = torch.where(grows, int(deepspeed), good)
-        self.good_steps.copy_(torch.where(overflow, 0, good))
-        restored = ~overflow if value.rule in ("apex", "deepspeed_consecutive") else grows
-        left = torch.where(overflow, (left - 1).clamp_(min=int(deepspeed)), left)
+        self.good_steps.copy_(torch.where(overflow | grows, 0, good))
+        restored = ~overflow if value.rule == "apex" else grows
+        left = torch.where(overflow, (left - 1).clamp_(min=0), left)
         self._hysteresis_left.copy_(torch.where(restored, value.hysteresis, left))
 
 

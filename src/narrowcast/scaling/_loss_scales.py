@@ -15,11 +15,10 @@ infinite."""
 LARGEST_SCALE = 2.0**127
 """The largest power of two in float32."""
 
-RULES = ("torch", "apex", "megatron", "deepspeed", "deepspeed_consecutive")
+RULES = ("torch", "apex", "megatron")
 """Names of the rules by which a ``Dynamic`` scale moves."""
-_DEEPSPEED = ("deepspeed", "deepspeed_consecutive")
-# With these rules a good step resets the hysteresis; with the others only a growth does.
-_RESET_BY_A_GOOD_STEP = ("apex", "deepspeed_consecutive")
+# DeepSpeed's rules back off at the same overflows, and grow one step later after the start or an overflow.
+_REPLACED = {"deepspeed": "megatron", "deepspeed_consecutive": "apex"}
 
 
 class LossScale(Protocol):
@@ -113,23 +112,16 @@ class Dynamic:
     - ``"torch"``: every overflow backs off; ``hysteresis`` must be 1.
     - ``"apex"``: an overflow subtracts 1 from ``hysteresis_left`` and backs off at 0; a good step resets it.
     - ``"megatron"``: the same, but only a growth resets it.
-    - ``"deepspeed"``: an overflow backs off at 1, otherwise it subtracts 1; a growth resets it. The first
-      growth after the start or an overflow takes one good step more than the interval, so ``good_steps``
-      goes up to the interval and is 1 after a growth.
-    - ``"deepspeed_consecutive"``: DeepSpeed's ``consecutive_hysteresis``: a good step resets it.
 
     The float32 scale is multiplied by the factor in double precision and the product is rounded to float32,
-    as in torch and apex. Megatron rounds its factors to float32 first and DeepSpeed divides, in double
-    precision: the same for powers of two, the only factors that they ship. If the product overflows float32,
-    the scale does not grow, as in torch.
+    as in torch and apex. Megatron rounds its factors to float32 first: the same for powers of two, the only
+    factors that it ships. If the product overflows float32, the scale does not grow, as in torch.
 
     Deviations: torch has no limits, so its scale can fall to 0, where it trains on NaN, and rise to the
-    largest float32. DeepSpeed stops the run at an overflow at its minimum; Megatron and DeepSpeed have no
-    upper limit.
+    largest float32. Megatron has no upper limit.
 
     Source: ``torch._amp_update_scale_``; apex ``csrc/update_scale_hysteresis.cu``; Megatron-LM 0.16
-    ``DynamicGradScaler.update``; DeepSpeed 0.19 ``DynamicLossScaler.update_scale`` (early versions of it
-    grew one step sooner).
+    ``DynamicGradScaler.update``.
 
     Raises:
         ScaleError: at construction, for a field outside its range.
@@ -157,33 +149,34 @@ class Dynamic:
                 f"growth_interval must be a whole number of at least 1, got {self.growth_interval!r}"
             )
         self._check_rule()
-        if not _is_whole(self.good_steps) or not 0 <= self.good_steps < self._steps_to_grow:
-            most = "growth_interval" if self.rule in _DEEPSPEED else "growth_interval - 1"
-            raise ScaleError(f"good_steps must be a whole number from 0 to {most}, got {self.good_steps!r}")
+        if not _is_whole(self.good_steps) or not 0 <= self.good_steps < self.growth_interval:
+            raise ScaleError(
+                f"good_steps must be a whole number from 0 to growth_interval - 1, got {self.good_steps!r}"
+            )
 
     def after_step(self, *, overflow: bool) -> Self:
         """Return the loss scale for the next step."""
         assert self.hysteresis_left is not None
-        scale, good_steps = to_float32(self.scale), self.good_steps + 1
+        scale = to_float32(self.scale)
         if overflow:
-            left = max(self.hysteresis_left - 1, 0 if self.rule in ("apex", "megatron") else 1)
+            if self.hysteresis_left > 1:
+                return self._moved_to(self.scale, 0, self.hysteresis_left - 1)
             lower = max(to_float32(scale * self.backoff_factor), to_float32(self.min_scale))
-            scale = lower if self.hysteresis_left <= 1 else self.scale
-            return self._moved_to(scale, 0, left)
-        if good_steps < self._steps_to_grow:
-            resets = self.rule in _RESET_BY_A_GOOD_STEP
-            left = self.hysteresis if resets else self.hysteresis_left
+            # torch has no hysteresis, which is written as 1.
+            return self._moved_to(lower, 0, 1 if self.rule == "torch" else 0)
+
+        good_steps = self.good_steps + 1
+        if good_steps < self.growth_interval:
+            left = self.hysteresis if self.rule == "apex" else self.hysteresis_left
             return self._moved_to(self.scale, good_steps, left)
+
         grown = to_float32(scale * self.growth_factor)
-        grown = self.scale if math.isinf(grown) else min(grown, to_float32(self.max_scale))
-        good_steps = 1 if self.rule in _DEEPSPEED else 0
-        return self._moved_to(grown, good_steps, self.hysteresis)
+        if math.isinf(grown):
+            return self._moved_to(self.scale, 0, self.hysteresis)
+        return self._moved_to(min(grown, to_float32(self.max_scale)), 0, self.hysteresis)
 
     def _moved_to(self, scale: float, good_steps: int, hysteresis_left: int) -> Self:
-        """Return the same with other values.
-
-        At each step of a training, so without the checks: what a rule makes of valid values is valid.
-        """
+        # Without the checks, since it is called at each step: what a rule makes of valid values is valid.
         moved = object.__new__(type(self))
         for name in _DYNAMIC_FIELDS:
             object.__setattr__(moved, name, getattr(self, name))
@@ -194,6 +187,12 @@ class Dynamic:
 
     def _check_rule(self) -> None:
         if self.rule not in RULES:
+            replacement = _REPLACED.get(str(self.rule))
+            if replacement is not None:
+                raise ScaleError(
+                    f"rule {self.rule!r} is gone: use {replacement!r}, which backs off at the same overflows "
+                    "and grows after growth_interval good steps"
+                )
             raise ScaleError(f"unknown rule {self.rule!r}. {near_names(str(self.rule), RULES)}")
         if not _is_whole(self.hysteresis) or self.hysteresis < 1:
             raise ScaleError(f"hysteresis must be a whole number of at least 1, got {self.hysteresis!r}")
@@ -209,10 +208,6 @@ class Dynamic:
                 f"hysteresis_left must be a whole number from 0 to hysteresis, here {self.hysteresis}, "
                 f"got {self.hysteresis_left!r}"
             )
-
-    @property
-    def _steps_to_grow(self) -> int:
-        return self.growth_interval + 1 if self.rule in _DEEPSPEED else self.growth_interval
 
 
 _DYNAMIC_FIELDS = tuple(field.name for field in fields(Dynamic))
@@ -238,14 +233,14 @@ def parse(text: str) -> LossScale:
     return Static(scale=scale)
 
 
-def check_loss_scale(given: LossScale) -> LossScale:
-    """Return ``given``; raise ScaleError if it is no loss scale."""
-    if not isinstance(given, Off | Static | Dynamic):
+def check_loss_scale(loss_scale: LossScale) -> LossScale:
+    """Return ``loss_scale``; raise ScaleError if it is none."""
+    if not isinstance(loss_scale, Off | Static | Dynamic):
         raise ScaleError(
             "expected a loss scale of narrowcast.scaling, such as Dynamic(...) or Static(scale=8.0), got "
-            f"{given!r}"
+            f"{loss_scale!r}"
         )
-    return given
+    return loss_scale
 
 
 def _check_scale(scale: float, name: str = "loss scale") -> None:

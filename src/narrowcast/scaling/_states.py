@@ -37,13 +37,15 @@ _State = TypeVar("_State", _TorchState, _ApexState)
 
 def _recognised(state: object) -> str:
     """Return which library saved ``state``, "torch" (also if it is empty) or "apex", from its keys."""
-    keys = {str(key) for key in state} if isinstance(state, Mapping) else set()
-    if isinstance(state, Mapping) and (not keys or keys & {"_growth_tracker", "growth_factor"}):
-        return "torch"
-    if any(_APEX_KEY.fullmatch(key) for key in keys):
-        return "apex"
-    found = f"one with {', '.join(sorted(keys))}" if keys else type(state).__name__
-    raise ScaleError(f"expected a loss scaler's state saved by {' or '.join(SOURCES)}, got {found}")
+    got = type(state).__name__
+    if isinstance(state, Mapping):
+        keys = {str(key) for key in state}
+        if not keys or keys & {"_growth_tracker", "growth_factor"}:
+            return "torch"
+        if any(_APEX_KEY.fullmatch(key) for key in keys):
+            return "apex"
+        got = f"one with {', '.join(sorted(keys))}"
+    raise ScaleError(f"expected a loss scaler's state saved by {' or '.join(SOURCES)}, got {got}")
 
 
 def from_state(state: object, source: str | None = None) -> list[LossScale]:
@@ -121,26 +123,32 @@ def from_apex(
     """
     if not isinstance(state, Mapping):
         raise ScaleError(f"expected the state of apex.amp to be a mapping, got {type(state).__name__}")
-    scalers = {key: scaler for key, scaler in state.items() if _APEX_KEY.fullmatch(str(key))}
-    if not scalers:
-        raise ScaleError('expected "loss_scaler0" in the state of apex.amp')
-    found: list[LossScale] = []
-    for key, scaler in scalers.items():
+    loss_scales: list[LossScale] = []
+    for key, scaler in state.items():
+        if not _APEX_KEY.fullmatch(str(key)):
+            continue
         source = f"apex.amp ({key})"
         saved = _read(source, scaler, _ApexState)
         if not dynamic:
-            found.append(Static(scale=saved.loss_scale))
+            loss_scales.append(Static(scale=saved.loss_scale))
             continue
         if saved.unskipped >= _APEX_INTERVAL:
             raise ScaleError(
                 f'expected "unskipped" in the state of {source} to be below {_APEX_INTERVAL}, got '
                 f"{saved.unskipped}. Only a fixed scale counts so far: pass dynamic=False"
             )
-        limits = {"min_scale": min_scale, "max_scale": max_scale}
-        found.append(
-            _dynamic(source, scale=saved.loss_scale, good_steps=saved.unskipped, rule="apex", **limits)
+        loss_scale = _dynamic(
+            source,
+            scale=saved.loss_scale,
+            good_steps=saved.unskipped,
+            rule="apex",
+            min_scale=min_scale,
+            max_scale=max_scale,
         )
-    return found
+        loss_scales.append(loss_scale)
+    if not loss_scales:
+        raise ScaleError('expected "loss_scaler0" in the state of apex.amp')
+    return loss_scales
 
 
 def _read(source: str, state: object, kind: type[_State]) -> _State:
@@ -169,9 +177,11 @@ def state_of(scale: LossScale) -> dict[str, Any]:
     fields: dict[str, Any] = asdict(scale)  # type: ignore[call-overload]
     state: dict[str, Any] = {"loss_scale": {"kind": type(scale).__name__, **fields}}
     if isinstance(scale, Dynamic):
-        torchs = ("scale", "growth_factor", "backoff_factor", "growth_interval")
-        state |= {name: fields[name] for name in torchs}
-        state["_growth_tracker"] = min(scale.good_steps, scale.growth_interval - 1)
+        state["scale"] = scale.scale
+        state["growth_factor"] = scale.growth_factor
+        state["backoff_factor"] = scale.backoff_factor
+        state["growth_interval"] = scale.growth_interval
+        state["_growth_tracker"] = scale.good_steps
     return state
 
 
@@ -191,23 +201,32 @@ def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) ->
         return None
     if "loss_scale" in state:
         saved = _scale_of(state["loss_scale"])
-        if not in_force or isinstance(saved, Off) == isinstance(present, Off):
-            return saved
-        with_, without = ("a", "no") if isinstance(present, Off) else ("no", "a")
-        _warn(
-            f"the saved state is of a run with {with_} loss scale, and this scaler has {without} loss scale "
-            "(another format?); it keeps its own"
-        )
-        return None
+        if in_force and isinstance(saved, Off) != isinstance(present, Off):
+            theirs = "no" if isinstance(saved, Off) else "a"
+            ours = "no" if isinstance(present, Off) else "a"
+            _warn(
+                f"the saved state is of a run with {theirs} loss scale, and this scaler has {ours} loss "
+                "scale (another format?); it keeps its own"
+            )
+            return None
+        return saved
     if "loss_scaler0" in state:
         raise ScaleError("this state is one of apex: narrowcast.scaling.from_state reads it")
     if not isinstance(present, Dynamic):
         raise ScaleError(
             f"a state of torch.amp.GradScaler is of a dynamic scale, and this scaler has {present!r}"
         )
-    torchs = asdict(from_torch(state))
-    settings = ("scale", "growth_factor", "backoff_factor", "growth_interval", "good_steps")
-    return replace(present, hysteresis_left=None, **{name: torchs[name] for name in settings})
+    saved = from_torch(state)
+    assert isinstance(saved, Dynamic)  # only an empty state is Off
+    return replace(
+        present,
+        scale=saved.scale,
+        growth_factor=saved.growth_factor,
+        backoff_factor=saved.backoff_factor,
+        growth_interval=saved.growth_interval,
+        good_steps=saved.good_steps,
+        hysteresis_left=None,
+    )
 
 
 def _warn(message: str) -> None:
@@ -217,8 +236,9 @@ def _warn(message: str) -> None:
 def _scale_of(fields: Mapping[str, Any]) -> LossScale:
     kind = fields.get("kind")
     if kind not in _KINDS:
-        known = near_names(str(kind), _KINDS)
-        raise ScaleError(f"unknown kind of loss scale {kind!r} in a saved state. {known}")
+        raise ScaleError(
+            f"unknown kind of loss scale {kind!r} in a saved state. {near_names(str(kind), _KINDS)}"
+        )
     values = {name: value for name, value in fields.items() if name != "kind"}
     try:
         made: LossScale = _KINDS[kind](**values)
