@@ -69,22 +69,26 @@ def sync_folder(folder: Path) -> None:
 
 
 def _copy_owner_and_mode(source: Path, destination: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        before, made = source.stat(), destination.stat()
-        if os.name == "posix" and (before.st_uid, before.st_gid) != (made.st_uid, made.st_gid):
+    with contextlib.suppress(FileNotFoundError):  # the first file at this path
+        old = source.stat()
+        new = destination.stat()
+        if os.name == "posix" and (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
             with contextlib.suppress(PermissionError):
-                os.chown(destination, before.st_uid, before.st_gid)
-        os.chmod(destination, stat.S_IMODE(before.st_mode))
+                os.chown(destination, old.st_uid, old.st_gid)
+        os.chmod(destination, stat.S_IMODE(old.st_mode))
 
 
-def _remove_abandoned(folder: Path, prefix: str, mine: Path) -> None:
+def _remove_abandoned(folder: Path, prefix: str, own: Path) -> None:
+    """Remove the temporary files of killed writers of the same target, all but ``own``."""
     with contextlib.suppress(OSError):  # a folder may be writable and not readable
-        for other in folder.iterdir():
-            ours = other.name.startswith(prefix) and other.name.endswith(".part")
-            if ours and len(other.name) == len(mine.name) and other != mine:
-                with contextlib.suppress(OSError), other.open("r+b") as file:
+        for path in folder.iterdir():
+            is_temporary = path.name.startswith(prefix) and path.name.endswith(".part")
+            # The start of a longer name would be another target's.
+            if is_temporary and len(path.name) == len(own.name) and path != own:
+                # A running writer holds the lock, which raises.
+                with contextlib.suppress(OSError), path.open("r+b") as file:
                     lock(file)
-                    other.unlink()
+                    path.unlink()
 
 
 def lock(file: IO[bytes]) -> None:

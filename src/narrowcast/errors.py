@@ -116,10 +116,12 @@ def near_names(name: str, known: Iterable[str]) -> str:
     'Did you mean "bf16"? Known: bf16, fp16, fp32.'
     """
     names = list(known)
-    near = difflib.get_close_matches(name.lower(), [known_name.lower() for known_name in names], n=1)
-    meant = [known_name for known_name in names if near and known_name.lower() == near[0]]
-    guess = f'Did you mean "{meant[0]}"? ' if meant else ""
-    return f"{guess}Known: {', '.join(names)}."
+    listed = f"Known: {', '.join(names)}."
+    by_lower_case = {known_name.lower(): known_name for known_name in names}
+    near = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    if near:
+        return f'Did you mean "{by_lower_case[near[0]]}"? {listed}'
+    return listed
 
 
 def few(names: Sequence[str], most: int = 3) -> str:
@@ -128,5 +130,7 @@ def few(names: Sequence[str], most: int = 3) -> str:
     >>> few(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
     """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        return f"{listed} and {len(names) - most} more"
+    return listed

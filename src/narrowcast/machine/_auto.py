@@ -46,11 +46,14 @@ def best_format(device_type: str, cache: Path | None = None) -> Choice:
     if device_type in _of_rank_0:
         return _of_rank_0[device_type]
 
+    # By rates, if any decide.
     place = (device_type, cache or cache_folder())
     if place not in _by_rates:
         _by_rates[place] = choice_by_rates(*place)
     choice = _by_rates[place]
 
+    # Ranks that have a process group agree below; those that will have one must not choose by rates of
+    # their own.
     has_group = dist.is_available() and dist.is_initialized()
     if choice is None:
         choice = _choice_by_table(device_type, "not measured")
@@ -77,6 +80,7 @@ def choice_by_rates(device_type: str, cache: Path | None) -> Choice | None:
     if speeds is None:
         return None
 
+    # Their geometric mean decides: a kind of work that gains much makes up for one that loses a little.
     is_worth_it = math.prod(speeds.values()) > _WORTH ** len(speeds)
     date = time.strftime("%Y-%m-%d", time.localtime(kept["measured_at_s"]))
     in_words = [f"{speed_in_words(speed)} in {kind.replace('_', ' ')}" for kind, speed in speeds.items()]
@@ -129,6 +133,7 @@ def measure_auto(
         rates = measure_device(device_type, works, _AUTO_BUDGET, progress=progress)
     except RuntimeError as error:
         return f"the rates that decide auto on {device_type} were not measured: {first_line(error)}"
+    # Rates that decide nothing are not kept, so that the next call measures again.
     if auto_speeds(rates, candidate, table_format(device_type).format) is None:
         return f"not all rates that decide auto on {device_type} were measured steadily: the table decides"
 

@@ -43,15 +43,19 @@ def examine(
     progress("what this machine has")
     facts = gather_facts()
     wrong = mismatches(facts)
+    # Nothing is measured on a device that is known to fail.
     unusable = {mismatch["device"] for mismatch in wrong if mismatch["severity"] == "error"}
     devices = [device for device in _devices(facts) if device["device"] not in unusable]
 
+    # Rates that decide "auto" first: they take two seconds, and a choice without them is by the table.
     notes = []
     for device in devices:
         note = measure_auto(device["device_type"], cache, fresh=fresh, progress=progress)
         if note is not None:
             notes.append(note)
-    rates = _rates(facts, devices, budget or Budget(), cache, notes, fresh=fresh, progress=progress)
+    rates, note = _rates(facts, devices, budget or Budget(), cache, fresh=fresh, progress=progress)
+    if note is not None:
+        notes.append(note)
 
     # What follows from rates is computed each time, and not kept.
     for device in rates["devices"]:
@@ -81,27 +85,27 @@ def _rates(
     devices: list[dict[str, Any]],
     budget: Budget,
     cache: Path | None,
-    notes: list[str],
     *,
     fresh: bool,
     progress: Callable[[str], None],
-) -> dict[str, Any]:
-    """Return the kept rates of these devices, or measure and keep them; add to ``notes`` what went wrong."""
+) -> tuple[dict[str, Any], str | None]:
+    """Return the kept rates of these devices, or measure and keep them; and a note about what went wrong."""
     key = key_of_machine(facts, budget)
+    file = None if cache is None else str(rates_path(cache, key))
+    note = None
     if cache is not None and not fresh:
         kept, why = read_rates(cache, key)
         if kept is not None:
-            return kept | {"source": "cache", "file": str(rates_path(cache, key))}
+            return kept | {"source": "cache", "file": file}, None
         if why is not None:
-            notes.append(f"{why}: measured anew")
+            note = f"{why}: measured anew"
 
     rates = _measured(devices, budget, progress)
     why = _why_incomplete(rates) or keep_rates(cache, key, rates)
     if why is not None:
-        notes.append(f"the rates were not kept for the next time: {why}")
-        return rates | {"source": "measured", "file": None}
-    assert cache is not None
-    return rates | {"source": "measured", "file": str(rates_path(cache, key))}
+        file = None
+        note = f"the rates were not kept for the next time: {why}"
+    return rates | {"source": "measured", "file": file}, note
 
 
 def _measured(
@@ -113,9 +117,10 @@ def _measured(
         works = work_for(device["device_type"], has_tf32=has_tf32(device))
         rates: list[Rate] = []
         reason = None
+        # An error is of the whole device; where one format is lacking, its rate has the reason.
         try:
             rates = measure_device(device["device"], works, budget, progress=progress)
-        except RuntimeError as error:  # of the whole GPU; for what one format lacks, its rate has the reason
+        except RuntimeError as error:
             reason = first_line(error)
         of_device = {name: device[name] for name in ("device", "device_type", "name")}
         of_device["rows"] = [asdict(rate) for rate in rates]

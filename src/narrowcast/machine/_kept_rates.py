@@ -34,6 +34,7 @@ def key_of_machine(facts: dict[str, Any], budget: Budget) -> dict[str, Any]:
 
 def rates_path(folder: Path, key: dict[str, Any]) -> Path:
     """Return where the rates of ``key`` are kept: machines that share a home folder have a file each."""
+    # A change of anything in the key, as of the driver, is another file.
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return folder / "rates" / f"{digest[:16]}.json"
 
@@ -44,6 +45,7 @@ def read_rates(folder: Path, key: dict[str, Any]) -> tuple[dict[str, Any] | None
     unusable = f"{path} is damaged, or of another machine or version"
     try:
         kept = json.loads(path.read_bytes())
+        # Of a file that somebody copied or changed, or of another key with the same digest.
         if kept["key"] != key:
             return None, unusable
         return dict(kept["rates"]), None

@@ -218,6 +218,7 @@ class _Measurement:
             if seconds_per_amount is not None:
                 expected_s = seconds_per_amount * work.amount(shape)
 
+            # What a small size lacks, as a kernel, larger ones lack too.
             if failure is not None:
                 estimate = failure
             elif self._clock() > estimates_end_s:
@@ -278,6 +279,7 @@ class _Measurement:
             if _spread(rates) <= _STEADY or self._clock() >= self._deadline:
                 continue
             self._progress(f"{self._device}: {work.kind.replace('_', ' ')}, {shape.size}, again")
+            # What was not measured before is not tried again.
             estimates = {rate.format: _estimate_by(rate) for rate in rates}
             again = self._side_by_side(work, shape, estimates, self._share_s)
             is_as_complete = _count_measured(again) == _count_measured(rates)
@@ -320,6 +322,7 @@ class _Measurement:
                 if estimate.reason is None:
                     estimates[name] = self._out_of_time(estimate.call_s)
 
+        # All operands are made before the first round, so that rounds time nothing but calls.
         timed: dict[str, _Series] = {}
         for name, estimate in estimates.items():
             if estimate.reason is None and estimate.call_s is not None:
@@ -332,6 +335,7 @@ class _Measurement:
                     timed[name] = _Series(call=call, calls_per_round=_calls_per_round(estimate.call_s))
         self._make_rounds(timed, share_s)
 
+        # Quartiles of less than three rounds say nothing.
         for name, series in list(timed.items()):
             if len(series.times_s) < _FEWEST_ROUNDS:
                 estimates[name] = self._out_of_time(estimates[name].call_s)
@@ -353,6 +357,7 @@ class _Measurement:
             share_s /= 4
         start = self._clock()
         for index in range(_MOST_ROUNDS):
+            # At least three rounds, five if they take up to twice the share, and more within the share.
             now = self._clock()
             if now > self._deadline:
                 return

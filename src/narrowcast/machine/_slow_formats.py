@@ -45,10 +45,11 @@ def _why_slow(format_name: str, device_type: str, rates: list[Rate]) -> str | No
     for kind in ("matmul", "convolution"):
         of_kind = [rate for rate in rates if (rate.kind, rate.format) == (kind, format_name)]
         largest = _from_largest_clear(of_kind, rates)
+        # Measured rates count for more than what is known of the kind of CPU.
         if largest and all(_is_slow(rate) for rate in largest):
             slower.append(_how_slow(largest[0]))
         elif len(largest) == 1:
-            continue  # fast
+            continue  # the largest size is fast
         elif device_type == "cpu":
             known.append(known_to_be_slow(format_name, kind))
 
@@ -62,6 +63,7 @@ def _why_slow(format_name: str, device_type: str, rates: list[Rate]) -> str | No
 
 def _from_largest_clear(of_kind: list[Rate], rates: list[Rate]) -> list[Rate]:
     """Return the rate of the largest size that is clear, and those of larger sizes, which may be fast."""
+    # Sizes come from the smallest on.
     from_clear: list[Rate] = []
     for rate in of_kind:
         if rate.is_steady or _is_cut_short_alone(rate, rates):
@@ -109,6 +111,7 @@ def kept_rates_of_cpu() -> list[Rate]:
     """Return the rates of this CPU that ``doctor`` kept last; without any, those that decide ``auto``."""
     folder = cache_folder()
     rows = []
+    # Those of doctor have every format and several sizes.
     if folder is not None:
         facts = cpu_facts(cpu_capabilities(), architecture=platform.machine())
         rows = latest_rows_of_cpu(folder, facts, str(torch.__version__))

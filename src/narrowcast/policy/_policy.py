@@ -72,11 +72,12 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.compute, str) or self.compute not in (*_COMPUTE_DTYPES, "auto"):
             raise PolicyError(_unknown_format(self.compute))
-        object.__setattr__(self, "rules", _checked_rules(self.rules))
+        object.__setattr__(self, "rules", _checked_rules(self.rules))  # the class is frozen
         if self.tables not in TABLE_NAMES:
             meant = "cuda" if self.tables == "gpu" else str(self.tables)
             raise PolicyError(f"unknown tables {self.tables!r}. {near_names(meant, TABLE_NAMES)}")
 
+        # A str from a file, as "false", would count as true.
         for name in ("master_weights", "low_weights"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -224,6 +225,7 @@ def policy_in(data: bytes, path: Path) -> Policy:
 
 def policy_text(policy: Policy) -> str:
     """Return ``policy`` as TOML, which ``policy_in`` reads."""
+    # Defaults are left out, so that a file says what somebody chose.
     settings = {}
     for setting in fields(policy):
         value = getattr(policy, setting.name)
@@ -234,7 +236,7 @@ def policy_text(policy: Policy) -> str:
 
 def _loaded(data: bytes, path: str | os.PathLike[str]) -> Policy:
     policy = policy_in(data, Path(path))
-    object.__setattr__(policy, "file", os.fspath(path))
+    object.__setattr__(policy, "file", os.fspath(path))  # no caller has the object yet
     return policy
 
 
@@ -294,8 +296,9 @@ def _count(rules: tuple[Rule, ...]) -> str:
 
 
 def _entries(rules: tuple[Rule, ...]) -> list[tuple[str, str]]:
-    """Return what rules select and what they do there; many operators in a row share one entry."""
+    """Return what rules select and what they do there."""
     entries = []
+    # Presets have dozens of operators with the same effect in a row.
     alike = itertools.groupby(rules, lambda rule: (rule.is_for_modules, rule.effect))
     for (for_modules, effect), group in alike:
         targets = [rule.target for rule in group]
@@ -325,6 +328,7 @@ def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
     if isinstance(policy, os.PathLike) or _looks_like_a_file(policy):
         return _file_object(policy)
     if not isinstance(policy, str):
+        # A dtype of torch is what most people try; a model or a tensor would fill the screen.
         word = str(policy).removeprefix("torch.")
         meant = f'; write "{_OTHER_NAMES[word]}"' if word in _OTHER_NAMES else ""
         got = repr(policy) + meant if len(repr(policy)) < 50 else type(policy).__name__

@@ -109,15 +109,16 @@ class Scope:
         # The more specific wins, then the later.
         best_first = sorted(rules, key=lambda rule: (specificity(rule), rules.index(rule)), reverse=True)
 
-        # The best rule for the whole module replaces that of the module around it.
-        rule = self.rule
+        # The best rule for the whole module replaces that of the module around it. One with an fp8 recipe
+        # decides no operator, so that the rule around it stays in force for them.
         nearest = self._nearest
+        rule = self.rule
         for_all = [rule for rule in best_first if rule.op is None]
-        in_formats = [rule for rule in for_all if _decides(rule)]
+        deciding = [rule for rule in for_all if _decides(rule)]
         if for_all:
             nearest = for_all[0]
-        if in_formats:
-            rule = in_formats[0]
+        if deciding:
+            rule = deciding[0]
 
         # Rules for operators add to those of the modules around it, and come first.
         ops = [rule for rule in best_first if rule.op is not None]
@@ -136,12 +137,13 @@ class Scope:
         for rule in self._ops:
             if _covers(rule, op) and _decides(rule):
                 return Decision(compute=rule.compute, output=rule.output, rule=rule, because=str(rule))
+        # A rule for the whole module is about what is cast anyway, and leaves outputs to the module.
         if self.rule is not None and self.resolved.is_cast_anywhere(op):
             return Decision(compute=self.rule.compute, rule=self.rule, because=str(self.rule))
         return self.resolved.decide_anywhere(op)
 
     def rule_of(self, op: str) -> Rule | None:
-        """Return the winning rule for ``op`` here, with fp8 recipes, or None."""
+        """Return the rule that wins for ``op`` here, those with an fp8 recipe included, or None."""
         for rule in self._ops:
             if _covers(rule, op):
                 return rule
