@@ -190,12 +190,15 @@ class _Measurement:
         self._deadline = clock() + budget.device_s
         self._longest_call_s = min(budget.call_s, budget.device_s / _CALLS_IN_TIME)
 
+        self.estimates: dict[_Cell, dict[str, _Estimate]] = {}
+        self.rates: dict[_Cell, list[Rate]] = {}
+        for work in works:
+            for shape in work.shapes:
+                self.estimates[work, shape] = {}
+                if shape.size is not None:
+                    self.rates[work, shape] = []
         # Estimates take time too, so that half of it is shared out among the sizes.
-        self._cells = [(work, shape) for work in works for shape in work.shapes]
-        self._shown = [(work, shape) for work, shape in self._cells if shape.size is not None]
-        self._share_s = budget.device_s / (2 * len(self._shown))
-        self.estimates: dict[_Cell, dict[str, _Estimate]] = {cell: {} for cell in self._cells}
-        self.rates: dict[_Cell, list[Rate]] = {cell: [] for cell in self._shown}
+        self._share_s = budget.device_s / (2 * len(self.rates))
 
     # ---- estimates, from the smallest shape up
 
@@ -267,7 +270,7 @@ class _Measurement:
             # With those that would take too long, and are not made.
             return sum(estimate.call_s or 0.0 for estimate in self.estimates[cell].values())
 
-        for work, shape in sorted(self._shown, key=cost_s):
+        for work, shape in sorted(self.rates, key=cost_s):
             self._progress(f"{self._device}: {work.kind.replace('_', ' ')}, {shape.size}")
             self.rates[work, shape] = self._side_by_side(
                 work, shape, self.estimates[work, shape], self._share_s

@@ -239,7 +239,9 @@ class ResolvedPolicy:
             ops += self.table
 
         # PyTorch's kernels that promote raise an error where bf16 meets fp16.
-        words = {rule.compute for rule in self.rules} | {rule.output for rule in self.rules}
+        words: set[str | None] = set()
+        for rule in self.rules:
+            words |= {rule.compute, rule.output}
         if words & ({"bf16", "fp16"} - {self.lower}):
             ops += [op for op, kind in self.native.items() if kind == PROMOTE]
         return tuple(dict.fromkeys(ops))

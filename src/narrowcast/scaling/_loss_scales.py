@@ -157,6 +157,7 @@ class Dynamic:
     def after_step(self, *, overflow: bool) -> Self:
         """Return the loss scale for the next step."""
         assert self.hysteresis_left is not None
+        # Products are rounded to float32, as the scale on a device is.
         scale = to_float32(self.scale)
         if overflow:
             if self.hysteresis_left > 1:
@@ -166,10 +167,12 @@ class Dynamic:
             return self._moved_to(lower, 0, 1 if self.rule == "torch" else 0)
 
         good_steps = self.good_steps + 1
+        # apex counts overflows in a row, Megatron those since the last growth.
         if good_steps < self.growth_interval:
             left = self.hysteresis if self.rule == "apex" else self.hysteresis_left
             return self._moved_to(self.scale, good_steps, left)
 
+        # A product beyond float32 is not taken, as in torch.
         grown = to_float32(scale * self.growth_factor)
         if math.isinf(grown):
             return self._moved_to(self.scale, 0, self.hysteresis)
@@ -201,6 +204,7 @@ class Dynamic:
                 f"rule 'torch' backs off at every overflow: hysteresis must be 1, got {self.hysteresis!r}. "
                 f"Rules with hysteresis: {', '.join(RULES[1:])}."
             )
+        # A state that was saved has a number; a new value starts with all of them.
         if self.hysteresis_left is None:
             object.__setattr__(self, "hysteresis_left", self.hysteresis)
         elif not _is_whole(self.hysteresis_left) or not 0 <= self.hysteresis_left <= self.hysteresis:

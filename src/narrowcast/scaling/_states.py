@@ -176,6 +176,7 @@ def state_of(scale: LossScale) -> dict[str, Any]:
     """
     fields: dict[str, Any] = asdict(scale)  # type: ignore[call-overload]
     state: dict[str, Any] = {"loss_scale": {"kind": type(scale).__name__, **fields}}
+    # torch reads these, and nothing else.
     if isinstance(scale, Dynamic):
         state["scale"] = scale.scale
         state["growth_factor"] = scale.growth_factor
@@ -199,6 +200,7 @@ def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) ->
             "keeps its own scale"
         )
         return None
+    # A state of ours.
     if "loss_scale" in state:
         saved = _scale_of(state["loss_scale"])
         if in_force and isinstance(saved, Off) != isinstance(present, Off):
@@ -210,6 +212,7 @@ def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) ->
             )
             return None
         return saved
+    # A state of another library.
     if "loss_scaler0" in state:
         raise ScaleError("this state is one of apex: narrowcast.scaling.from_state reads it")
     if not isinstance(present, Dynamic):
