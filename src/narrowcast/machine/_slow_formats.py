@@ -98,10 +98,11 @@ def _is_slow(rate: Rate) -> bool:
 def _how_slow(rate: Rate) -> str:
     """Say how much slower than fp32 a rate is, and at which size."""
     speed = rate.speed_against_fp32
-    shape = rate.shape
+    shape: list[int] | None = rate.shape
     if speed is None:
         speed = rate.speed_at_most
         shape = rate.speed_at_most_shape
+    # Slow rates have one of both.
     assert speed is not None
     assert shape is not None
     return f"{speed_in_words(speed)} in {rate.kind}s of {' x '.join(map(str, shape))}"

@@ -351,7 +351,7 @@ def unreached(policy: Policy) -> list[Rule]:
                 if decision is not None:
                     reached.add(decision.rule)
 
-    of_presets = set()
+    of_presets: set[Rule] = set()
     for name in PRESETS:
         of_presets.update(as_policy(name).rules)
 
