@@ -278,9 +278,7 @@ def test_fp32_is_exact_while_measured_and_as_before_afterwards():
 
 def test_a_real_measurement_is_consistent():
     works = work_for("cpu")
-    works[0].prepare(
-        works[0].shapes[0], "fp32", "cpu"
-    )()  # starts threads, which takes long on a busy machine
+    works[0].prepare(works[0].shapes[0], "fp32", "cpu")()  # starts threads, which may take long
     rates = measure_device("cpu", works, Budget(device_s=2.5, call_s=0.05))
     assert len(rates) == 4 * 3 * 3
     assert any(rate.rounds for rate in rates)
