@@ -9,6 +9,7 @@ import torch
 from narrowcast.machine import arithmetic_settings
 from narrowcast.machine._facts import cpu_facts, gather_facts, gpu_facts, mismatches, runs_on
 
+
 def test_this_machine_can_be_written_as_json():
     facts = gather_facts()
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
