@@ -133,7 +133,7 @@ def test_a_device_that_torch_cannot_use_is_1(measured, monkeypatch, capsys):
     monkeypatch.setattr(examination, "gather_facts", gather)
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
-    assert "PROBLEM, cuda: this torch was built for CUDA 13.0 and reaches no GPU: The NVIDIA" in shown
+    assert "PROBLEM, cuda: this torch was built for CUDA 13.0 and reaches no GPU:" in shown
     assert "On this CPU, policy" in shown, "what works is measured all the same"
 
 

@@ -58,8 +58,6 @@ torch, drivers and devices fit together."""
 ON_A_GPU = [
     "GPU NVIDIA X, 80.0 GiB, compute capability 9.0, cuda:0",
     "torch 2.13.0+cu130, built for CUDA 13.0, cuDNN 91200; CPU kernels: AVX512",
-    "driver NVIDIA 580.65, CUDA up to 13.0",
-    "toolkit CUDA 13.0 (nvcc)",
     "Not measured: this CPU (it is too hot)",
     "fp32 tf32 bf16 fp16",
     "matmul, TFLOP/s",

@@ -24,6 +24,8 @@ def neighbours(format, x):
     units = abs(Fraction(x)) / unit
     whole = math.floor(units)
     toward, away = float(whole * unit), float((whole + 1) * unit)
+    if toward > format.max:
+        toward = math.inf
     if away > format.max:
         away = math.inf
     return math.copysign(toward, x), math.copysign(away, x), units - whole
