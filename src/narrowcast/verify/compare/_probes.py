@@ -31,6 +31,7 @@ from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._runs import (
     MEMORY,
     MOVES,
+    MOVES_FILE,
     PAUSED,
     STEPS,
     STEPS_AFTER_THE_END,
@@ -444,7 +445,7 @@ class GradientProbe(Probe):
             moves = {name: w - before[name] for name, w in self._weights().items() if name in before}
             if self._role == Purpose.REFERENCE:  # not by a few roundoffs
                 moves = {name: w for name, w in moves.items() if w.norm() > 1e-6 * before[name].norm()}
-            torch.save(moves, self._kept / "moves.pt")
+            torch.save(moves, self._kept / MOVES_FILE)
             self.finish()
 
     def _is_complete(self) -> bool:

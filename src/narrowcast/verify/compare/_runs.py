@@ -39,6 +39,9 @@ RESULT = "result.json"
 TENSORS = "narrowcast-tensors"
 """Folder, in that of a run, of tensors that are compared and then deleted."""
 
+MOVES_FILE = "moves.pt"
+"""Name of the file of how far the last steps of a run that keeps gradients move the weights."""
+
 STEPS_AFTER_THE_END = 20
 """Of another optimizer, without one of that whose steps are counted: then it has ended. A generator steps
 once in five steps of its critic."""
