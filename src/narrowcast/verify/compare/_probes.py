@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from narrowcast.attach import Attachment, Observer, is_functorch_wrapped
 from narrowcast.casting import tensors_inside
 from narrowcast.errors import UnsupportedError
-from narrowcast.gradients import nonfinite_flags
+from narrowcast.gradients import nonfinite_flags, parameters_of
 from narrowcast.machine import memory_bytes
 from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
@@ -53,6 +53,8 @@ _MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
 _OUTPUTS = 3
 _FEWEST_STEPS = 3
+# What changes by more than this share of itself in a few steps moves by more than roundoffs of fp32.
+_MOVES_CLEARLY = 1e-6
 _until_the_end = ExitStack()  # never closed
 
 
@@ -156,20 +158,32 @@ class TimedProbe(StepProbe):
 
         Waiting in Python would not do: workers of data loaders would go on, and load ahead.
         """
-        began, on_gpu = time.perf_counter(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        share = peak / (memory_bytes() or math.inf)
+        began = time.perf_counter()
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        share = _resident_bytes() / (memory_bytes() or math.inf)
         if on_gpu:
             torch.cuda.synchronize()
-            share = max(share, torch.cuda.max_memory_reserved() / torch.cuda.mem_get_info()[1])
+            _, gpu_bytes = torch.cuda.mem_get_info()
+            share = max(share, torch.cuda.max_memory_reserved() / gpu_bytes)
         self.attachment.recorder.flush()
-        self._numbers[MEMORY], self._numbers[PAUSED] = int(1000 * share), 1
+        self._numbers[MEMORY] = int(1000 * share)
+        self._numbers[PAUSED] = 1
+
         stopped = time.perf_counter()
         # The parent may have sent SIGCONT too early, so it repeats it.
         while 0 < self._numbers[UNTIL] <= self._numbers[STEPS]:
             os.killpg(os.getpgrp(), signal.SIGSTOP)
         self._numbers[PAUSED] = 0
-        self.attachment.recorder.paused(time.perf_counter() - stopped, stopped - began if on_gpu else 0.0)
+        waited_s = stopped - began if on_gpu else 0.0
+        self.attachment.recorder.paused(time.perf_counter() - stopped, waited_s)
+
+
+def _resident_bytes() -> int:
+    """Return the most memory that this process had so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak
+    return 1024 * peak  # elsewhere it is in KiB
 
 
 class MemoryProbe(Probe):
@@ -184,16 +198,20 @@ class MemoryProbe(Probe):
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         on_cpu = all(parameter.is_cpu for parameter in module.parameters())
-        self._elsewhere |= not on_cpu or threading.get_ident() != self._counted
+        if not on_cpu or threading.get_ident() != self._counted:
+            self._elsewhere = True
 
     def finish(self) -> None:
+        peak: int | None = None
+        reason: str | None = None
         try:
-            peak, reason = self._live.peak_bytes, None
+            peak = self._live.peak_bytes
         except UnsupportedError as error:
-            peak, reason = None, str(error)
+            reason = str(error)
         if peak == 0 or self._elsewhere:
+            peak = None
             where = "in another thread or process than its first, or on another device than the CPU"
-            peak, reason = None, f"the script computes {where}"
+            reason = f"the script computes {where}"
         write_result(self.folder, {"peak_tensor_bytes": peak, "reason": reason})
 
 
@@ -252,9 +270,8 @@ class GradientProbe(Probe):
         # A compiled graph would hide draws of random numbers.
         torch.compiler.set_stance("force_eager")
         for optimizer in self.attachment.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
         self._exact.paused = False
         self._scale = self.attachment.scale.value
         if self._role != Purpose.MIXED:
@@ -307,25 +324,28 @@ class GradientProbe(Probe):
                 "cannot be compared at the same weights."
             )
             return
-        state = {
-            name: tensor
-            for name, tensor in {**parameters, **buffers}.items()
-            if id(tensor) not in self._tensors and not is_lazy(tensor) and each_once(tensor) is tensor
-        }
-        self._tensors |= {id(tensor): (name, tensor) for name, tensor in state.items()}
+        state: dict[str, torch.Tensor] = {}
+        for name, tensor in {**parameters, **buffers}.items():
+            # A lazy one has no values yet, and torch writes to none that repeats itself by ``expand``.
+            is_plain = not is_lazy(tensor) and each_once(tensor) is tensor
+            if is_plain and id(tensor) not in self._tensors:
+                state[name] = tensor
+        for name, tensor in state.items():
+            self._tensors[id(tensor)] = (name, tensor)
         if self._role == Purpose.REFERENCE:
             torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, file)
         else:
             self._load(state, file)
-        self._buffers += [(b, b.detach().clone()) for name, b in buffers.items() if name in state]
+        for name, buffer in buffers.items():
+            if name in state:
+                self._buffers.append((buffer, buffer.detach().clone()))
 
     def _load(self, tensors: dict[str, torch.Tensor], file: Path) -> None:
         try:
             kept = torch.load(file, weights_only=True, mmap=True)
         except (OSError, RuntimeError):
             kept = {}
-        shapes, of_reference = ({name: t.shape for name, t in side.items()} for side in (tensors, kept))
-        if shapes != of_reference:
+        if _shapes(tensors) != _shapes(kept):
             reason = "The FP32 and the mixed run did not call the same modules in the same order."
             self._facts.problem = reason
             return
@@ -381,15 +401,21 @@ class GradientProbe(Probe):
         """Count those whose mean the gradients of this step are, and the samples in each."""
         facts = self._facts
         facts.backwards, facts.samples = self._minibatches.stepped(optimizer)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        facts.ranks = torch.distributed.get_world_size() if distributed else 1
+        facts.ranks = 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            facts.ranks = torch.distributed.get_world_size()
+        facts.launched = 1
         launched = os.environ.get("WORLD_SIZE", "")
-        facts.launched = max(1, int(launched) if launched.isdecimal() else 1)
+        if launched.isdecimal():
+            facts.launched = max(1, int(launched))
 
     def _see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the first scale at which every optimizer's gradients are finite again."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        if any(nonfinite_flags([gradient for gradient in gradients if gradient is not None]).read()):
+        gradients: list[torch.Tensor] = []
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        if any(nonfinite_flags(gradients).read()):
             if self._counts[optimizer] <= FEWEST_BATCHES:
                 self._overflowed.add(optimizer)
         elif optimizer in self._overflowed:
@@ -399,13 +425,16 @@ class GradientProbe(Probe):
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer, place: int, batch: int) -> None:
         """Save name, shape and gradient of each parameter."""
-        names, rows = self.attachment.parameter_names(), []
+        names = self.attachment.parameter_names()
+        rows = []
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                if parameter.requires_grad:
-                    unnamed = f"optimizer {place}, group {number}, parameter {position}"
-                    gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
-                    rows.append((names.get(id(parameter), unnamed), tuple(parameter.shape), gradient))
+                if not parameter.requires_grad:
+                    continue
+                unnamed = f"optimizer {place}, group {number}, parameter {position}"
+                name = names.get(id(parameter), unnamed)
+                gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
+                rows.append((name, tuple(parameter.shape), gradient))
         torch.save(rows, self._kept / f"gradients-{place}-{batch}.pt")
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -428,37 +457,53 @@ class GradientProbe(Probe):
                 self._train_on()
                 return
             # After any rounding a line search goes elsewhere.
-            if self._role == Purpose.EXACT or any(isinstance(o, torch.optim.LBFGS) for o in self._counts):
+            searches = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._counts)
+            if self._role == Purpose.EXACT or searches:
                 self.attachment.stop()
-            else:
-                self._before, self._calls = self._weights(), 0
-                self._skipped = self.attachment.recorder.skipped_steps
+                return
+            self._before = self._weights()
+            self._calls = 0
+            self._skipped = self.attachment.recorder.skipped_steps
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Copy floating parameters and buffers."""
-        names, state = self.attachment.parameter_names(), self._tensors.values()
-        return {names.get(id(t), n): t.detach().cpu().float() + 0 for n, t in state if t.is_floating_point()}
+        names = self.attachment.parameter_names()
+        weights = {}
+        for own_name, tensor in self._tensors.values():
+            if tensor.is_floating_point():
+                name = names.get(id(tensor), own_name)
+                weights[name] = tensor.detach().cpu().float() + 0
+        return weights
 
     def _keep_moves(self, before: dict[str, torch.Tensor]) -> None:
-        if self.attachment.recorder.skipped_steps == self._skipped:  # else at other weights, by an overflow
-            self._facts.passes = self.attachment.recorder.backwards - self._armed_at
-            moves = {name: w - before[name] for name, w in self._weights().items() if name in before}
-            if self._role == Purpose.REFERENCE:  # not by a few roundoffs
-                moves = {name: w for name, w in moves.items() if w.norm() > 1e-6 * before[name].norm()}
-            torch.save(moves, self._kept / MOVES_FILE)
-            self.finish()
+        if self.attachment.recorder.skipped_steps != self._skipped:
+            return  # an overflow: the other run's steps are at other weights
+        moves = {}
+        for name, weight in self._weights().items():
+            if name not in before:
+                continue
+            move = weight - before[name]
+            # What moves by a few roundoffs in FP32 itself tells nothing.
+            if self._role != Purpose.REFERENCE or move.norm() > _MOVES_CLEARLY * before[name].norm():
+                moves[name] = move
+        self._facts.passes = self.attachment.recorder.backwards - self._armed_at
+        torch.save(moves, self._kept / MOVES_FILE)
+        self.finish()
 
     def _is_complete(self) -> bool:
-        most = max(self._counts.values(), default=0)
+        if not self._counts:
+            return False
+        most = max(self._counts.values())
         scale_moves = self.attachment.loss_scale not in (None, self._facts.scale)
         if self._overflowed and scale_moves and most < _MOST_OVERFLOWS:
             return False
-        return most >= _MOST_STEPS or (bool(self._counts) and not self._waiting_for(self._batches_held))
+        return most >= _MOST_STEPS or not self._waiting_for(self._batches_held)
 
     def _waiting_for(self, batches: int) -> int:
         """Return how many optimizers have not stepped so often."""
-        expected = [o for o in self.attachment.optimizers if any(g["params"] for g in o.param_groups)]
-        return sum(self._counts.get(o, 0) < batches for o in expected or self._counts)
+        # One without parameters may never step.
+        expected = [optimizer for optimizer in self.attachment.optimizers if parameters_of(optimizer)]
+        return sum(self._counts.get(optimizer, 0) < batches for optimizer in expected or self._counts)
 
     def finish(self) -> None:
         """Write what is known so far: the script may end at any moment."""
@@ -469,6 +514,10 @@ class GradientProbe(Probe):
         if self._draws is not None:
             facts.problem = facts.problem or self._draws.undecidable
         write_result(self.folder, {"steps": msgspec.to_builtins(self._all_facts)})
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 class OutputProbe(Probe):
