@@ -94,7 +94,7 @@ def diagnose(
     discard_captures(make_run_folder("doctor", asked=settings.folder))
     with ScriptRuns(settings, progress=progress) as runs:
         began = time.monotonic() - spent_s
-        timed = TimedPairs(settings, runs, keep_note, runs_aside=_PROFILES, began=began)
+        timed = TimedPairs(settings, runs, keep_note, untimed_runs=_PROFILES, began=began)
         found.problem = _profile_both(found, runs)
         if found.problem is None:
             timed.time_all()
