@@ -89,7 +89,7 @@ def slow_here(policy: str) -> list[str]:
     return slow_formats([compute, *(rule.compute for rule in wanted.rules)], "cpu")
 
 
-def compare(
+def compare_script(
     settings: ComparisonSettings, *, progress: Callable[[str], None] = lambda _: None
 ) -> ComparisonCapture:
     """Run the script in FP32 and in mixed precision, and compare gradients or outputs.
