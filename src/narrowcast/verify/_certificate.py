@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from narrowcast.errors import SettingError
-from narrowcast.observe.capture import ENOUGH_ELEMENTS, PARAMETER_LIMIT, TOTAL_LIMIT, json_ready
-from narrowcast.verify._sums import Estimate, Moments
+from narrowcast.observe.capture import ENOUGH_ELEMENTS, PARAMETER_LIMIT, TOTAL_LIMIT, Estimate, json_ready
+from narrowcast.verify._sums import Moments
 
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
 MOST_MINIBATCHES = 65_536

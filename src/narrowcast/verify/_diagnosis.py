@@ -12,7 +12,14 @@ import torch
 
 from narrowcast.attach import call_site
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture, worth_it
+from narrowcast.observe.capture import (
+    RUN,
+    Estimate,
+    discard_captures,
+    make_run_folder,
+    read_capture,
+    worth_it,
+)
 from narrowcast.observe.profiling import HostReads, Recorder, same_size, stamp, summarize
 from narrowcast.verify._reasons import from_profiles, is_fp32
 from narrowcast.verify.compare._comparison import stays_in_fp32
@@ -180,7 +187,7 @@ def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
 def side_by_side(
     found: dict[str, Any],
     rates: dict[str, Any],
-    timed: tuple[float, float, float] | None,
+    timed: Estimate | None,
     *,
     why_unknown: str = "",
 ) -> dict[str, Any]:
@@ -233,9 +240,8 @@ def side_by_side(
         "sizes_left_out": max(0, len(sizes) - _MOST_SIZES),
     }
     if timed is not None:
-        speedup, low, high = timed
-        together["speedup"] = speedup
-        together["speedup_interval"] = [low, high]
+        together["speedup"] = timed.value
+        together["speedup_interval"] = [timed.low, timed.high]
         together["worth_it"] = worth_it(timed, None)
         together["why_unknown"] = None
     if together["worth_it"] == "no":

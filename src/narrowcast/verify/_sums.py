@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from narrowcast.observe.capture import student_975
+from narrowcast.observe.capture import Estimate, student_975
 
 # Elements that are compared at once: their float64 copies take 32 MiB each.
 _CHUNK = 1 << 22
@@ -122,14 +122,6 @@ class Measured:
 
 
 # ---- several batches
-
-
-class Estimate(NamedTuple):
-    """A number with the ends of its 95 % interval; NaN: not known."""
-
-    value: float
-    low: float = math.nan
-    high: float = math.nan
 
 
 class Squares(NamedTuple):

@@ -12,6 +12,7 @@ from narrowcast.observe.capture import (
     PARAMETER_LIMIT,
     TOTAL_FAILS,
     TOTAL_LIMIT,
+    Estimate,
     parameter_error,
     parameter_limit,
 )
@@ -24,7 +25,7 @@ from narrowcast.verify._certificate import (
     number,
     up_to,
 )
-from narrowcast.verify._sums import FEWEST_BATCHES, Estimate, Measured, Moments, Totals
+from narrowcast.verify._sums import FEWEST_BATCHES, Measured, Moments, Totals
 
 # Reasons of parameters that the verdict depends on.
 _NOT_FINITE_FP32 = "its FP32 gradient is not finite"

@@ -26,19 +26,22 @@ from narrowcast.observe.capture._files import (
     start_event,
 )
 from narrowcast.observe.capture._speed import (
-    FEWEST_PAIRS,
     LEAST_GAIN,
-    Spread,
     kind_of,
-    median_of_runs,
     pace_of,
     speedup_of,
-    student_975,
     times_of_runs,
     times_s,
     took_turns,
     why_no_speedup,
     worth_it,
+)
+from narrowcast.observe.capture._statistics import (
+    FEWEST_PAIRS,
+    Estimate,
+    Spread,
+    median_of_runs,
+    student_975,
 )
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "Capture",
     "CaptureWriter",
     "ComparisonCapture",
+    "Estimate",
     "Spread",
     "TimedRun",
     "discard_captures",

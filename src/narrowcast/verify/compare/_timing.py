@@ -22,6 +22,7 @@ from narrowcast.observe.capture import (
     FEWEST_PAIRS,
     RUN,
     Capture,
+    Estimate,
     kind_of,
     median_of_runs,
     pace_of,
@@ -120,7 +121,7 @@ class TimedPairs:
     def kind(self) -> str | None:
         return kind_of(self.all_captures())
 
-    def speedup(self) -> tuple[float, float, float] | None:
+    def speedup(self) -> Estimate | None:
         """Return the speedup and the ends of its interval; None: not known."""
         return speedup_of(self.captures["fp32"], self.captures["mixed"], self.kind())
 
@@ -161,8 +162,7 @@ class TimedPairs:
         scale = 1.0
         found = self.speedup()
         if format_ == "mixed" and found is not None:
-            speedup, _, _ = found
-            scale = fp32.median_s / speedup / own.median_s
+            scale = fp32.median_s / found.value / own.median_s
         low_s, high_s = own.interval_s
         return {
             "plain_steps": len(self.step_times(format_)),
