@@ -21,7 +21,7 @@ from narrowcast.observe.capture import (
     worth_it,
 )
 from narrowcast.observe.profiling import HostReads, Recorder, same_size, stamp, summarize
-from narrowcast.verify._reasons import from_profiles, is_fp32
+from narrowcast.verify._reasons import TimedProfile, from_profiles
 from narrowcast.verify.compare._comparison import stays_in_fp32
 from narrowcast.verify.compare._probes import StepProbe
 from narrowcast.verify.compare._runs import (
@@ -207,15 +207,15 @@ def side_by_side(
         only products get faster by either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains
         most here, or null.
     """
-    fp32, mixed = found["fp32"], found["mixed"]
+    fp32, mixed = TimedProfile.of(found["fp32"]), TimedProfile.of(found["mixed"])
     speeds = _speeds(found["format"], found["device"], rates)
     sizes = _sizes(fp32, mixed, speeds)
 
     # What a step would gain if only its products got faster: by as much as here, or as the machine can.
-    share = fp32["shares"]["products"]
+    share = fp32.shares["products"]
     products_speedup, _ = _speedup_of_all(sizes, "speedup")
     machine_speedup, known_s = _speedup_of_all(sizes, "machine_speedup")
-    total_s = sum(row["each_s"] * row["count"] for row in sizes)
+    total_s = sum(product.time_s for product in fp32.products)
     if known_s <= total_s / 2:
         machine_speedup = None
     limit_here = limit_machine = None
@@ -259,29 +259,28 @@ _Size = tuple[str, tuple[int, ...]]
 
 
 def _sizes(
-    fp32: dict[str, Any], mixed: dict[str, Any], machine_speeds: Mapping[_Size, float]
+    fp32: TimedProfile, mixed: TimedProfile, machine_speeds: Mapping[_Size, float]
 ) -> list[dict[str, Any]]:
     """Return a row for each product of the FP32 step, with its speedup here and on this machine."""
     mixed_s: dict[_Size, float] = {}
-    for row in mixed["products"]:
-        if not is_fp32(row):
-            mixed_s[same_size(row["kind"], row["shape"])] = row["each_s"]
+    for product in mixed.products:
+        if not product.is_fp32:
+            mixed_s[product.size] = product.each_s
 
     sizes = []
-    for row in fp32["products"]:
-        size = same_size(row["kind"], row["shape"])
+    for product in fp32.products:
         speedup: float | None = None
-        if mixed_s.get(size):
-            speedup = row["each_s"] / mixed_s[size]
+        if mixed_s.get(product.size):
+            speedup = product.each_s / mixed_s[product.size]
         sizes.append(
             {
-                "kind": row["kind"],
-                "shape": row["shape"],
-                "count": row["count"],
-                "share": row["share"],
-                "each_s": row["each_s"],
+                "kind": product.kind,
+                "shape": list(product.shape),
+                "count": product.count,
+                "share": product.share,
+                "each_s": product.each_s,
                 "speedup": speedup,
-                "machine_speedup": machine_speeds.get(size),
+                "machine_speedup": machine_speeds.get(product.size),
             }
         )
     return sizes

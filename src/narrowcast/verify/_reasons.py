@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import msgspec
 
 from narrowcast.observe.explanation import percent
 from narrowcast.observe.profiling import same_size
@@ -44,6 +46,57 @@ class Reason(NamedTuple):
     share: float | None = None
 
 
+class Product(msgspec.Struct, frozen=True):
+    """The products of one size and format in a step, as a profile has them."""
+
+    kind: str
+    shape: tuple[int, ...]
+    format: str
+    count: float
+    share: float
+    each_s: float
+
+    @property
+    def is_fp32(self) -> bool:
+        return self.format == "fp32"
+
+    @property
+    def size(self) -> tuple[str, tuple[int, ...]]:
+        """The same for products that take the same time."""
+        return same_size(self.kind, self.shape)
+
+    @property
+    def time_s(self) -> float:
+        """What they take together in a step."""
+        return self.each_s * self.count
+
+
+class TimedProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read here of the profile of a run; ``plain_``: of steps without the profiler."""
+
+    products: list[Product]
+    shares: dict[str, float]
+    gpu_busy_share: float | None
+    step_s: float
+    plain_step_s: float
+    plain_step_s_low: float
+    plain_step_s_high: float
+
+    @classmethod
+    def of(cls, profile: dict[str, Any]) -> Self:
+        """Return what ``summarize`` returned, with what ``TimedPairs.plain_times`` did."""
+        return msgspec.convert(profile, cls)
+
+    @property
+    def noise_s(self) -> float:
+        """How far apart the ends of the interval of a step are."""
+        return self.plain_step_s_high - self.plain_step_s_low
+
+    def part_s(self, part: str) -> float:
+        """Return how long a part of a step takes without the profiler."""
+        return self.shares[part] * self.plain_step_s
+
+
 class Products(NamedTuple):
     """The products of one step that both profiles show.
 
@@ -58,39 +111,28 @@ class Products(NamedTuple):
     kept_s: Counter[str]
 
     @classmethod
-    def of(cls, fp32: dict[str, Any], mixed: dict[str, Any]) -> Products:
+    def of(cls, fp32: TimedProfile, mixed: TimedProfile) -> Products:
         """Match the products of two profiles by size."""
         found = cls(Counter(), Counter(), Counter())
         low_each_s: dict[Any, float] = {}
-        for row in mixed["products"]:
-            if is_fp32(row):
-                found.kept_s[row["kind"]] += row["each_s"] * row["count"]
+        for product in mixed.products:
+            if product.is_fp32:
+                found.kept_s[product.kind] += product.time_s
             else:
-                low_each_s[same_size(row["kind"], row["shape"])] = row["each_s"]
+                low_each_s[product.size] = product.each_s
 
-        for row in fp32["products"]:
-            size = same_size(row["kind"], row["shape"])
-            if size in low_each_s:
-                found.fp32_s[row["kind"]] += row["each_s"] * row["count"]
-                found.low_s[row["kind"]] += low_each_s[size] * row["count"]
+        for product in fp32.products:
+            if product.size in low_each_s:
+                found.fp32_s[product.kind] += product.time_s
+                found.low_s[product.kind] += low_each_s[product.size] * product.count
         return found
 
 
-def is_fp32(product: dict[str, Any]) -> bool:
-    """Return whether a product of a profile was computed in FP32."""
-    return bool(product["format"] == "fp32")
-
-
-def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> Reason:
+def from_profiles(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> Reason:
     """Return why mixed precision is not worth it, from the profiles of both runs.
 
     A part of a step is named if it is slower by more than the times of steps differ; casts are always the
-    format's.
-
-    Args:
-        fp32, mixed: what ``summarize`` returned, with ``plain_step_s``, ``plain_step_s_low`` and
-            ``plain_step_s_high`` of steps without the profiler.
-        format_: of the mixed run.
+    format's. ``format_`` is that of the mixed run.
     """
     lost_s, total_s = _lost_time(fp32, mixed)
     shares = _shares_worth_naming(fp32, mixed, lost_s, total_s)
@@ -100,36 +142,35 @@ def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> 
     sentences = [_of_matmuls(fp32, mixed, format_)]
     if shares:
         names = _PARTS
-        if mixed["gpu_busy_share"] is not None:
+        if mixed.gpu_busy_share is not None:
             names = _ON_GPU
         named = {names[part]: share for part, share in shares.items()}
         sentences.append(_of_lost_time(named, total_s, format_))
     else:
         sentences.append(f"no part of a step is clearly slower in {format_}")
-    longer = max(run["step_s"] / run["plain_step_s"] for run in (fp32, mixed))
+    longer = max(fp32.step_s / fp32.plain_step_s, mixed.step_s / mixed.plain_step_s)
     if longer > _MUCH_LONGER:
         sentences.append(f"these are rough, as a step took {longer:.1f}x as long under the profiler")
     return Reason(cause, "; ".join(sentences), shares.get(worst))
 
 
-def _lost_time(fp32: dict[str, Any], mixed: dict[str, Any]) -> tuple[dict[str, float], float]:
+def _lost_time(fp32: TimedProfile, mixed: TimedProfile) -> tuple[dict[str, float], float]:
     """Return by how much each part of a step is slower in mixed precision, and the sum of these."""
     lost_s: dict[str, float] = {}
     for part in _PARTS:
-        fp32_s = fp32["shares"][part] * fp32["plain_step_s"]
-        more_s = mixed["shares"][part] * mixed["plain_step_s"] - fp32_s
+        more_s = mixed.part_s(part) - fp32.part_s(part)
         if more_s > 0:
             lost_s[part] = more_s
     return lost_s, sum(lost_s.values())
 
 
 def _shares_worth_naming(
-    fp32: dict[str, Any], mixed: dict[str, Any], lost_s: dict[str, float], total_s: float
+    fp32: TimedProfile, mixed: TimedProfile, lost_s: dict[str, float], total_s: float
 ) -> dict[str, float]:
     """Return the share of the lost time of each part that is clearly slower."""
-    if total_s <= _LITTLE * fp32["plain_step_s"]:
+    if total_s <= _LITTLE * fp32.plain_step_s:
         return {}
-    noise_s = max(run["plain_step_s_high"] - run["plain_step_s_low"] for run in (fp32, mixed))
+    noise_s = max(fp32.noise_s, mixed.noise_s)
     shares: dict[str, float] = {}
     for part, part_s in lost_s.items():
         # Casts are always the format's, however little they are.
@@ -139,10 +180,10 @@ def _shares_worth_naming(
     return shares
 
 
-def _of_matmuls(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> str:
+def _of_matmuls(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> str:
     """Say how much of a step could be faster, and whether it is."""
-    share = fp32["shares"]["products"]
-    if not fp32["products"]:
+    share = fp32.shares["products"]
+    if not fp32.products:
         return "no matmuls were seen in a step"
     text = f"matmuls take {percent(share)} of a step in FP32"
     products = Products.of(fp32, mixed)
@@ -163,7 +204,7 @@ def _of_matmuls(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> st
     slower_s = products.low_s - products.fp32_s  # of kinds that got slower
     if slower_s and len(products.low_s) > 1:
         ((kind, kind_s),) = slower_s.most_common(1)
-        if kind_s > _LITTLE * fp32["plain_step_s"]:
+        if kind_s > _LITTLE * fp32.plain_step_s:
             slower = _speed(products.fp32_s[kind], products.low_s[kind])
             text += f" ({kind} {slower}, which a rule can keep in fp32: docs/policies.md)"
     return text

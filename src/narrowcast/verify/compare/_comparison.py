@@ -24,7 +24,7 @@ from narrowcast.observe.capture import (
 )
 from narrowcast.policy import as_policy
 from narrowcast.verify._certificate import FAIL
-from narrowcast.verify._reasons import Reason, from_profiles, not_looked_for
+from narrowcast.verify._reasons import Reason, TimedProfile, from_profiles, not_looked_for
 from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
 from narrowcast.verify.compare._runs import (
@@ -239,7 +239,7 @@ class _Comparison:
         self._write("not_worth_it", cause=reason.cause, reason=reason.text, share=reason.share)
 
     def _profiled(self) -> Reason:
-        found = {}
+        profiles: dict[str, TimedProfile] = {}
         self.runs.expected += 2
         for name in ("fp32", "mixed"):
             try:
@@ -251,8 +251,9 @@ class _Comparison:
                 if result is not None and result["problem"]:
                     why = result["problem"]
                 return Reason("unknown", f"the reason was not found: {why}")
-            found[name] = result["profile"] | self.timed.plain_times(name, result["profile"])
-        return from_profiles(found["fp32"], found["mixed"], self.timed.format())
+            plain = self.timed.plain_times(name, result["profile"])
+            profiles[name] = TimedProfile.of(result["profile"] | plain)
+        return from_profiles(profiles["fp32"], profiles["mixed"], self.timed.format())
 
     # ---- gradients
 
