@@ -1,14 +1,5 @@
 """Captures of runs: the files that a run leaves, read back without torch, and the times in them."""
 
-from narrowcast.observe.capture._events import (
-    ENOUGH_ELEMENTS,
-    OUTPUT_LIMIT,
-    PARAMETER_LIMIT,
-    TOTAL_FAILS,
-    TOTAL_LIMIT,
-    parameter_error,
-    parameter_limit,
-)
 from narrowcast.observe.capture._files import (
     COMPARISON,
     EXPLANATION,
@@ -24,6 +15,15 @@ from narrowcast.observe.capture._files import (
     read_capture,
     read_comparison,
     start_event,
+)
+from narrowcast.observe.capture._limits import (
+    ENOUGH_ELEMENTS,
+    OUTPUT_LIMIT,
+    PARAMETER_LIMIT,
+    TOTAL_FAILS,
+    TOTAL_LIMIT,
+    parameter_error,
+    parameter_limit,
 )
 from narrowcast.observe.capture._speed import (
     LEAST_GAIN,
