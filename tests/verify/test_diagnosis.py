@@ -212,7 +212,7 @@ def profile(products, *, plain_s, format_="fp32"):
     return {"products": rows, "shares": shares, "gpu_busy_share": None, **times}
 
 
-def test_two_profiles_side_by_side():
+def test_products_of_two_profiles_are_matched_by_size():
     low = [(SMALL, 2, 0.020), (CONVOLUTION, 1, 0.020), (UNKNOWN, 1, 0.02)]
     found = {
         "device": "cpu",
