@@ -52,6 +52,9 @@ class Sums(NamedTuple):
         return cls(_mean(first), _mean(second), _mean(product), _mean(difference), missing_in_all)
 
 
+_ZEROS = Sums(0.0, 0.0, 0.0, 0.0)
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
@@ -69,7 +72,7 @@ def compared(first: torch.Tensor | None, second: torch.Tensor | None, *, scale: 
     first_values, second_values = _values(first), _values(second)
     if first_values is None:
         if second_values is None:
-            return Sums(0.0, 0.0, 0.0, 0.0, missing="both")
+            return _ZEROS._replace(missing="both")
         missing = "first"
         first_values = torch.zeros_like(second_values)
     elif second_values is None:
@@ -360,13 +363,17 @@ class Totals:
         errors = [parameter.error for parameter in measured]
         noises = [parameter.noise for parameter in measured if parameter.noise]
         roundings = [parameter.rounding for parameter in measured if parameter.rounding]
+        # With one of zeros in front, so that there are columns without any parameter, too.
+        first, second, product, error, _ = zip(_ZEROS, *errors, strict=True)
+        _, _, _, noise, _ = zip(_ZEROS, *noises, strict=True)
+        _, _, _, rounding, _ = zip(_ZEROS, *roundings, strict=True)
         return cls(
-            gradient=math.sqrt(math.fsum(sums.first for sums in errors)),
-            mixed=_root(sums.second for sums in errors),
-            product=math.fsum(_or_inf(sums.product) for sums in errors),
-            error=_root(sums.difference for sums in errors),
-            noise=_root(sums.difference for sums in noises),
-            rounding=_root(sums.difference for sums in roundings),
+            gradient=math.sqrt(math.fsum(first)),
+            mixed=_root(second),
+            product=math.fsum(map(_or_inf, product)),
+            error=_root(error),
+            noise=_root(noise),
+            rounding=_root(rounding),
         )
 
     def error_over_noise(self, moments: Moments | None, averaged: float) -> float | None:

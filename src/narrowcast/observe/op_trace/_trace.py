@@ -307,7 +307,7 @@ def trace_events(
     for site, calls in seen.items():
         operations = list(chain(*calls))
         events.append(_site_event(site, len(calls), operations))
-        ran += [operation for operation in operations if not operation.is_view]
+        ran += _computed(operations)
     events += [{"event": "unreached", **rule} for rule in unreached]
 
     casts = [operation for operation in ran if operation.is_cast]
@@ -328,6 +328,10 @@ def trace_events(
         }
     )
     return [json_ready(event) for event in events]
+
+
+def _computed(operations: Iterable[Operation]) -> list[Operation]:
+    return [operation for operation in operations if not operation.is_view]
 
 
 def _took_s(operations: Iterable[Operation]) -> float:
@@ -352,7 +356,7 @@ def _site_event(site: Site, calls: int, operations: list[Operation]) -> dict[str
 
 
 def _kind_of(site: Site, operations: list[Operation]) -> str:
-    ran = [operation for operation in operations if not operation.is_view]
+    ran = _computed(operations)
     if not ran:
         return "view"
     if any(operation.multiplies is not None for operation in ran):

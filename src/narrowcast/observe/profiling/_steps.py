@@ -60,7 +60,7 @@ def summarize(
     if not marks:
         raise UnsupportedError("a range of torch's profiler is open around the steps: end it before them")
     steps = _undisturbed([mark.start_time_ns for mark in marks])
-    steps_ns = sum(end - start for start, end in steps)
+    steps_ns = sum(map(_length, steps))
     on_gpu = _on_gpu(results.events())
 
     # On a GPU the time of an op is that of its kernels, whatever thread launched them. On a CPU what another
@@ -114,8 +114,13 @@ def _undisturbed(marks_ns: Sequence[int]) -> list[_Interval]:
     steps = list(pairwise(marks_ns))
     if not steps:
         raise UnsupportedError("no step was recorded")
-    usual_ns = statistics.median_low([end - start for start, end in steps])
-    return [(start, end) for start, end in steps if end - start <= _DISTURBED * usual_ns]
+    usual_ns = statistics.median_low(list(map(_length, steps)))
+    return [step for step in steps if _length(step) <= _DISTURBED * usual_ns]
+
+
+def _length(interval: _Interval) -> int:
+    start, end = interval
+    return end - start
 
 
 def _is_within(time_ns: int, steps: Sequence[_Interval]) -> bool:
@@ -154,11 +159,18 @@ def union_ns(intervals: Iterable[_Interval], start: int, end: int) -> int:
 
 def _shares(parts_ns: Mapping[str, int], steps_ns: int, busy_ns: int | None) -> dict[str, float]:
     """Return shares of a step's time; kernels that ran side by side share the time that the GPU was busy."""
-    known_ns = {part: time_ns for part, time_ns in parts_ns.items() if part != PYTHON}
+    known_ns = dict(parts_ns)
+    del known_ns[PYTHON]  # what is left, below
     total_ns = sum(known_ns.values())
-    covered_ns = min(total_ns if busy_ns is None else busy_ns, steps_ns)
-    shares = {part: covered_ns * time_ns / (total_ns or 1) / steps_ns for part, time_ns in known_ns.items()}
-    return shares | {PYTHON: 1.0 - sum(shares.values())}
+    covered_ns = total_ns
+    if busy_ns is not None:
+        covered_ns = busy_ns
+    covered_ns = min(covered_ns, steps_ns)
+    shares: dict[str, float] = {}
+    for part, time_ns in known_ns.items():
+        shares[part] = covered_ns * time_ns / (total_ns or 1) / steps_ns
+    shares[PYTHON] = 1.0 - sum(shares.values())
+    return shares
 
 
 # ---- sums over ops
@@ -225,7 +237,9 @@ class _Sums:
 
     def _add_product(self, op: Any) -> None:
         operands = _operands(op)
-        shapes = [None if tensor is None else tuple(tensor.sizes) for tensor in operands]
+        shapes: list[Shape | None] = []
+        for tensor in operands:
+            shapes.append(None if tensor is None else tuple(tensor.sizes))
         kind, shape = product_size(op.name, shapes)
         format_ = _narrowest_format(operands)
         size = (*same_size(kind, shape), format_)
