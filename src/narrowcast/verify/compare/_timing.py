@@ -159,6 +159,7 @@ class TimedPairs:
         own = median_of_runs(times_of_runs(self.captures[format_], kind))
         assert fp32 is not None
         assert own is not None
+
         scale = 1.0
         found = self.speedup()
         if format_ == "mixed" and found is not None:
@@ -208,10 +209,13 @@ class TimedPairs:
         How many these are depends on time alone. To stop when the answer is clear would make it less certain
         than it looks.
         """
+        # Until the first pair has shown how long it takes, progress expects as few as an interval needs.
         self.runs.expected = 2 * max(self.settings.repeats, FEWEST_PAIRS) + self.untimed_runs
         for repeat in range(self.settings.repeats):
             self._time_pair(repeat, self.settings.steps)
             self._may_run_beside()
+
+        # Each shorter pair shows once more how far two processes differ. What fits is known anew after each.
         pairs = self.settings.repeats
         while pairs < MOST_PAIRS and self.has_times():
             fitting, steps = self._pairs_that_fit(MOST_PAIRS - pairs)
@@ -250,11 +254,14 @@ class TimedPairs:
     def _pairs_that_fit(self, most: int) -> tuple[int, int]:
         """Return how many more pairs of runs there is time for, at most ``most``, and after how many steps
         each run of the next one ends; 0: by itself."""
+        # A short run has enough steps for a median, after those of the script that are not timed.
         steps_taken = max(run.steps for run in self.spent[:2])
         step_s = max(self.step_s(), 1e-6)
         before = self._steps_before_timed()
         enough = min(steps_taken, before + max(_ENOUGH_STEPS, math.ceil(_ENOUGH_S / step_s)))
         fewest = min(steps_taken, before + _FEWEST_STEPS)
+
+        # What is left of the time limit once the other runs are made.
         left_s = math.inf
         if self.settings.time_limit_s != 0:
             spent_s = time.monotonic() - self.began
@@ -287,17 +294,8 @@ class TimedPairs:
 
         def begin(format_: str) -> LiveRun:
             name = f"{format_}-{len(self.captures[format_]) + 1}"
-            self.write(
-                {
-                    "event": "run",
-                    "name": name,
-                    "format": format_,
-                    "seed": seed,
-                    "capture": f"{name}/{RUN}",
-                    "last_line": "",
-                    "ended": False,
-                }
-            )
+            # Written now too, so that a comparison that is killed has the run as far as it came.
+            self._write_run(name, format_, seed, capture=RUN, last_line="", ended=False)
             live = self.runs.begin(name, format_, Purpose.TIMED, seed_shift=repeat, steps=steps)
             begun.append(time.monotonic())
             return live
@@ -315,29 +313,33 @@ class TimedPairs:
             self._why_alone.append(why_alone)
 
     def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
+        """Return after how long to end a run of a pair; ``first`` is the one that began it."""
         steps = self.settings.steps
-        if steps and not self.spent:  # progress, as if the script took them all
+        if steps and not self.spent:
+            # Progress tells the time left already, as if the script took all of these steps.
             both_s = 0.0
             for live in (run, first):
                 both_s += live.startup_s + live.stepping_s * steps / max(live.steps, 1)
-            self.runs.ends = self.began + (
-                self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * both_s)
-            )
+            expected_s = self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * both_s)
+            self.runs.ends = self.began + expected_s
         if self.settings.longest_run_s is not None:
             return self.settings.longest_run_s
         if self.settings.time_limit_s == 0 or (run.format == "fp32" and not self.settings.fp32_because):
             return math.inf
         if self.settings.fp32_because:
             return _LEAST_MIXED_S  # both: even FP32 may be slow there
+        # A mixed run that takes twice as long as FP32's has shown what it can show.
         first_s = first.active_s
         if self.spent:
             first_s = self.spent[0].startup_s + self.spent[0].stepping_s
         return max(_LEAST_MIXED_S, 2 * first_s)
 
     def _ended(self, run: LiveRun, *, seed: int) -> None:
+        """Keep what a timed run left, or raise why there is nothing to compare."""
         try:
             folder = run.checked()
         except ScriptError:
+            # A loss scale that collapsed is a result; anything else is an error of the script.
             why = collapsed(run.folder)
             if why is None:
                 raise
@@ -369,18 +371,13 @@ class TimedPairs:
             self._note(
                 f"{run.name} was ended after {reached} steps, to keep to the time limit (--time-limit)"
             )
-        self.write(
-            {
-                "event": "run",
-                "name": run.name,
-                "format": run.format,
-                "seed": seed,
-                "capture": f"{run.name}/{path.name}",
-                "last_line": last_line(folder),
-                "cut": cut,
-                "ended": True,
-            }
-        )
+        last = last_line(folder)
+        self._write_run(run.name, run.format, seed, capture=path.name, last_line=last, cut=cut, ended=True)
+
+    def _write_run(self, name: str, format_: str, seed: int, *, capture: str, **fields: Any) -> None:
+        """Write the event of a timed run, whose capture is a file in the folder of this name."""
+        run = {"event": "run", "name": name, "format": format_, "seed": seed}
+        self.write({**run, "capture": f"{name}/{capture}", **fields})
 
 
 def _check_comparable(capture: Capture) -> None:
