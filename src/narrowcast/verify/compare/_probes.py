@@ -240,7 +240,7 @@ class GradientProbe(Probe):
     def _wait_for_next(self) -> None:
         """Wait for the next step at which updates are held back; forget what belongs to the one before."""
         self._at_step = self._later.pop(0)
-        self._armed = False
+        self._is_holding = False
         self._calls = 0
         self._minibatches = Minibatches(lambda: self.attachment.optimizers)
         self._modules: list[torch.nn.Module] = []
@@ -258,20 +258,23 @@ class GradientProbe(Probe):
 
     def attached(self, attachment: Attachment) -> None:
         super().attached(attachment)
-        attachment.pause_regions(bool(self.settings.fp32_because))  # emulated steps take minutes
+        # Where a format is emulated, a step takes minutes: only the compared ones are made in it.
+        attachment.pause_regions(bool(self.settings.fp32_because))
         if not self._at_step:
-            self._arm()
+            self._begin_to_hold()
 
-    def _arm(self) -> None:
+    def _begin_to_hold(self) -> None:
         """Hold updates back from now on, and drop earlier gradients."""
-        self._armed = True
+        self._is_holding = True
         self.attachment.pause_regions(False)
-        self._armed_at = self.attachment.recorder.backwards
+        self._backwards_before = self.attachment.recorder.backwards
         # A compiled graph would hide draws of random numbers.
         torch.compiler.set_stance("force_eager")
         for optimizer in self.attachment.optimizers:
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
+
+        # The scale that training has reached goes on once the gradients are kept.
         self._exact.paused = False
         self._scale = self.attachment.scale.value
         if self._role != Purpose.MIXED:
@@ -288,19 +291,22 @@ class GradientProbe(Probe):
         self._wait_for_next()
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._armed:
+        if not self._is_holding:
             return
+        # Entered at the first call, and not when the script begins: what it draws before is the same anyway.
         if self._draws is None:
             self._draws = Fp32Draws()
             _until_the_end.enter_context(self._draws)
             if self._role == Purpose.EXACT:
                 _until_the_end.enter_context(self._exact)
+        # By the inputs of the first call runs are seen to have the same batch.
         if self._facts.batch is None:
             self._facts.batch = fingerprint([args, kwargs], floating=False)
             self._facts.batch_values = some_values([args, kwargs])
         self._minibatches.called(args, kwargs)
         if module not in self._modules:
             self._first_call(module)
+        # A script that trains without torch.optim would go on to its end.
         self._calls += torch.is_grad_enabled()
         if self._calls > _MOST_CALLS:
             if self._before is None:
@@ -353,7 +359,7 @@ class GradientProbe(Probe):
             put_back(tensor, kept[name].to(tensor.device))
 
     def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._armed and self._before is None
+        return self._is_holding and self._before is None
 
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._counts:
@@ -371,6 +377,7 @@ class GradientProbe(Probe):
             self._count_minibatches(optimizer)
         if self._role == Purpose.MIXED:
             self._see_overflow(optimizer)
+        # The next batch begins with the same statistics of norms. Once those are kept, sums need not be exact.
         for buffer, before in self._buffers:
             put_back(buffer, before)
         self._exact.paused = not self._waiting_for(self._batches_kept)
@@ -386,15 +393,15 @@ class GradientProbe(Probe):
         return FEWEST_BATCHES if self._later else self._batches_kept
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
-        if self._armed:
+        if self._is_holding:
             self._minibatches.returned(module, output)
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
-        if self._armed:
+        if self._is_holding:
             self._minibatches.backward_begins(roots)
 
     def backward_ended(self) -> None:
-        if self._armed:
+        if self._is_holding:
             self._minibatches.backward_ended()
 
     def _count_minibatches(self, optimizer: torch.optim.Optimizer) -> None:
@@ -440,11 +447,11 @@ class GradientProbe(Probe):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._first is None:
             self._first = optimizer
-        if not self._armed:
+        if not self._is_holding:
             self._steps += 1
             self._facts.steps_before = self._steps
             if self._steps >= self._at_step:
-                self._arm()
+                self._begin_to_hold()
         elif self._before is not None:
             self._moves += optimizer is next(iter(self._counts))
             if self._moves == MOVES:
@@ -486,7 +493,7 @@ class GradientProbe(Probe):
             # What moves by a few roundoffs in FP32 itself tells nothing.
             if self._role != Purpose.REFERENCE or move.norm() > _MOVES_CLEARLY * before[name].norm():
                 moves[name] = move
-        self._facts.passes = self.attachment.recorder.backwards - self._armed_at
+        self._facts.passes = self.attachment.recorder.backwards - self._backwards_before
         torch.save(moves, self._kept / MOVES_FILE)
         self.finish()
 
@@ -510,7 +517,7 @@ class GradientProbe(Probe):
         if os.getpid() != self._process:
             return
         facts = self._facts
-        facts.never_stepped = self._waiting_for(1) if self._armed else 0
+        facts.never_stepped = self._waiting_for(1) if self._is_holding else 0
         if self._draws is not None:
             facts.problem = facts.problem or self._draws.undecidable
         write_result(self.folder, {"steps": msgspec.to_builtins(self._all_facts)})

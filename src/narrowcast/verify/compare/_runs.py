@@ -212,10 +212,12 @@ class ScriptRuns:
         self._processes.close()
 
     def begin(self, name: str, trains_in: str, purpose: Purpose, **more: Any) -> LiveRun:
-        """Begin a run, as ``start`` makes it; its process waits nowhere until ``LiveRun.go`` says so."""
+        """Begin a run, as ``start`` makes it; its process goes on until ``LiveRun.go`` names a step."""
         folder = self.settings.folder / name
         self.folders.append(self._made_folder(name, folder))
-        fields = {field: getattr(self.settings, field) for field in ScriptSettings.__struct_fields__}
+
+        # The settings of the script, with what is another one for this run.
+        fields = {key: getattr(self.settings, key) for key in ScriptSettings.__struct_fields__}
         fields |= {"folder": folder, "purpose": purpose}
         if trains_in == "fp32":
             fields |= {"policy": "fp32", "loss_scale": None}
@@ -234,6 +236,7 @@ class ScriptRuns:
             self.progress(text)
 
         tell()
+        # An error of a script that ran in FP32 may be one of the format.
         ran = title
         if trains_in == "mixed" and purpose in (Purpose.TIMED, Purpose.PROFILE, Purpose.SHARES):
             ran = f"{title}, after its FP32 run had succeeded"
@@ -356,7 +359,7 @@ def shared_numbers(folder: Path) -> memoryview[int]:
 
 
 class LiveRun(ExitStack):
-    """The process of a run, which goes on when ``go`` says so. To close it ends it and restores files.
+    """The process of a run, which goes on when ``go`` says so. Closing it ends it and restores files.
 
     Attributes:
         folder: of the run.
@@ -384,6 +387,7 @@ class LiveRun(ExitStack):
         self.active_s = self.startup_s = 0.0
         self.changes_files = self._files_made_way = False
         self._title, self._tell, self._full = title, tell, ""
+        # Files are restored last, once the process has ended that changes them.
         self.enter_context(registered(self.folder))
         self.callback(lambda: written(restore_files(self.folder)))
         try:
@@ -422,6 +426,7 @@ class LiveRun(ExitStack):
             self.active_s = before_s + now - began
             if not self.steps:
                 self.startup_s = self.active_s
+
             if until and self.numbers[PAUSED] and self.steps >= until:
                 return True
             if now - began > patience_s:
@@ -487,6 +492,7 @@ class LiveRun(ExitStack):
             return self.folder
         ended = f"failed with exit code {self.code}"
         if self.code < 0:
+            # A kill that nobody asked for is most often the system's, for want of memory.
             names = {known.value: known.name for known in signal.Signals}
             ended = f"was killed by {names.get(-self.code, f'signal {-self.code}')}"
             if self.code == -signal.SIGKILL:
@@ -582,6 +588,7 @@ def take_turns(
         steps: that each will take; 0: not known.
         limit_s: of a run and of the pair's first one, after how long to end it.
     """
+    # The second run begins only once the first one has shown that it can take turns.
     first_format, second_format = formats
     with begin(first_format) as one:
         why = _why_no_turns(one)
@@ -606,6 +613,7 @@ def take_turns(
             ended(one)
             again = [second_format]
 
+    # One after the other, from the start for a pair that failed together.
     for format_ in again:
         with begin(format_) as run:
             run.go(limit_s=limit_s(run, one))
@@ -636,6 +644,7 @@ def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple
             # The second one warms up first, as the other has done.
             if not block and run is one:
                 continue
+            # What takes far longer than the other run's turn may wait for something that the other one holds.
             usual_s = spent_s[0] if spent_s else one.active_s
             patience_s = max(_PATIENCE_S, _PATIENCE * usual_s)
             until = run.steps + block if block else _WARM_UP
