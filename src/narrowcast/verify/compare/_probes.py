@@ -377,7 +377,7 @@ class GradientProbe(Probe):
             self._count_minibatches(optimizer)
         if self._role == Purpose.MIXED:
             self._see_overflow(optimizer)
-        # The next batch begins with the same statistics of norms. Once those are kept, sums need not be exact.
+        # The next batch begins with the same statistics of norms, and needs no exact sums once all are kept.
         for buffer, before in self._buffers:
             put_back(buffer, before)
         self._exact.paused = not self._waiting_for(self._batches_kept)
