@@ -305,7 +305,6 @@ def trace_step(
 
 
 def _as_list(optimizers: Any) -> list[Any]:
-    """Return one or several as a list."""
     if isinstance(optimizers, list | tuple):
         return list(optimizers)
     return [optimizers]

@@ -143,7 +143,7 @@ def _profile_both(found: _Diagnosis, runs: ScriptRuns) -> str | None:
 
 
 def _profile_of(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the profile of a run with what else is known of it."""
+    """Return the profile of a run, with its notes, its formats, and its reads of tensors."""
     capture = read_capture(folder / RUN)
     formats = dict.fromkeys(event["format"] for event in capture.of("device"))
     return {
@@ -300,9 +300,9 @@ def _speedup_of_all(sizes: Sequence[dict[str, Any]], name: str) -> tuple[float |
 
 
 def _speeds(format_: str, device_type: str, rates: dict[str, Any]) -> dict[_Size, float]:
-    """Return the steady speeds against FP32, by the size that was measured as a profile has it.
+    """Return the steady speeds of this machine against FP32, by the size of a product.
 
-    Measured are square matrices, and kernels of 3 x 3.
+    Only square matrices and kernels of 3 x 3 were measured.
     """
     speeds = {}
     for device in rates["devices"]:

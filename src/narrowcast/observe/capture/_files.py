@@ -205,7 +205,7 @@ def read_capture(path: Path) -> Capture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRun:
-    """One timed run of a comparison; the capture is that of the run."""
+    """One timed run of a comparison, with the capture that it left."""
 
     name: str  # of its folder, such as ``fp32-1``
     format: str  # ``"fp32"`` or ``"mixed"``

@@ -143,7 +143,7 @@ class OpTrace:
                 self._count_alone(operation)
 
     def _saw_call(self, call: Any) -> None:
-        """Count an operator that was decided about, and an outermost one with what is left inside it."""
+        """Count an operator that autocast decided about, or an outermost one with what no other has claimed."""
         depth = len(call.enclosing)
         border = rule_that_casts()
         rule = border or call.rule
@@ -184,7 +184,7 @@ class OpTrace:
         return inside
 
     def _count_alone(self, operation: Operation) -> None:
-        """Count an operation outside of every watched operator, and why it is as it is."""
+        """Count an operation that ran outside of every watched operator, and say why it has its format."""
         place, rule = operation.place, operation.rule
         computes: str | None = None
         if place.fp8_rule is not None:

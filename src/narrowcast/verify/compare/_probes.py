@@ -132,7 +132,7 @@ class StepProbe(Probe):
         """Drop what was seen, since the calls so far were not steps."""
 
     def pace_changed(self) -> None:
-        """Begin a step anew: that of the optimizer whose steps are counted from now on."""
+        """Start over with the optimizer whose steps count from now on."""
 
 
 class TimedProbe(StepProbe):
@@ -389,7 +389,7 @@ class GradientProbe(Probe):
 
     @property
     def _batches_held(self) -> int:
-        """Return for how many batches updates are held back: before others, all runs for the same ones."""
+        """How many batches updates are held back for; before later steps as many in all runs, which go on alike."""
         return FEWEST_BATCHES if self._later else self._batches_kept
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
@@ -405,7 +405,7 @@ class GradientProbe(Probe):
             self._minibatches.backward_ended()
 
     def _count_minibatches(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count those whose mean the gradients of this step are, and the samples in each."""
+        """Note how many minibatches this step averages, and how many samples each has."""
         facts = self._facts
         facts.backwards, facts.samples = self._minibatches.stepped(optimizer)
         facts.ranks = 1
@@ -473,7 +473,7 @@ class GradientProbe(Probe):
             self._skipped = self.attachment.recorder.skipped_steps
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """Copy floating parameters and buffers."""
+        """Copy floating parameters and buffers, by the names that the script's model gives them."""
         names = self.attachment.parameter_names()
         weights = {}
         for own_name, tensor in self._tensors.values():
@@ -507,7 +507,7 @@ class GradientProbe(Probe):
         return most >= _MOST_STEPS or not self._waiting_for(self._batches_held)
 
     def _waiting_for(self, batches: int) -> int:
-        """Return how many optimizers have not stepped so often."""
+        """Return how many optimizers have stepped for fewer batches."""
         # One without parameters may never step.
         expected = [optimizer for optimizer in self.attachment.optimizers if parameters_of(optimizer)]
         return sum(self._counts.get(optimizer, 0) < batches for optimizer in expected or self._counts)

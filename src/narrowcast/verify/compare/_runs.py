@@ -201,12 +201,12 @@ class ScriptRuns:
         return run.checked()
 
     def ahead(self, name: str, trains_in: str, purpose: Purpose, **more: Any) -> None:
-        """Begin a run that ``start`` will wait for, so that another one can be made meanwhile."""
+        """Begin a run that ``start`` will wait for later, so that both go on at once."""
         if self.beside:
             self._ahead[name] = self.begin(name, trains_in, purpose, **more)
 
     def close(self) -> None:
-        """End what ``ahead`` began and ``start`` did not wait for, and what starts the processes."""
+        """End runs that ``ahead`` began and nobody waited for, and the process that forks runs."""
         for run in self._ahead.values():
             run.close()
         self._processes.close()
@@ -629,9 +629,11 @@ def _why_no_turns(run: LiveRun) -> str | None:
 
 
 def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple[LiveRun, str | None]:
-    """Let two runs take turns; return which one has to go on to its end first, and why, unless it ended.
+    """Let two runs take turns until one ends, or they no longer can.
 
-    The files of the other one have made way.
+    Returns:
+        The run that goes on to its end first, while the files of the other one have made way, and why they
+        stopped taking turns; None: it has ended, or its time is over.
     """
     order = [two, one]
     block = 0  # steps of a turn; 0: the warm-up

@@ -78,7 +78,7 @@ class _OfStep(NamedTuple):
 
 
 class Minibatches:
-    """Count the minibatches, and the samples, whose mean the gradients of a step are.
+    """Count the minibatches that the gradients of a step average, and the samples in them.
 
     Of the calls in the graph of a loss those count that use parameters of the optimizer and that no later
     one of these builds on: an encoder and its decoder see the same samples. Two halves of a batch add up, and
@@ -164,7 +164,7 @@ class Minibatches:
         return most, min(samples) // most or None
 
     def _of_step(self, optimizer: torch.optim.Optimizer) -> _OfStep:
-        """Return of how many minibatches and samples the gradients of ``optimizer`` are the mean.
+        """Return how many minibatches, and samples, the gradients of ``optimizer`` average.
 
         Where the samples are not known, every backward pass counts as a minibatch.
         """

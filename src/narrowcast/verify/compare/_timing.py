@@ -252,8 +252,14 @@ class TimedPairs:
         self.write({"event": "note", "text": text})
 
     def _pairs_that_fit(self, most: int) -> tuple[int, int]:
-        """Return how many more pairs of runs there is time for, at most ``most``, and after how many steps
-        each run of the next one ends; 0: by itself."""
+        """Return how many more pairs of runs there is time for, and the steps of each run of the next one.
+
+        Args:
+            most: pairs to return.
+
+        Returns:
+            Steps of 0: the runs end by themselves.
+        """
         # A short run has enough steps for a median, after those of the script that are not timed.
         steps_taken = max(run.steps for run in self.spent[:2])
         step_s = max(self.step_s(), 1e-6)
