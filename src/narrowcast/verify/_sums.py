@@ -377,7 +377,7 @@ class Totals:
         )
 
     def error_over_noise(self, moments: Moments | None, averaged: float) -> float | None:
-        """Return error over noise of the mean of ``averaged`` gradients; without moments that of a single one."""
+        """Return error over noise of the mean of ``averaged`` gradients; without moments, of one."""
         if self.no_noise:
             return None
         if moments is not None:

@@ -143,7 +143,7 @@ class OpTrace:
                 self._count_alone(operation)
 
     def _saw_call(self, call: Any) -> None:
-        """Count an operator that autocast decided about, or an outermost one with what no other has claimed."""
+        """Count an operator that autocast decided about, or what no other has claimed of an outermost one."""
         depth = len(call.enclosing)
         border = rule_that_casts()
         rule = border or call.rule
