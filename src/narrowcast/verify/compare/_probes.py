@@ -389,7 +389,7 @@ class GradientProbe(Probe):
 
     @property
     def _batches_held(self) -> int:
-        """How many batches updates are held back for; as many in all runs that train on, which go on alike."""
+        """How many batches updates are held back for; as many in all runs that train on afterwards."""
         return FEWEST_BATCHES if self._later else self._batches_kept
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
