@@ -157,6 +157,7 @@ class Certificate:
 
         A number that is not finite is ``"inf"``, ``"-inf"`` or ``"nan"``.
         """
+        # The worst parameter stands by itself, so that a reader of the JSON need not sort for it.
         worst = self.worst_parameter
         worst_named = None
         if worst is not None:
@@ -232,6 +233,7 @@ def _as_table(certificate: Certificate, *, rows: int = 12) -> str:
         "at step": str(certificate.at_step),
         "holds for": up_to(certificate) or "not known: that needs four batches with noise",
     }
+
     lines = [f"gradient certificate: {certificate.verdict}"]
     lines += textwrap.wrap(certificate.reason, _WIDTH)
     for label, value in summary.items():

@@ -98,6 +98,7 @@ def diagnose(
         if event["event"] == "note":
             found.notes.append(event["text"])
 
+    # Profiles first: where there is nothing to compare, no time is spent on timed runs.
     discard_captures(make_run_folder("doctor", asked=settings.folder))
     with ScriptRuns(settings, progress=progress) as runs:
         began = time.monotonic() - spent_s
@@ -115,6 +116,8 @@ def diagnose(
                 "its updates are made by hand, without torch.optim, so that its steps cannot be timed"
             )
         return asdict(found)
+
+    # Under the profiler steps take longer, so their times are those of the timed runs.
     data = asdict(found)
     for name in _FORMATS:
         data[name] |= timed.plain_times(name, data[name])
@@ -158,6 +161,7 @@ def _profile_of(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
     """Return why a run has no numbers; None if it has."""
+    # Processes that the script starts matter only where this one was not profiled.
     has_profile = result is not None and result["profile"] is not None
     problem = why_unseen(
         folder,
@@ -312,6 +316,7 @@ def _speeds(format_: str, device_type: str, rates: dict[str, Any]) -> dict[_Size
             if rate["format"] != format_ or not rate["steady"]:
                 continue
             kind, shape = rate["kind"], rate["shape"]
+            # A profile has the sizes of both operands: of a matmul M, N and K, here all the same.
             if kind == "matmul":
                 speeds[same_size(kind, shape[:1] * 3)] = rate["speed_against_fp32"]
             elif kind == "convolution":
@@ -341,10 +346,12 @@ class Phase(NamedTuple):
 
 
 WARM_UP, PROFILED, READS = "warm-up", "profiled", "reads"
+# Of ``compare``, which wants the shares of a step alone.
 SHARES_PHASES = (
     Phase(name=WARM_UP, steps=3, seconds=0.5),
     Phase(name=PROFILED, steps=4, seconds=1.0),
 )
+# Of ``doctor``. Reads are counted after the profile, as that takes longer at each call of a tensor's method.
 PROFILE_PHASES = (
     *SHARES_PHASES,
     Phase(name=READS, steps=6, seconds=1.0),
@@ -376,6 +383,7 @@ class ProfileProbe(StepProbe):
         if id(module) in self._known:
             return
         self._known.add(id(module))
+        # By its storage a cast in the profile is known to be one of a weight.
         for parameter in module.parameters():
             if parameter.layout == torch.strided and not parameter.is_meta:
                 self._device = parameter.device.type
@@ -452,7 +460,7 @@ class ProfileProbe(StepProbe):
         if not self.done and self._boundaries:
             self._leave()
         self.done = True
-        # Of the warm-up; the first step ends before it, and one more is profiled.
+        # The steps of the warm-up, one that ends before it, and one that is profiled.
         seen, needed = self._boundaries, 2 + self._phases[0].steps
         if self.unit == "call":  # the first call ends no step
             seen, needed = seen + 1, needed + 1

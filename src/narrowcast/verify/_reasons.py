@@ -134,6 +134,7 @@ def from_profiles(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> Reas
     A part of a step is named if it is slower by more than the times of steps differ; casts are always the
     format's. ``format_`` is that of the mixed run.
     """
+    # The worst part is the cause, whatever else is slower too.
     lost_s, total_s = _lost_time(fp32, mixed)
     shares = _shares_worth_naming(fp32, mixed, lost_s, total_s)
     worst = max(shares, key=shares.__getitem__, default="")
@@ -201,7 +202,8 @@ def _of_matmuls(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> str:
         return text
 
     text += f", and ran {_speed(products.fp32_s.total(), low_s)} in {format_}"
-    slower_s = products.low_s - products.fp32_s  # of kinds that got slower
+    # One kind may be slower where all together are faster, as attention without a fused kernel.
+    slower_s = products.low_s - products.fp32_s  # keeps what is above zero
     if slower_s and len(products.low_s) > 1:
         ((kind, kind_s),) = slower_s.most_common(1)
         if kind_s > _LITTLE * fp32.plain_step_s:

@@ -240,6 +240,7 @@ class _Groups:
     counts: list[int] = field(default_factory=list)
 
     def add(self, first: torch.Tensor, second: torch.Tensor, scale: float = 1.0) -> None:
+        # Batches go to groups in turn, so that all have as many, or one more.
         group = sum(self.counts) % _GROUPS
         if group == len(self.vectors):
             self.vectors.append(torch.zeros(first.numel(), dtype=torch.float32))
@@ -339,6 +340,8 @@ class Batches:
             for (bias, mean_square), noise_square in zip(self._errors.moments(left_out), noise, strict=True):
                 squares.append(Squares(bias, mean_square, noise_square))
             moments = Moments(squares[0], tuple(squares[1:]))
+
+        # As of two gradients of the usual norm whose squared difference is the mean over all pairs of batches.
         first, variance = error.first, noise[0] / 2
         between = Sums(first=first, second=first, product=first - variance, difference=noise[0])
         return Measured(name, shape, error, between, rounding, moments)

@@ -123,6 +123,7 @@ def certificate_of(
         if lost and (rounding_unknown is None or found.verdict != FAIL):
             found = _of_lost(lost, rounding_unknown)
 
+    # If no parameter has a second batch, the verdict itself says so.
     notes = _notes(results, None if by_noise is None else without_noise)
     if note:
         notes.append(note)
@@ -298,6 +299,7 @@ def _of_lost(lost: Sequence[_Lost], rounding_unknown: str | None) -> _Verdict:
 
 def _without_ratios(parameters: Sequence[ParameterResult], cannot_tell: str | None) -> _Verdict | None:
     """Return the verdict if it does not depend on any ratio."""
+    # What is not finite comes first: no other reason could excuse it.
     of_fp32 = few(_because(parameters, _NOT_FINITE_FP32))
     if of_fp32:
         return _Verdict(CANNOT_TELL, f"FP32 itself is not finite: the gradient of {of_fp32}.")
@@ -344,6 +346,7 @@ def _by_total(
         )
         return _Verdict(PASS, reason)
 
+    # Only what has noise is divided by it; without any, the relative error is all there is.
     relative = (by_noise or totals).relative_error
     if by_noise is not None and not by_noise.no_noise:
         found = of_step or _with_noise(by_noise.error / by_noise.noise, relative)
@@ -355,6 +358,7 @@ def _by_total(
     else:
         found = _without_noise(relative)
 
+    # Parameters without a second batch must not hide behind those that have one.
     if found.verdict == PASS and without_noise.error > SAME_BATCH_LIMIT * without_noise.gradient:
         reason = (
             f"{found.reason} But for some parameters there was no second batch, and their relative error is "
@@ -365,6 +369,7 @@ def _by_total(
 
 
 def _with_noise(ratio: float, relative: float | None) -> _Verdict:
+    # A small gradient beside large noise passes whatever happens to it, so such a pass tells nothing.
     measured = f"Mixed precision moves the gradient by {number(ratio)} of what another minibatch does"
     if ratio < TOTAL_FAILS and (relative is None or relative >= PARAMETER_LIMIT):
         own = f"but by {number(relative)} of its own size"
@@ -444,6 +449,7 @@ def _of_step(
         )
         return _Verdict(CANNOT_TELL, reason)
 
+    # Fails need the whole interval, since a bias is known badly from a few batches.
     total = moments.at(gradients_averaged)
     single = _in_step(parameters, gradients_averaged)
     over = [(estimate, name) for estimate, name in single if estimate.value > PARAMETER_LIMIT]

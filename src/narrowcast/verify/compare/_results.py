@@ -100,6 +100,7 @@ def _certificate_at(at_step: int, runs: _KeptRuns, *, policy: str, format: str) 
             exact_folder = tensors_at(runs.exact, at_step)
     fp32_folder, mixed_folder = tensors_at(runs.reference, at_step), tensors_at(runs.mixed, at_step)
 
+    # Where runs cannot be compared the numbers are shown all the same.
     measured: list[Measured] = []
     for place in range(len(fp32.random)):
         batches = _batches_alike(fp32, mixed, place)
@@ -126,6 +127,7 @@ def _certificate_at(at_step: int, runs: _KeptRuns, *, policy: str, format: str) 
         note=note,
     )
 
+    # Gradients that agree are not enough: a script may step otherwise in mixed precision.
     is_lost = certificate.verdict == FAIL and any(parameter.lost for parameter in certificate.parameters)
     by_steps: dict[str, str] = {}
     if certificate.verdict == PASS and fp32.passes and mixed.passes:
@@ -200,6 +202,7 @@ def _add_optimizer(
 
     The folders are those of one step; ``batches``: of how many the mixed gradients are.
     """
+    # FP32's batches are good for the noise even where the mixed run saw others later on.
     of_fp32, of_mixed = _kept(reference, place), _kept(mixed, place)
     of_exact: list[list[_KeptGradient]] = []
     if exact is not None:
@@ -273,6 +276,7 @@ def _judge_steps(
         if move.numel() >= ENOUGH_ELEMENTS and _moves_otherwise(projected / squared, move, mixed[name]):
             otherwise[name] = projected / squared
 
+    # How far steps move all weights along their way in FP32.
     share = 1.0
     if size:
         share = along / size
@@ -370,6 +374,7 @@ def _is_same_batch(fp32: GradientFacts, mixed: GradientFacts) -> bool:
 
 def _is_alike(values: list[float], others: list[float]) -> bool:
     """Return whether one tensor of two runs is the same but for rounding."""
+    # Infinities, as of a mask, have to be in the same places, and would make any difference look small.
     first = torch.tensor(values, dtype=torch.float64)
     second = torch.tensor(others, dtype=torch.float64)
     finite = first.isfinite()
@@ -400,6 +405,7 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
     Outputs in the same place of several calls are taken together, and the worst place decides: a large
     output must not hide a small one.
     """
+    # Calls with other inputs, as samples of random numbers, say nothing of the format.
     nothing = {"inputs": [], "problem": None}
     facts, mixed_facts = read_result(fp32) or nothing, read_result(mixed) or nothing
     alike = []
