@@ -341,7 +341,7 @@ class Batches:
                 squares.append(Squares(bias, mean_square, noise_square))
             moments = Moments(squares[0], tuple(squares[1:]))
 
-        # As of two gradients of the usual norm whose squared difference is the mean over all pairs of batches.
+        # As of two gradients of the usual norm, whose squared difference is the mean over pairs of batches.
         first, variance = error.first, noise[0] / 2
         between = Sums(first=first, second=first, product=first - variance, difference=noise[0])
         return Measured(name, shape, error, between, rounding, moments)

@@ -449,7 +449,7 @@ def _of_step(
         )
         return _Verdict(CANNOT_TELL, reason)
 
-    # Fails need the whole interval, since a bias is known badly from a few batches.
+    # For a fail the lower end of the interval counts too, since a few batches know a bias badly.
     total = moments.at(gradients_averaged)
     single = _in_step(parameters, gradients_averaged)
     over = [(estimate, name) for estimate, name in single if estimate.value > PARAMETER_LIMIT]
