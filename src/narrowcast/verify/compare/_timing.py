@@ -53,6 +53,10 @@ _LEAST_MIXED_S = 15.0
 # A later pair has the three steps of the warm-up and nine more; and no more than two seconds of steps, or 40.
 _FEWEST_STEPS = 12
 _ENOUGH_STEPS, _ENOUGH_S = 40, 2.0
+# Where gradients take all of the time limit, short pairs are timed all the same, of steps for about a second
+# each, unless together they take more than this share of the limit.
+_SHORT_S = 1.0
+_SHORT_PAIRS_SHARE = 0.4
 
 
 class TimingSettings(ScriptSettings, frozen=True, kw_only=True):
@@ -187,7 +191,7 @@ class TimedPairs:
 
     def step_s(self) -> float:
         """Return how long a step takes in both formats together, by the first pair of runs."""
-        return sum(run.stepping_s / run.steps for run in self.spent[:2])
+        return max(1e-6, sum(run.stepping_s / run.steps for run in self.spent[:2]))
 
     def pair_besides_s(self) -> float:
         """Return how long a pair of runs takes besides its steps: to start, to end, to be read."""
@@ -219,6 +223,8 @@ class TimedPairs:
         pairs = self.settings.repeats
         while pairs < MOST_PAIRS and self.has_times():
             fitting, steps = self._pairs_that_fit(MOST_PAIRS - pairs)
+            if fitting < FEWEST_PAIRS - pairs:
+                fitting, steps = self._short_pairs(FEWEST_PAIRS - pairs)
             self.runs.expected = 2 * (pairs + fitting) + self.untimed_runs
             if not fitting:
                 break
@@ -261,11 +267,9 @@ class TimedPairs:
             Steps of 0: the runs end by themselves.
         """
         # A short run has enough steps for a median, after those of the script that are not timed.
-        steps_taken = max(run.steps for run in self.spent[:2])
-        step_s = max(self.step_s(), 1e-6)
-        before = self._steps_before_timed()
-        enough = min(steps_taken, before + max(_ENOUGH_STEPS, math.ceil(_ENOUGH_S / step_s)))
-        fewest = min(steps_taken, before + _FEWEST_STEPS)
+        step_s = self.step_s()
+        enough = self._steps_of_a_run(max(_ENOUGH_STEPS, math.ceil(_ENOUGH_S / step_s)))
+        fewest = self._steps_of_a_run(_FEWEST_STEPS)
 
         # What is left of the time limit once the other runs are made.
         left_s = math.inf
@@ -277,11 +281,30 @@ class TimedPairs:
         for pairs in range(most, 0, -1):
             fitting = (left_s / pairs - self.pair_besides_s()) / step_s
             if fitting >= fewest:
-                steps = int(min(fitting, enough))
-                if steps >= steps_taken:
-                    steps = self.settings.steps
-                return pairs, steps
+                return pairs, self._or_whole(int(min(fitting, enough)))
         return 0, 0
+
+    def _short_pairs(self, pairs: int) -> tuple[int, int]:
+        """Return ``pairs`` and the steps of their runs; zeros if they take too long."""
+        steps = self._steps_of_a_run(max(_FEWEST_STEPS, math.ceil(_SHORT_S / self.step_s())))
+        needed_s = pairs * (steps * self.step_s() + self.pair_besides_s())
+        if needed_s > _SHORT_PAIRS_SHARE * self.limit_s():
+            return 0, 0
+        return pairs, self._or_whole(steps)
+
+    def _steps_of_a_run(self, timed: int) -> int:
+        """Return how many steps a run takes that times so many, if the script has them."""
+        return min(self._steps_taken(), self._steps_before_timed() + timed)
+
+    def _steps_taken(self) -> int:
+        """Return how many steps the first pair of runs took."""
+        return max(run.steps for run in self.spent[:2])
+
+    def _or_whole(self, steps: int) -> int:
+        """Return ``steps``, or the setting of the first pair if that took no more."""
+        if steps < self._steps_taken():
+            return steps
+        return self.settings.steps
 
     def _steps_before_timed(self) -> int:
         """Return how many steps of other optimizers come before the first one that is timed."""
