@@ -243,7 +243,7 @@ def compared(here, monkeypatch, capsys):
         def compare(settings, *, progress):
             return read_comparison(make(settings.folder))
 
-        monkeypatch.setattr("narrowcast.verify.compare.compare", compare)
+        monkeypatch.setattr("narrowcast.verify.compare.compare_script", compare)
         code = main(["compare", "--policy", "bf16", "--run-dir", "made", *words, "trains.py"])
         return code, [line for line in capsys.readouterr().err.splitlines() if "report: " not in line]
 
@@ -367,7 +367,7 @@ def test_that_a_format_is_slow_is_said_once(tmp_path, monkeypatch, capsys):
         made_captures.note("another"),
     )
     monkeypatch.setattr("narrowcast.verify.compare.slow_here", lambda _: [slow])
-    monkeypatch.setattr("narrowcast.verify.compare.compare", lambda *_, **__: read_comparison(folder))
+    monkeypatch.setattr("narrowcast.verify.compare.compare_script", lambda *_, **__: read_comparison(folder))
     settings = ComparisonSettings(target=("train.py",), policy="bf16", folder=folder)
     for as_json in (False, True):
         _compare(settings, as_json=as_json, strict=False)

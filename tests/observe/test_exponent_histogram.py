@@ -73,7 +73,7 @@ def test_a_scale_is_foretold_exactly(every_rounding, format, shift):
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_around_the_limits_of_a_format(format):
+def test_a_cast_is_foretold_around_the_limits_of_a_format(format):
     """One number at a time, against the slow reference, with scales that float32 could not hold."""
     limits = [
         format.flush_threshold,
@@ -145,7 +145,7 @@ def test_the_largest_scale_without_overflow():
     assert histogram_of(torch.tensor([math.inf, 0.0])).largest_scale(FLOAT16) is None
 
 
-def test_it_is_a_hook_for_gradients_whatever_they_are():
+def test_gradients_of_any_layout_and_dtype_are_counted():
     histogram = ExponentHistogram()
     x = torch.ones(3, requires_grad=True)
     y = x * 2

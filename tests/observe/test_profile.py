@@ -117,7 +117,7 @@ def test_on_a_gpu_what_kernels_leave_is_waiting():
     assert found["shares"]["python"] == pytest.approx(0.3)
 
 
-def test_what_is_a_product():
+def test_matmuls_convolutions_and_attention_are_products():
     products = ["mm", "linear", "convolution_backward", "mkldnn_convolution", "_cudnn_rnn"]
     products.append("_scaled_dot_product_flash_attention_for_cpu_backward")
     assert all(is_product(f"aten::{name}") for name in products)
@@ -150,7 +150,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_sizes_of_products(name):
+def test_the_size_of_a_product_is_that_of_its_operands(name):
     operands, kind, size = SIZES[name]
     assert product_size(f"aten::{name}", operands) == (kind, size)
 
@@ -184,7 +184,7 @@ def test_a_cast_is_a_copy_between_two_of_the_formats():
     }
 
 
-def test_union_of_intervals_that_overlap_and_stick_out():
+def test_time_covered_by_overlapping_intervals_counts_once():
     assert union_ns([(0, 10), (5, 15), (20, 30), (22, 25), (90, 200)], 2, 100) == 13 + 10 + 10
     assert union_ns([], 0, 10) == 0
 
@@ -215,7 +215,7 @@ def test_a_step_is_summed_up_and_shares_add_up_to_one():
     assert found["gpu_busy_share"] is None
 
 
-def test_no_step_is_an_error():
+def test_a_record_without_a_step_is_refused():
     with pytest.raises(UnsupportedError, match="no step was recorded"):
         summed(marks=[5])
     with pytest.raises(UnsupportedError, match="a range of torch's profiler is open"):
@@ -295,7 +295,7 @@ def test_kernels_are_those_of_the_op_that_launched_them():
     assert found["gpu_busy_share"] == found["shares"]["products"] == pytest.approx(0.35)
 
 
-def test_another_profiler_is_said():
+def test_another_profiler_in_between_is_refused():
     with torch.profiler.profile():
         assert profiler_is_on()
         with pytest.raises(UnsupportedError, match="a profiler runs in this thread already"):

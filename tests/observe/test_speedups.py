@@ -21,7 +21,8 @@ from narrowcast.observe.capture import (
     why_no_speedup,
     worth_it,
 )
-from narrowcast.observe.capture._speed import blocks_of, speedup_of_pairs
+from narrowcast.observe.capture._speed import blocks_of
+from narrowcast.observe.capture._statistics import speedup_of_pairs
 
 FEWEST = 6  # times for which the range covers the median with 95 %: 1 - 2 / 2**6 = 0.969, and 0.938 for five
 
@@ -90,7 +91,7 @@ def pair_of_runs(random, first, ratio, *, steps, busy, slows):
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.3])
-@pytest.mark.parametrize("pairs", [1, 2, 4, 8])
+@pytest.mark.parametrize("pairs", [1, 4, 8])
 @pytest.mark.parametrize(("busy", "widest"), [(0.0, 0.05), (0.3, 0.1)])
 def test_intervals_of_speedups_hold_the_true_one(ratio, pairs, busy, widest):
     """In 36 of 40 comparisons, as an interval of 95 % does with near certainty, and none is too wide."""
@@ -134,7 +135,7 @@ def equal_runs(random, blocks, load):
 
 
 @pytest.mark.parametrize("load", ["idle", "drift", "wander", "bursts", "own"])
-@pytest.mark.parametrize("blocks", [(27,), (27, 10), (27, *[10] * 3), (27, *[3] * 7)])
+@pytest.mark.parametrize("blocks", [(27,), (27, *[10] * 3), (27, *[3] * 7)])
 def test_a_script_against_itself_is_seldom_faster(load, blocks):
     """1.0 is in at least 90 % of the intervals of 95 %, also where the speeds of processes change."""
     random = Random(f"{load} {blocks}")

@@ -58,7 +58,7 @@ def scaled(model, x, optimizer, scaler, *, factor=1.0, unscale=False):
     return trace
 
 
-def test_a_plain_step():
+def test_a_plain_step_has_the_numbers_worked_out_by_hand():
     model, x = one_by_one()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     with nc.observe.trace_step(model, optimizer) as trace:
@@ -74,7 +74,7 @@ def test_a_plain_step():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("scaler", SCALERS)
-def test_a_scaled_step(scaler, unscale, fused):
+def test_a_scaled_step_is_unscaled_before_it_is_taken(scaler, unscale, fused):
     model, x = one_by_one()
     optimizer = torch.optim.SGD(model.parameters(), lr=1, fused=fused)
     trace = scaled(model, x, optimizer, scaler("cpu", init_scale=4096.0), unscale=unscale)
@@ -85,7 +85,7 @@ def test_a_scaled_step(scaler, unscale, fused):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("factor", [math.inf, math.nan])
 @pytest.mark.parametrize("scaler", SCALERS)
-def test_a_skipped_step(scaler, factor, fused):
+def test_a_skipped_step_leaves_the_weights(scaler, factor, fused):
     model, x = one_by_one()
     optimizer = torch.optim.SGD(model.parameters(), lr=1, fused=fused)
     trace = scaled(model, x, optimizer, scaler("cpu", init_scale=4096.0), factor=factor)
@@ -98,7 +98,7 @@ def test_a_skipped_step(scaler, factor, fused):
     assert str(trace).count("\nstep skipped") == 1
 
 
-def test_a_stepper_brings_everything():
+def test_a_stepper_brings_its_optimizers_and_scalers():
     model, x = one_by_one()
     stepper = nc.Stepper(
         model, torch.optim.SGD(model.parameters(), lr=1), "fp16", scaler=nc.scaling.Static(scale=1024.0)
@@ -222,7 +222,7 @@ def test_of_several_backward_passes_the_sum_is_kept():
     assert numbers(trace)["zeroed"][1] == (0.0, 0.0)
 
 
-def test_a_closure():
+def test_a_step_with_a_closure_is_recorded():
     model, x = one_by_one()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=1)
 
@@ -339,7 +339,7 @@ def test_what_cannot_be_traced_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("scaler", SCALERS)
-def test_on_a_gpu(scaler, fused):
+def test_scaled_and_skipped_steps_are_recorded_on_a_gpu(scaler, fused):
     model, x = one_by_one("cuda")
     optimizer = torch.optim.Adam(model.parameters(), fused=fused)
     trace = scaled(model, x, optimizer, scaler("cuda", init_scale=4096.0))

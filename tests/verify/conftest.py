@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from narrowcast.verify.compare import ComparisonSettings, _processes, compare
+from narrowcast.verify.compare import ComparisonSettings, _processes, compare_script
 from narrowcast.verify.compare._runs import ScriptRuns, ScriptSettings
 
 
@@ -49,7 +49,7 @@ def compared(script_of, tmp_path):
     def run(text, *arguments, policy="bf16", progress=lambda _: None, **more):
         target = (script_of(text), *arguments)
         settings = ComparisonSettings(target=target, policy=policy, folder=tmp_path / "kept", **more)
-        return compare(settings, progress=progress)
+        return compare_script(settings, progress=progress)
 
     return run
 

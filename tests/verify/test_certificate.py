@@ -266,7 +266,7 @@ SAME = "Both batches give the same gradient"
         ({"error": 0.26, "noise": 1.5e-6}, "fail", SAME),
     ],
 )
-def test_the_verdict_on_one_parameter(settings, verdict, words):
+def test_one_parameter_is_judged_by_the_limits(settings, verdict, words):
     noise = settings.get("noise", 1.0)
     name, fp32, other, mixed, perturbed = made(**settings | {"noise": noise or 0.0}, dtype=torch.float64)
     found = finished((name, fp32, None if noise is None else other, mixed, perturbed))
@@ -447,7 +447,7 @@ def test_a_gradient_zero_for_the_first_batch_tests_nothing():
     assert (broken.verdict, broken.reason) == ("cannot tell", "FP32 is not finite on the second batch: a.")
 
 
-def test_gradients_that_are_zero_in_fp32_only():
+def test_gradients_that_are_zero_in_fp32_alone_do_not_pass():
     zero = torch.zeros(4)
     found = finished(("a", zero, zero, torch.ones(4), zero))
     assert (found.verdict, found.reason) == (
@@ -458,7 +458,7 @@ def test_gradients_that_are_zero_in_fp32_only():
     assert finished(("a", zero, torch.ones(4), torch.ones(4) * 0.3, zero)).verdict == "fail"
 
 
-def test_scalars_and_empty_parameters():
+def test_scalars_are_judged_and_empty_parameters_are_not():
     one = ("gain", torch.tensor(2.0), torch.tensor(1.0), torch.tensor(2.01), torch.tensor(2.000001))
     empty = ("empty", *[torch.zeros(0, 3)] * 4)
     found = finished(one, empty)
@@ -490,7 +490,7 @@ def test_it_goes_through_json():
     assert found["error_over_noise"] == "inf"
 
 
-def test_the_table_of_a_small_one():
+def test_the_table_has_the_numbers_of_the_certificate():
     verdict, *summary, head, row = str(
         finished(made(error=0.01, noise=2.0, dtype=torch.float64))
     ).splitlines()

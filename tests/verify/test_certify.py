@@ -144,7 +144,7 @@ def test_with_draws_of_their_own_the_formats_would_differ(monkeypatch):
     assert found.verdict == ("cannot tell" if elsewhere else "fail")
 
 
-def test_fp32_has_no_error():
+def test_the_policy_fp32_has_no_error():
     found = certified(mlp(), "fp32")
     assert (found.verdict, found.error_over_noise, found.format) == ("pass", 0, "fp32")
     assert found.reason.endswith("The policy computes in FP32 here, so both sides are FP32.")
@@ -213,15 +213,13 @@ SABOTAGES = {
 }
 
 
-@pytest.mark.parametrize("k", [1, 8])
 @pytest.mark.parametrize("sabotage", SABOTAGES)
-def test_sabotage_never_passes(sabotage, k):
-    found = certified(mlp(Sabotaged(SABOTAGES[sabotage]), nn.GELU()), minibatches=k)
+def test_sabotage_never_passes(sabotage):
+    found = certified(mlp(Sabotaged(SABOTAGES[sabotage]), nn.GELU()))
     assert found.verdict != "pass", found.reason
 
 
-@pytest.mark.parametrize("k", [1, 8])
-@pytest.mark.parametrize("factor", [0.5, 0.9, 1024.0])
+@pytest.mark.parametrize(("factor", "k"), [(0.9, 1), (0.9, 8), (1024.0, 1)])
 def test_a_loss_of_another_size_never_passes(factor, k):
     def loss_fn(model, batch):
         return cross_entropy(model, batch) * (factor if torch.is_autocast_enabled("cpu") else 1.0)
@@ -243,7 +241,7 @@ def test_each_batch_has_masks_of_its_own():
 # ---- kinds of models
 
 
-def test_frozen_and_tied_weights():
+def test_frozen_weights_are_left_out_and_tied_ones_are_one_row():
     model = mlp()
     model[0].bias.requires_grad_(False)
     model.append(nn.Linear(CLASSES, CLASSES))
@@ -257,7 +255,7 @@ def test_frozen_and_tied_weights():
     assert not model[0].bias.requires_grad
 
 
-def test_sparse_gradients_of_embeddings():
+def test_sparse_gradients_are_judged_as_dense_ones():
     torch.manual_seed(0)
     tables = [nn.Embedding(50, 16, sparse=sparse) for sparse in (True, False)]
     tables[1].load_state_dict(tables[0].state_dict())
@@ -314,7 +312,7 @@ def test_a_loss_that_is_another_one_each_time_is_noticed():
     assert "does the loss change when it is computed twice" in found.reason
 
 
-def test_a_generator_of_the_users_own_and_pythons_numbers():
+def test_each_pass_draws_the_same_from_any_generator():
     generator = torch.Generator().manual_seed(5)
 
     def loss_fn(model, batch):
@@ -427,7 +425,7 @@ def test_expanded_buffers_and_parameters_are_left_alone():
 # ---- refused
 
 
-def test_inside_a_region():
+def test_certify_inside_a_region_is_refused():
     with (
         nc.autocast("cpu", torch.bfloat16),
         pytest.raises(OrderError, match="inside an autocast region on 'cpu'"),
@@ -443,12 +441,12 @@ def test_inside_a_region():
         (lambda model, batch: model(batch[0]).detach().mean(), "got one that needs no gradient"),
     ],
 )
-def test_a_loss_that_is_none(loss_fn, words):
+def test_what_is_no_loss_is_refused(loss_fn, words):
     with pytest.raises((SettingError, OrderError), match=words):
         certified(mlp(), loss_fn=loss_fn)
 
 
-def test_models_that_cannot_be_certified():
+def test_models_that_cannot_be_certified_are_refused():
     frozen = mlp().requires_grad_(False)
     with pytest.raises(SettingError, match="without any that needs a gradient"):
         certified(frozen)
@@ -465,7 +463,7 @@ def test_models_that_cannot_be_certified():
         certified(wrapped)
 
 
-def test_policies_and_scales_that_do_not_exist():
+def test_policies_and_scales_that_do_not_exist_are_refused():
     with pytest.raises(PolicyError, match='Did you mean "bf16"'):
         certified(mlp(), "bf61")
     with pytest.raises(PolicyError, match=r"only nc\.Stepper does"):
@@ -476,7 +474,7 @@ def test_policies_and_scales_that_do_not_exist():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_on_cuda(policy):
+def test_bf16_and_fp16_are_certified_on_cuda(policy):
     attention = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.2, batch_first=True)
     model = nn.Sequential(nn.Unflatten(1, (1, 32)), attention, nn.Flatten(), nn.Linear(32, CLASSES)).cuda()
     batches = [(x.cuda(), y.cuda()) for x, y in (blobs(1), blobs(2))]

@@ -199,7 +199,7 @@ def test_each_run_finds_the_users_files_and_leaves_them(tmp_path, compared):
         assert len(list((found.folder / run / OUTPUTS).rglob("*.pt"))) == 2
 
 
-def test_what_would_stay_in_fp32(monkeypatch):
+def test_auto_that_is_fp32_here_is_compared_in_bf16(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     assert stays_in_fp32("fp32") == "the policy is fp32"
     assert stays_in_fp32("bf16") is None

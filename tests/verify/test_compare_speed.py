@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from training_scripts import trains
 
-from narrowcast.observe.capture import speedup_of
+from narrowcast.observe.capture import Estimate
 from narrowcast.report import summary
 from narrowcast.verify._diagnosis import SHARES_PHASES
 from narrowcast.verify._reasons import Reason
@@ -65,7 +65,7 @@ def test_a_reason_that_was_not_found_is_said(compared, monkeypatch):
 def test_a_reason_is_looked_for_if_the_interval_says_no(comparison, monkeypatch, interval, asked, explained):
     made, written = comparison(min_speedup=asked)
     made.timed.spawns = True
-    monkeypatch.setattr(_timing, "speedup_of", lambda *_: (1.0, *interval))
+    monkeypatch.setattr(_timing, "speedup_of", lambda *_: Estimate(1.0, *interval))
     made._explain_speed()
     assert [event["reason"] for event in written] == (
         [f"the reason was not looked for, {_comparison._IN_PROCESSES}"] if explained else []
@@ -90,7 +90,3 @@ def test_no_profile_is_made_that_takes_much_of_the_time(comparison, monkeypatch,
 def test_the_steps_of_profiles_are_planned_for():
     assert sum(phase.steps for phase in SHARES_PHASES) == _comparison._PROFILE_STEPS
     assert sum(phase.seconds for phase in SHARES_PHASES) == _comparison._PROFILE_S
-
-
-def test_without_times_there_is_no_speedup():
-    assert speedup_of([], [], "training") is None

@@ -24,7 +24,7 @@ COMPUTES = """
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_a_training_on_a_gpu(policy, compared):
+def test_training_on_a_gpu_is_right_and_takes_less_memory(policy, compared):
     found = summary(compared(TRAINS, policy=policy))
     assert found["certificate"]["verdict"] == "pass", found["certificate"]["reason"]
     # No run of its own: the allocator tells it of every run.

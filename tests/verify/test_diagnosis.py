@@ -6,6 +6,7 @@ import textwrap
 
 import pytest
 
+from narrowcast.observe.capture import Estimate
 from narrowcast.verify import DiagnosisSettings, diagnose
 from narrowcast.verify._diagnosis import side_by_side
 
@@ -211,7 +212,7 @@ def profile(products, *, plain_s, format_="fp32"):
     return {"products": rows, "shares": shares, "gpu_busy_share": None, **times}
 
 
-def test_two_profiles_side_by_side():
+def test_products_of_two_profiles_are_matched_by_size():
     low = [(SMALL, 2, 0.020), (CONVOLUTION, 1, 0.020), (UNKNOWN, 1, 0.02)]
     found = {
         "device": "cpu",
@@ -223,7 +224,7 @@ def test_two_profiles_side_by_side():
         {"device_type": "cuda", "rows": [rate("matmul", [64, 64], "small", 99.0)]},
         {"device_type": "cpu", "rows": RATES},
     ]
-    together = side_by_side(found, {"devices": devices}, (2.0, 1.9, 2.1))
+    together = side_by_side(found, {"devices": devices}, Estimate(2.0, 1.9, 2.1))
     assert (together["speedup"], together["speedup_interval"]) == (2.0, [1.9, 2.1])
     assert (together["worth_it"], together["not_faster"]) == ("yes", None)
     assert together["products_share"] == 0.4
@@ -253,7 +254,7 @@ def test_a_product_that_only_one_run_has_is_not_compared():
 
 def test_a_product_that_stayed_in_fp32_has_no_speed_in_the_low_format():
     sides = {name: profile([(SMALL, 2, 0.010)], plain_s=0.2) for name in ("fp32", "mixed")}
-    together = side_by_side({"device": "cpu", "format": "bf16", **sides}, NO_RATES, (1.0, 0.98, 1.02))
+    together = side_by_side({"device": "cpu", "format": "bf16", **sides}, NO_RATES, Estimate(1.0, 0.98, 1.02))
     assert together["worth_it"] == "no"
     assert together["products_speedup"] is None
     assert "ran in FP32 under bf16 too (matmul)" in together["not_faster"]["text"]

@@ -609,7 +609,7 @@ def test_the_error_of_outputs_against_its_definition(outputs):
         ([torch.ones(4), torch.ones(5)], "cannot tell", "other shapes"),
     ],
 )
-def test_the_verdict_on_outputs(outputs, mixed, verdict, reason):
+def test_outputs_pass_below_a_relative_error_of_a_twentieth(outputs, mixed, verdict, reason):
     found = outputs([torch.ones(4), torch.ones(4)], mixed)
     assert (found["verdict"], reason in found["reason"]) == (verdict, True), found
 

@@ -2,24 +2,26 @@
 
 import pytest
 
-from narrowcast.verify._reasons import from_profiles
+from narrowcast.verify._reasons import TimedProfile, from_profiles
 
 
 def profile(products, shares, step_s=0.1, spread_s=0.0, profiled_s=None, busy=None):
     rows = [
-        {"kind": kind, "shape": [m, m, m], "format": format_, "each_s": each_s, "count": count}
+        {"kind": kind, "shape": [m, m, m], "format": format_, "each_s": each_s, "count": count, "share": 0.0}
         for kind, m, format_, each_s, count in products
     ]
     parts = dict.fromkeys(("products", "casts", "other_ops", "optimizer", "loading", "python"), 0.0)
-    return {
-        "products": rows,
-        "shares": parts | shares,
-        "step_s": profiled_s or step_s,
-        "plain_step_s": step_s,
-        "plain_step_s_low": step_s - spread_s / 2,
-        "plain_step_s_high": step_s + spread_s / 2,
-        "gpu_busy_share": busy,
-    }
+    return TimedProfile.of(
+        {
+            "products": rows,
+            "shares": parts | shares,
+            "step_s": profiled_s or step_s,
+            "plain_step_s": step_s,
+            "plain_step_s_low": step_s - spread_s / 2,
+            "plain_step_s_high": step_s + spread_s / 2,
+            "gpu_busy_share": busy,
+        }
+    )
 
 
 def matmul(each_s, format_="fp32", m=1024):

@@ -67,7 +67,8 @@ def test_pairs_begin_with_each_format_in_turn(timed):
         (0.001, 0.0, MOST_PAIRS),  # 8 pairs of 2.2 s
         (0.001, 12.0, 6),  # 10.8 s are left for pairs of 12 steps, 2.02 s each
         (0.01, 5.0, MOST_PAIRS),  # one of 4 s, and seven of 14 steps
-        (0.1, 5.0, 1),  # of 22 s, and 4.2 s are left, where 12 steps take 4.4
+        (0.1, 5.0, 3),  # of 22 s, and 4.2 s are left, where 12 steps take 4.4: two short pairs all the same
+        (0.1, 30.0, 3),  # the time limit was used up by other runs
         (0.1, 0.0, 3),  # 9.2 s are left
         (0.3, 0.0, 3),  # 62 s, and 26 s are left, where 12 steps take 9.2
     ],
@@ -75,7 +76,9 @@ def test_pairs_begin_with_each_format_in_turn(timed):
 def test_as_many_pairs_are_timed_as_the_time_allows(timed, step_s, aside_s, pairs):
     found = timed(step_s=step_s, aside_s=aside_s)
     assert len(found.pairs) == pairs
-    assert found.took_s + aside_s <= max(25.0, 1.42 * 2 * (1.0 + 100 * step_s))
+    # Two short pairs may take two fifths of the limit more.
+    limit_s = max(25.0, 1.42 * 2 * (1.0 + 100 * step_s))
+    assert found.took_s + aside_s <= limit_s or (pairs == 3 and found.took_s <= 1.4 * limit_s)
     assert all(steps >= 12 for _, steps in found.pairs)
     assert bool(found.noted) == (pairs < 3), "a few pairs do not show how far equal runs differ"
 
@@ -88,6 +91,7 @@ def test_as_many_pairs_are_timed_as_the_time_allows(timed, step_s, aside_s, pair
         ({"time_limit_s": 1.0}, [100]),
         ({"repeats": 3}, [100, 100, 100]),  # each seed is run whole
         ({"repeats": 2, "time_limit_s": 80.0}, [100, 100, *[20] * 6]),
+        ({"repeats": 2, "time_limit_s": 30.0}, [100, 100, 12]),  # a third pair, as of two little is known
     ],
 )
 def test_later_pairs_are_shorter(timed, asked, steps):
@@ -152,12 +156,11 @@ def test_steps_of_a_process_that_the_script_starts_are_timed(runs):
     assert all(0.4 < run.stepping_s < run.startup_s for run in timed.spent)
 
 
-@pytest.mark.parametrize("searched", [0, 15])
-def test_the_optimizer_with_the_most_steps_is_timed(runs, searched):
-    """And not a search for the learning rate, which trains a copy before."""
-    before = f"""
+def test_a_run_counts_no_steps_of_a_search_before_the_training(runs):
+    """As for the learning rate, on a copy of the model."""
+    before = """
     search = torch.optim.SGD(torch.nn.Linear(8, 1).parameters(), 0.1)
-    for _ in range({searched}):
+    for _ in range(15):
         loss = net(torch.randn(4, 8)).square().mean()
         loss.backward()
         search.step()
@@ -172,7 +175,7 @@ def test_the_optimizer_with_the_most_steps_is_timed(runs, searched):
     finally:
         run.close()
     # The first 20 steps after the search end no step of it.
-    assert steps == (60 if not searched else searched + 60 - 20)
+    assert steps == 15 + 60 - 20
 
 
 @pytest.mark.parametrize(

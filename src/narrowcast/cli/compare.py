@@ -148,15 +148,14 @@ def _words(given: dict[str, Any], *, module: bool) -> tuple[str, ...]:
 
 def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> int:
     from narrowcast.report import comparison_table, save_page, summary
-    from narrowcast.verify.compare import compare as run_both
-    from narrowcast.verify.compare import slow_here
+    from narrowcast.verify.compare import compare_script, slow_here
 
     told = slow_here(settings.policy)
     for slow in told:
         talk(f"note: {slow}")
     try:
         with shown_progress() as progress:
-            comparison = run_both(settings, progress=progress)
+            comparison = compare_script(settings, progress=progress)
     except (KeyboardInterrupt, SystemExit):
         talk(f"interrupted; narrowcast report {settings.folder} shows the runs so far")
         raise

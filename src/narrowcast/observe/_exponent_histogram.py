@@ -15,12 +15,24 @@ from narrowcast.formats import Format, round_to
 _LOWEST, _HIGHEST = -149, 127
 _BITS = 23
 _FRACTION = (1 << _BITS) - 1
-# Fractions at which rounding to nearest even can change its outcome, whatever the format: ones and then zeros
-# (2**e, a number 1.1...1, half a unit past one), and half a unit past a largest number of 1.1...10.
-_EDGES = sorted(
-    {_FRACTION ^ (_FRACTION >> ones) for ones in range(_BITS + 1)}
-    | {(_FRACTION ^ (_FRACTION >> ones)) + (1 << (_BITS - 2 - ones)) for ones in range(_BITS - 1)}
-)
+
+
+def _edges() -> list[int]:
+    """Return the significands where rounding to nearest even changes its result in some format.
+
+    They are ones and then zeros: a power of two, a number 1.1...1, and half a unit past one of these. In a
+    format whose largest number is 1.1...10, half a unit past that is one more.
+    """
+    edges = set()
+    for ones in range(_BITS + 1):
+        ones_then_zeros = _FRACTION ^ (_FRACTION >> ones)
+        edges.add(ones_then_zeros)
+        if ones < _BITS - 1:
+            edges.add(ones_then_zeros + (1 << (_BITS - 2 - ones)))
+    return sorted(edges)
+
+
+_EDGES = _edges()
 # In each binade of float32, subnormals included, a bin for each edge, and one for the fractions before it.
 _PLACES = 2 * len(_EDGES)
 _BINS = (_HIGHEST - _LOWEST + 1) * _PLACES
@@ -71,16 +83,24 @@ class CastCounts:
     @property
     def shares(self) -> dict[str, float]:
         """Shares of the finite non-zero numbers, by outcome; empty if there are none."""
-        names = ("flushed", "subnormal", "normal", "overflowed") if self.nonzero else ()
-        return {name: getattr(self, name) / self.nonzero for name in names}
+        if not self.nonzero:
+            return {}
+        return {
+            "flushed": self.flushed / self.nonzero,
+            "subnormal": self.subnormal / self.nonzero,
+            "normal": self.normal / self.nonzero,
+            "overflowed": self.overflowed / self.nonzero,
+        }
 
     def __str__(self) -> str:
         if not self.nonzero:
             return f"{self.format} at scale {self.scale:g}: no finite number but zero"
-        words = ("flushed to zero", "subnormal", "normal", "overflow")
-        shares = zip(self.shares.values(), words, strict=True)
-        text = ", ".join(f"{100 * share:.2f} % {word}" for share, word in shares)
-        return f"{self.format} at scale {self.scale:g}: {text}"
+        flushed, subnormal, normal, overflowed = self.shares.values()
+        return (
+            f"{self.format} at scale {self.scale:g}: "
+            f"{100 * flushed:.2f} % flushed to zero, {100 * subnormal:.2f} % subnormal, "
+            f"{100 * normal:.2f} % normal, {100 * overflowed:.2f} % overflow"
+        )
 
 
 class ExponentHistogram:
@@ -118,9 +138,12 @@ class ExponentHistogram:
             )
         with torch.inference_mode(False), torch.no_grad():
             values = tensor.detach()
-            values = values.to_local() if hasattr(values, "to_local") else values
-            values = values.coalesce().values() if values.layout == torch.sparse_coo else values
-            values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+            if hasattr(values, "to_local"):
+                values = values.to_local()
+            if values.layout == torch.sparse_coo:
+                values = values.coalesce().values()
+            if values.is_complex():
+                values = torch.view_as_real(values.resolve_conj())
             for part in values.reshape(-1).split(_CHUNK):
                 self._count(_bins_of(part.float()))
 
@@ -144,8 +167,8 @@ class ExponentHistogram:
         total = torch.zeros(_NAN + 1, dtype=torch.int64)
         for counts in self._counts.values():
             total += counts.cpu()
-        there = total.nonzero().flatten()
-        return Counter(dict(zip(there.tolist(), total[there].tolist(), strict=True)))
+        filled = total.nonzero().flatten()
+        return Counter(dict(zip(filled.tolist(), total[filled].tolist(), strict=True)))
 
     @property
     def total(self) -> int:
@@ -155,11 +178,11 @@ class ExponentHistogram:
     @property
     def exponents(self) -> dict[int, int]:
         """Number of x with 2**e <= abs(x) < 2**(e + 1), by e, rising, down to -149 (subnormals)."""
-        found: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
         for index, count in self._read().items():
             if index < _BINS:
-                found[index // _PLACES + _LOWEST] += count
-        return dict(found)
+                counts[index // _PLACES + _LOWEST] += count
+        return dict(counts)
 
     def cast_to(self, format: Format, *, scale: float = 1.0) -> CastCounts:
         """Count what the numbers become when multiplied by ``scale`` and cast to ``format``; exact.
@@ -190,19 +213,23 @@ class ExponentHistogram:
         The numbers of the next step may need a smaller one.
         """
         _check_format(format)
-        there = [index for index in self._read() if index < _BINS]
-        if not there:
+        bins = [index for index in self._read() if index < _BINS]
+        if not bins:
             return None
-        shift = format.max_exponent - (there[-1] // _PLACES + _LOWEST)
-        while _outcome(format, there[-1], shift) == "overflowed":
+        largest = bins[-1]
+        shift = format.max_exponent - (largest // _PLACES + _LOWEST)
+        while _outcome(format, largest, shift) == "overflowed":
             shift -= 1
         return 2.0**shift
 
     def __str__(self) -> str:
-        read, exponents = self._read(), list(self.exponents)
-        span = f"exponents {exponents[0]} to {exponents[-1]}" if exponents else "no exponent"
-        counts = f"{read[_ZERO]} zeros, {read[_INFINITE]} infinities, {read[_NAN]} NaN"
-        return f"{read.total()} numbers: {counts}, {span}"
+        counts = self._read()
+        exponents = list(self.exponents)
+        span = "no exponent"
+        if exponents:
+            span = f"exponents {exponents[0]} to {exponents[-1]}"
+        others = f"{counts[_ZERO]} zeros, {counts[_INFINITE]} infinities, {counts[_NAN]} NaN"
+        return f"{counts.total()} numbers: {others}, {span}"
 
 
 @functools.cache
@@ -230,7 +257,9 @@ def _outcome(format: Format, index: int, shift: int) -> str:
     """Return the outcome of the numbers of a bin: that of its smallest, since it is the same for all."""
     exponent, place = divmod(index, _PLACES)
     edge, is_at_edge = divmod(place, 2)
-    fraction = _EDGES[edge] if is_at_edge else _EDGES[edge - 1] + 1
+    fraction = _EDGES[edge]
+    if not is_at_edge:
+        fraction = _EDGES[edge - 1] + 1
     smallest = math.ldexp((1 << _BITS) + fraction, exponent + _LOWEST - _BITS + shift)
     value = round_to(format, smallest)
     if not math.isfinite(value):
@@ -246,8 +275,9 @@ def _check_format(format: Format) -> None:
 
 
 def _shift_of(scale: float) -> int:
-    ok = isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0 and math.isfinite(scale)
-    fraction, exponent = math.frexp(scale) if ok else (0.0, 0)
-    if fraction != 0.5 or abs(exponent - 1) > _LARGEST_SHIFT:
+    fraction, exponent = 0.0, 0
+    if isinstance(scale, int | float) and not isinstance(scale, bool) and math.isfinite(scale):
+        fraction, exponent = math.frexp(scale)
+    if fraction != 0.5 or abs(exponent - 1) > _LARGEST_SHIFT:  # a power of two is 0.5 * 2**exponent
         raise ScaleError(f"expected a power of two from 2**-500 to 2**500 as scale, got {scale!r}")
     return exponent - 1

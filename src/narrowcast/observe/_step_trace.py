@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
@@ -75,26 +75,14 @@ class StepTrace:
         self._step_count = 0
         self._found_inf: torch.Tensor | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self._hooks is not None:
-            raise OrderError("an open trace cannot be copied or pickled: leave its block first")
-        return vars(self)
-
     def __enter__(self) -> Self:
         if self._hooks is not None:
             raise OrderError("this trace is open already: leave its block before it is entered again")
         self._clear()
         self._parameters = _parameters_by_name(self._model, self._optimizers)
+        # The hooks go again if one cannot be registered, or a copy does not fit into memory.
         with ExitStack() as hooks:
-            leaves: list[Any] = [p for p in self._parameters.values() if p.requires_grad and p.is_leaf]
-            handles: list[Any] = [
-                self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-                self._model.register_forward_hook(self._after_forward),
-                *(leaf.register_post_accumulate_grad_hook(self._accumulated) for leaf in leaves),
-                *(optimizer.register_step_pre_hook(self._before_step) for optimizer in self._optimizers),
-                *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
-            ]
-            for handle in handles:
+            for handle in self._registered():
                 hooks.callback(handle.remove)
             for scaler in self._scalers:
                 for name in (*_UNSCALING, *_STEPPING):
@@ -103,13 +91,30 @@ class StepTrace:
             self._hooks = hooks.pop_all()
         return self
 
+    def _registered(self) -> Iterator[Any]:
+        """Register the hooks, and yield their handles."""
+        yield self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        yield self._model.register_forward_hook(self._after_forward)
+        for parameter in self._parameters.values():
+            if parameter.requires_grad and parameter.is_leaf:
+                yield parameter.register_post_accumulate_grad_hook(self._accumulated)
+        for optimizer in self._optimizers:
+            yield optimizer.register_step_pre_hook(self._before_step)
+            yield optimizer.register_step_post_hook(self._after_step)
+
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.close()
         if exc_type is None and self._changed():
-            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            self._record(END if any(bool(_dense(g.detach()).any()) for g in gradients) else ZEROED)
+            self._record(END if self._holds_gradients() else ZEROED)
+
+    def _holds_gradients(self) -> bool:
+        """Return whether a gradient is not zero; waits for the device."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None and bool(_dense(parameter.grad.detach()).any()):
+                return True
+        return False
 
     # ---- hooks
 
@@ -137,7 +142,9 @@ class StepTrace:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._step_count += 1
         found_inf = getattr(optimizer, "found_inf", None)
-        self._found_inf = found_inf.detach().clone() if isinstance(found_inf, torch.Tensor) else None
+        self._found_inf = None
+        if isinstance(found_inf, torch.Tensor):
+            self._found_inf = found_inf.detach().clone()
         self._record_change(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -152,14 +159,17 @@ class StepTrace:
         if method is None:  # torch's own scaler does not clip
             return
 
-        def call(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(optimizers: Any, *args: Any, **kwargs: Any) -> Any:
             self._step_count, self._found_inf = 0, None
-            result = method(optimizer, *args, **kwargs)
-            for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
-                self._record_change(one)
+            result = method(optimizers, *args, **kwargs)
+            for optimizer in _as_list(optimizers):
+                self._record_change(optimizer)
             if name in _STEPPING:
+                # A scaler leaves the step out, and a fused optimizer leaves out what is in it.
                 found_inf = self._found_inf is not None and bool(self._found_inf > 0)
-                self.skipped = self._step_count == 0 or found_inf or bool(self.skipped)
+                if self._step_count == 0 or found_inf:
+                    self.skipped = True
+                self.skipped = bool(self.skipped)
                 self.scale = float(scaler.get_scale())
                 self._record(STEP)
             return result
@@ -185,9 +195,14 @@ class StepTrace:
 
     def _record(self, stage: str) -> None:
         # Another optimizer may have stepped already when this one unscales: its old weights belong here.
-        before = self._stages.get(BACKWARD) if stage in (UNSCALE, BEFORE_STEP) else None
-        weights = before.weights if before else {n: _copied(p) for n, p in self._parameters.items()}
-        gradients = {n: None if p.grad is None else _copied(p.grad) for n, p in self._parameters.items()}
+        weights: Mapping[str, torch.Tensor]
+        if stage in (UNSCALE, BEFORE_STEP) and BACKWARD in self._stages:
+            weights = self._stages[BACKWARD].weights
+        else:
+            weights = {name: _copied(parameter) for name, parameter in self._parameters.items()}
+        gradients: dict[str, torch.Tensor | None] = {}
+        for name, parameter in self._parameters.items():
+            gradients[name] = None if parameter.grad is None else _copied(parameter.grad)
         self._last = gradients
         self._stages[stage] = Stage(name=stage, weights=weights, gradients=gradients)
 
@@ -205,18 +220,26 @@ class StepTrace:
             SettingError: it was not recorded.
         """
         if stage not in self._stages:
-            there = near_names(str(stage), [one.name for one in self.stages])
-            raise SettingError(f"stage {stage!r} is not in this trace. {there}")
+            hint = near_names(str(stage), [recorded.name for recorded in self.stages])
+            raise SettingError(f"stage {stage!r} is not in this trace. {hint}")
         return self._stages[stage]
 
     def __str__(self) -> str:
-        ending = "no optimizer step" if self.skipped is None else "skipped" if self.skipped else "taken"
-        scale = "" if self.scale is None else f", loss scale {self.scale:g}"
-        lines = [f"one step of {type(self._model).__name__}: {ending}{scale}"]
+        title = f"one step of {type(self._model).__name__}"
+        if self.skipped is None:
+            title += ": no optimizer step"
+        elif self.skipped:
+            title += ": skipped"
+        else:
+            title += ": taken"
+        if self.scale is not None:
+            title += f", loss scale {self.scale:g}"
+        lines = [title]
         for name, tensor in (self.inputs | self.outputs).items():
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             lines.append(f"{name}  {str(tensor.dtype).removeprefix('torch.')} {shape}  {_cell(tensor)}")
-        lines += [_row(*_WIDTHS), _row(*("-" * width for width in _WIDTHS.values()))]
+        rules = ["-" * width for width in _WIDTHS.values()]
+        lines += [_row(*_WIDTHS), _row(*rules)]
         for stage in self.stages:
             label = "step skipped" if stage.name == STEP and self.skipped else stage.name
             lines += _stage_lines(stage, label)
@@ -269,13 +292,22 @@ def trace_step(
         return StepTrace(model.model, model.optimizers, list(model.scalers.values()))
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"expected a torch.nn.Module or an nc.Stepper, got {type(model).__name__}")
-    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise SettingError(f"expected a torch.optim.Optimizer, or several, got {type(one).__name__}")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise SettingError(f"expected a torch.amp.GradScaler or None, got {type(scaler).__name__}")
-    return StepTrace(model, optimizers, [] if scaler is None else [scaler])
+    optimizers = _as_list(optimizer)
+    for given in optimizers:
+        if not isinstance(given, torch.optim.Optimizer):
+            raise SettingError(f"expected a torch.optim.Optimizer, or several, got {type(given).__name__}")
+    scalers: list[torch.amp.GradScaler] = []
+    if scaler is not None:
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise SettingError(f"expected a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+        scalers.append(scaler)
+    return StepTrace(model, optimizers, scalers)
+
+
+def _as_list(optimizers: Any) -> list[Any]:
+    if isinstance(optimizers, list | tuple):
+        return list(optimizers)
+    return [optimizers]
 
 
 # ---- tensors
@@ -287,8 +319,13 @@ def _parameters_by_name(
     """Return the model's parameters, then their masters."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in named.items()}
-    for held in filter(None, map(held_by, optimizers)):
-        named |= {f"{names[id(low)]} (master)": high for low, high in held.parameters if id(low) in names}
+    for optimizer in optimizers:
+        held = held_by(optimizer)
+        if held is None:
+            continue
+        for low, master in held.parameters:
+            if id(low) in names:
+                named[f"{names[id(low)]} (master)"] = master
     for name, parameter in named.items():
         is_lazy = torch.nn.parameter.is_lazy(parameter)
         if is_lazy or parameter.is_meta or hasattr(parameter, "full_tensor"):
@@ -301,12 +338,15 @@ def _parameters_by_name(
 def _copies(name: str, value: Any) -> dict[str, torch.Tensor]:
     """Return copies of the tensors in a nested value, numbered if there are several."""
     tensors = tensors_inside(value)
-    names = [name] if len(tensors) == 1 else [f"{name}.{number}" for number in range(len(tensors))]
-    return dict(zip(names, map(_copied, tensors), strict=True))
+    if len(tensors) == 1:
+        return {name: _copied(tensors[0])}
+    return {f"{name}.{number}": _copied(tensor) for number, tensor in enumerate(tensors)}
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_dense() if tensor.layout != torch.strided else tensor
+    if tensor.layout == torch.strided:
+        return tensor
+    return tensor.to_dense()
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -326,11 +366,13 @@ def _cell(tensor: torch.Tensor | None) -> str:
     """Return the numbers of a small tensor, else its norm, or how many of its numbers are not finite."""
     if tensor is None:
         return "none"
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu().double().flatten()
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = numbers.cpu().double().flatten()
     if tensor.numel() <= _MOST_SHOWN:
         return ", ".join(map(_number, flat.tolist())) or "empty"
-    if bad := flat.numel() - int(flat.isfinite().sum()):
-        return f"{bad} not finite"
+    not_finite = flat.numel() - int(flat.isfinite().sum())
+    if not_finite:
+        return f"{not_finite} not finite"
     return f"norm {_number(float(torch.linalg.vector_norm(flat)))}"
 
 
@@ -339,16 +381,25 @@ def _stage_lines(stage: Stage, label: str) -> list[str]:
     rows: list[tuple[str, str, str]] = []
     for name, weight in stage.weights.items():
         cells = (_cell(weight), _cell(stage.gradients[name]))
-        is_long = len(name) > _WIDTHS["tensor"]
-        rows += [(name, "", ""), ("", *cells)] if is_long else [(name, *cells)]
-    return [_row("" if number else label, *row) for number, row in enumerate(rows)]
+        if len(name) > _WIDTHS["tensor"]:
+            rows += [(name, "", ""), ("", *cells)]
+        else:
+            rows.append((name, *cells))
+    lines = []
+    for row in rows:
+        lines.append(_row(label, *row))
+        label = ""  # before the first row alone
+    return lines
 
 
 def _row(*cells: str) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS.values(), strict=True)).rstrip()
+    padded = map(str.ljust, cells, _WIDTHS.values())
+    return "  ".join(padded).rstrip()
 
 
 def _number(value: float) -> str:
     """Format to four decimals, or as a power of ten where these would show zero or too many digits."""
-    is_fixed = value == 0 or 5e-5 <= abs(value) < 1e7 or not math.isfinite(value)
-    return f"{value:.4f}" if is_fixed else f"{value:.4e}"
+    fits = value == 0 or 5e-5 <= abs(value) < 1e7 or not math.isfinite(value)
+    if fits:
+        return f"{value:.4f}"
+    return f"{value:.4e}"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from narrowcast.errors import SettingError
-from narrowcast.observe.capture import ENOUGH_ELEMENTS, PARAMETER_LIMIT, TOTAL_LIMIT, json_ready
-from narrowcast.verify._sums import Estimate, Moments
+from narrowcast.observe.capture import ENOUGH_ELEMENTS, PARAMETER_LIMIT, TOTAL_LIMIT, Estimate, json_ready
+from narrowcast.verify._sums import Moments
 
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
 MOST_MINIBATCHES = 65_536
@@ -60,8 +60,11 @@ class ParameterResult:
     @property
     def _own_moments(self) -> Moments | None:
         """Its moments if it has noise, and elements enough for a limit of its own."""
-        enough = math.prod(self.shape) >= ENOUGH_ELEMENTS
-        return self._moments if self.judged and enough and self.error_over_noise is not None else None
+        is_large = math.prod(self.shape) >= ENOUGH_ELEMENTS
+        has_noise = self.error_over_noise is not None
+        if self.judged and is_large and has_noise:
+            return self._moments
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -121,7 +124,9 @@ class Certificate:
         """
         if not k >= 1:
             raise SettingError(f"expected a number of minibatches of at least 1, got {k}")
-        return Estimate(math.nan) if self._moments is None else self._moments.at(k / self.averaged)
+        if self._moments is None:
+            return Estimate(math.nan)
+        return self._moments.at(k / self.averaged)
 
     @property
     def holds_up_to(self) -> int | None:
@@ -131,29 +136,47 @@ class Certificate:
         """
         if self._moments is None or math.isnan(self.at(1).value):
             return None
-        alone = [own.most(PARAMETER_LIMIT) for one in self.parameters if (own := one._own_moments)]
-        most = min([self._moments.most(TOTAL_LIMIT), *alone])
+        # In units of the gradients that were measured, which may be means themselves.
+        most = self._moments.most(TOTAL_LIMIT)
+        for parameter in self.parameters:
+            own_moments = parameter._own_moments
+            if own_moments is not None:
+                most = min(most, own_moments.most(PARAMETER_LIMIT))
         return math.floor(min(MOST_MINIBATCHES, self.averaged * most))
 
     @property
     def worst_parameter(self) -> ParameterResult | None:
         """The judged one with the largest error over noise, or relative error without noise."""
-        return next((parameter for parameter in worst_first(self.parameters) if parameter.judged), None)
+        for parameter in worst_first(self.parameters):
+            if parameter.judged:
+                return parameter
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dict for JSON, with the name and two numbers of the worst parameter.
 
         A number that is not finite is ``"inf"``, ``"-inf"`` or ``"nan"``.
         """
-        worst, named = self.worst_parameter, ("name", "error_over_noise", "relative_error")
+        # The worst parameter stands by itself, so that a reader of the JSON need not sort for it.
+        worst = self.worst_parameter
+        worst_named = None
+        if worst is not None:
+            worst_named = {
+                "name": worst.name,
+                "error_over_noise": worst.error_over_noise,
+                "relative_error": worst.relative_error,
+            }
         level = self.at(self.minibatches)
-        more = {
-            "error_over_noise_interval": None if math.isnan(level.low) else [level.low, level.high],
+        interval = None
+        if not math.isnan(level.low):
+            interval = [level.low, level.high]
+        derived = {
+            "error_over_noise_interval": interval,
             "holds_up_to": self.holds_up_to,
-            "worst_parameter": None if worst is None else {key: getattr(worst, key) for key in named},
-            "parameters": list(map(_public, self.parameters)),
+            "worst_parameter": worst_named,
+            "parameters": [_public(parameter) for parameter in self.parameters],
         }
-        data: dict[str, Any] = json_ready(_public(self) | more)
+        data: dict[str, Any] = json_ready(_public(self) | derived)
         return data
 
     def __repr__(self) -> str:
@@ -168,64 +191,97 @@ class Certificate:
 
 
 def _public(record: Certificate | ParameterResult) -> dict[str, Any]:
-    return {one.name: getattr(record, one.name) for one in fields(record) if not one.name.startswith("_")}
-
-
-# ---- as text
-
-_WIDTH = 80
+    """Return the fields of a record without those that only this package reads."""
+    names = [attribute.name for attribute in fields(record)]
+    return {name: getattr(record, name) for name in names if not name.startswith("_")}
 
 
 def worst_first(parameters: Iterable[ParameterResult]) -> list[ParameterResult]:
     """Sort judged ones first, then by error over noise, or by relative error if none has noise."""
     parameters = list(parameters)
-    by_noise = any(p.judged and p.error_over_noise is not None for p in parameters)
+    has_noise = any(one.judged and one.error_over_noise is not None for one in parameters)
 
     def badness(parameter: ParameterResult) -> tuple[bool, float]:
-        number = parameter.error_over_noise if by_noise else parameter.relative_error
-        return parameter.judged, -1.0 if number is None else number
+        error = parameter.relative_error
+        if has_noise:
+            error = parameter.error_over_noise
+        # One without a number comes after all that have one.
+        return parameter.judged, -1.0 if error is None else error
 
     return sorted(parameters, key=badness, reverse=True)
 
 
+# ---- as text
+
+_WIDTH = 80
+_LABEL_WIDTH = 18
+_NAME_WIDTH = 37
+
+
 def _as_table(certificate: Certificate, *, rows: int = 12) -> str:
-    lines = [f"gradient certificate: {certificate.verdict}", *textwrap.wrap(certificate.reason, _WIDTH)]
+    cosine = loss_scale = None
+    if certificate.cosine is not None:
+        cosine = f"{certificate.cosine:.6f}"
+    if certificate.loss_scale is not None:
+        loss_scale = f"{certificate.loss_scale:g}"
     summary = {
         "error over noise": number(certificate.error_over_noise),
         "relative error": number(certificate.relative_error),
-        "cosine": "-" if certificate.cosine is None else f"{certificate.cosine:.6f}",
+        "cosine": cosine or "-",
         "policy": f"{certificate.policy} ({certificate.format})",
-        "loss scale": "none" if certificate.loss_scale is None else f"{certificate.loss_scale:g}",
+        "loss scale": loss_scale or "none",
         "at step": str(certificate.at_step),
         "holds for": up_to(certificate) or "not known: that needs four batches with noise",
     }
-    lines += [f"{name:<18}{_fit(value, _WIDTH - 18)}" for name, value in summary.items()]
+
+    lines = [f"gradient certificate: {certificate.verdict}"]
+    lines += textwrap.wrap(certificate.reason, _WIDTH)
+    for label, value in summary.items():
+        lines.append(f"{label:<{_LABEL_WIDTH}}{_fit(value, _WIDTH - _LABEL_WIDTH)}")
+
     parameters = worst_first(certificate.parameters)
     if parameters:
-        lines += ["", f"{'parameter (worst first)':<38}error/noise rel. error     cosine  judged"]
-    for one in parameters[:rows]:
-        cosine = "-" if one.cosine is None else f"{one.cosine:.5f}"
-        numbers = f"{number(one.error_over_noise):>11}{number(one.relative_error):>11}{cosine:>11}"
-        lines.append(f"{_fit(one.name, 37):<38}{numbers}{'yes' if one.judged else 'no':>8}")
+        name = "parameter (worst first)"
+        lines += ["", f"{name:<{_NAME_WIDTH + 1}}error/noise rel. error     cosine  judged"]
+    lines += [_row(parameter) for parameter in parameters[:rows]]
     if len(parameters) > rows:
         lines.append(f"and {len(parameters) - rows} more")
     return "\n".join(lines)
 
 
+def _row(parameter: ParameterResult) -> str:
+    name = _fit(parameter.name, _NAME_WIDTH)
+    ratio, relative = number(parameter.error_over_noise), number(parameter.relative_error)
+    cosine = "-"
+    if parameter.cosine is not None:
+        cosine = f"{parameter.cosine:.5f}"
+    judged = "yes" if parameter.judged else "no"
+    return f"{name:<{_NAME_WIDTH + 1}}{ratio:>11}{relative:>11}{cosine:>11}{judged:>8}"
+
+
 def number(value: float | None) -> str:
     """Return ``value`` with three digits, as ``0.00412``, ``1.2e-05`` or ``inf``; ``-`` for None."""
-    return "-" if value is None else f"{value:.3g}"
+    if value is None:
+        return "-"
+    return f"{value:.3g}"
 
 
 def up_to(certificate: Certificate) -> str | None:
     """Say in words what ``holds_up_to`` says: "batches of up to 96 samples (12 of yours averaged)"."""
     k, samples = certificate.holds_up_to, certificate.samples
-    if not k:
-        return None if k is None else "no batch"
-    end = ", the largest that were looked at" if k == MOST_MINIBATCHES else ""
+    if k is None:
+        return None
+    if k == 0:
+        return "no batch"
+    end = ""
+    if k == MOST_MINIBATCHES:
+        end = ", the largest that were looked at"
     if samples is None:
-        return f"steps of up to {k:,} minibatch{'es' * (k > 1)}{end}"
-    yours = "one of yours" if k == 1 else f"{k:,} of yours averaged"
+        plural = "es" if k > 1 else ""
+        return f"steps of up to {k:,} minibatch{plural}{end}"
+    yours = "one of yours"
+    if k > 1:
+        yours = f"{k:,} of yours averaged"
     return f"batches of up to {k * samples:,} samples ({yours}){end}"
 
 
@@ -234,5 +290,6 @@ def _fit(text: str, width: int) -> str:
     line = " ".join(text.split())
     if len(line) <= width:
         return line
-    head = (width - 3) // 3
-    return f"{line[:head]}...{line[len(line) - (width - 3 - head) :]}"
+    head = (width - len("...")) // 3
+    tail = width - len("...") - head
+    return f"{line[:head]}...{line[-tail:]}"

@@ -29,6 +29,14 @@ _Gradients = dict[str, torch.Tensor | None]
 _WITHOUT_KERNEL = (
     "Attention was computed without its fused kernel, inside which each format draws its own dropout."
 )
+_NOT_FP32 = (
+    "The FP32 pass computed in bf16 or fp16 too: the model or loss_fn opens a region or casts of its own, so "
+    "there is no FP32 gradient to compare with."
+)
+_OTHER_NUMBERS = (
+    "The random numbers were in another place after the mixed pass than after the FP32 one, so the two may "
+    "have seen different masks or samples."
+)
 _LARGEST_SCALE = 2.0**16
 _SMALLEST_SCALE = 2.0**-16
 
@@ -87,137 +95,150 @@ def certify(
 
     torch refuses activation checkpoints with ``use_reentrant=True`` here.
     """
-    _check(model)
-    given = _checked_batches(batches)
+    _check_model(model)
+    batch_list = _checked_batches(batches)
     if not isinstance(minibatches, int) or minibatches < 1:
         raise SettingError(f"expected a number of minibatches of at least 1, got {minibatches!r}")
-    try:
-        inspect.signature(loss_fn).bind(model, given[0])
-    except TypeError as error:
-        raise SettingError(f"expected a loss_fn that takes the model and a batch: {error}") from None
-    except ValueError:  # of a builtin, which does not tell
-        pass
-    wanted = as_policy(policy)
-    scale = None if loss_scale is None else float(Static(scale=loss_scale).scale)
+    _check_loss_fn(loss_fn, model, batch_list[0])
+    policy_value = as_policy(policy)
+    scale: float | None = None
+    if loss_scale is not None:
+        scale = float(Static(scale=loss_scale).scale)
     devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
-    formats = {device: resolve(wanted, device) for device in devices}
-    for device in formats:
-        if torch.is_autocast_enabled(device):
-            raise OrderError(
-                f"certify was called inside an autocast region on {device!r}, where FP32 is not FP32: call "
-                "it outside; it opens the region of its policy itself"
-            )
+    formats = {device: resolve(policy_value, device) for device in devices}
+    _check_outside_of_regions(formats)
+
     with ExitStack() as stack:
         restore = stack.enter_context(as_before(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for note in (None, _WITHOUT_KERNEL):
-            passes = _Passes(model, loss_fn, wanted, formats, restore, note)
-            stack.callback(passes.draws.rewind_generators)
-            found = passes.certificate(given, policy_name(policy), scale, minibatches)
-            if not passes.draws.in_attention:
-                break
+        passes = _Passes(model, loss_fn, policy_value, formats, restore)
+        stack.callback(passes.draws.rewind_generators)
+        found = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
+        if passes.draws.in_attention:
+            # Once more, without the kernel in which each format draws dropout of its own.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            passes = _Passes(model, loss_fn, policy_value, formats, restore, _WITHOUT_KERNEL)
+            stack.callback(passes.draws.rewind_generators)
+            found = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
         return found
 
 
 @dataclass(eq=False)
 class _Passes:
-    """Gradients of one model, each from the same random state and the same buffers."""
+    """Gradients of one model, each from the same random state and the same buffers.
 
-    _model: torch.nn.Module
-    _loss_fn: Callable[[Any, Any], torch.Tensor]
-    _policy: Policy
-    _formats: dict[str, torch.dtype]
-    _restore: Callable[[], None]
-    _note: str | None
-    _loss_is_finite: bool = True
-    _random: Any = None
+    Attributes:
+        note: a sentence to add to the reason.
+        loss_is_finite: whether that of the last pass was.
+        states: the random states from which each pass of a batch begins; None: those from before ``certify``.
+    """
+
+    model: torch.nn.Module
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    policy: Policy
+    formats: dict[str, torch.dtype]
+    restore: Callable[[], None]
+    note: str | None = None
+    loss_is_finite: bool = True
+    states: Any = None
 
     def __post_init__(self) -> None:
         self.draws = Fp32Draws()
-        self._region = PolicyRegion(self._policy, self._formats, warnings.warn)
+        self._region = PolicyRegion(self.policy, self.formats, warnings.warn)
         # Fixed here: ``loss_fn`` may freeze parameters.
-        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def certificate(
         self, batches: list[Any], policy: str, scale: float | None, minibatches: int
     ) -> Certificate:
-        self._searches = scale is None and torch.float16 in self._formats.values()
-        sizes = {name: p.numel() * (2 if p.is_complex() else 1) for name, p in self._parameters.items()}
-        sums, rounding = {name: Batches(size) for name, size in sizes.items()}, dict[str, Sums]()
+        searches_scale = scale is None and torch.float16 in self.formats.values()
+        sums: dict[str, Batches] = {}
+        for name, parameter in self._parameters.items():
+            elements = parameter.numel()
+            sums[name] = Batches(2 * elements if parameter.is_complex() else elements)
+
+        rounding: dict[str, Sums] = {}
         cannot_tell: str | None = None
         for batch in batches:
             fp32 = self._gradients(batch)
-            after_fp32, states = random_state(), random_states()
+            after_fp32, next_states = random_state(), random_states()
             if self.draws.made_narrow:
-                cannot_tell = (
-                    "The FP32 pass computed in bf16 or fp16 too: the model or loss_fn opens a region or "
-                    "casts of its own, so there is no FP32 gradient to compare with."
-                )
+                cannot_tell = _NOT_FP32
+            # FP32's own rounding is the same for all batches; it is measured on the first one.
             if not rounding:
                 with ExactOps():  # type: ignore[no-untyped-call]
                     exact = self._gradients(batch)
                 rounding = {name: compared(fp32[name], exact[name]) for name in fp32}
-            scale = self._add_mixed(sums, fp32, batch, scale)
+            mixed, scale = self._mixed_gradients(batch, fp32, scale, searches=searches_scale)
+            for name, gradient in mixed.items():
+                sums[name].add(fp32[name], gradient, scale=scale or 1.0)
             if random_state() != after_fp32:
-                cannot_tell = cannot_tell or (
-                    "The random numbers were in another place after the mixed pass than after the FP32 one, "
-                    "so the two may have seen different masks or samples."
-                )
-            self.draws.made_narrow, self._random = False, states  # other masks for the next batch
-        inexact = [device for device in self._formats if device in NO_FLOAT64]
-        notes = [] if self._note is None else [self._note]
-        if not self._model.training:
-            notes.append("The model is in evaluation mode: dropout and batch norm are as in evaluation.")
-        if self._policy.is_plain and all(dtype == torch.float32 for dtype in self._formats.values()):
-            notes.append("The policy computes in FP32 here, so both sides are FP32.")
+                cannot_tell = cannot_tell or _OTHER_NUMBERS
+            # The next batch has other masks.
+            self.draws.made_narrow = False
+            self.states = next_states
+
+        measured = []
+        for name, parameter in self._parameters.items():
+            measured.append(sums[name].measured(name, tuple(parameter.shape), rounding[name]))
+        rounding_unknown: str | None = None
+        if not self.formats.keys().isdisjoint(NO_FLOAT64):
+            rounding_unknown = "FP32's rounding could not be measured without float64."
         return certificate_of(
-            [
-                sums[name].measured(name, tuple(p.shape), rounding[name])
-                for name, p in self._parameters.items()
-            ],
+            measured,
             policy=policy,
-            format=", ".join(dict.fromkeys(map(format_name, self._formats.values()))),
+            format=", ".join(dict.fromkeys(map(format_name, self.formats.values()))),
             loss_scale=scale,
             cannot_tell=self.draws.undecidable or cannot_tell,
-            note=" ".join(notes) or None,
-            rounding_unknown="FP32's rounding could not be measured without float64." if inexact else None,
+            note=" ".join(self._notes()) or None,
+            rounding_unknown=rounding_unknown,
             minibatches=minibatches,
             samples=samples_in(batches[0]),
         )
 
-    def _add_mixed(
-        self, sums: dict[str, Batches], fp32: _Gradients, batch: Any, scale: float | None
-    ) -> float | None:
-        """Add a batch; return the loss scale: the one given, or the first whose gradients are finite."""
-        scale = _LARGEST_SCALE if self._searches and scale is None else scale
+    def _notes(self) -> list[str]:
+        notes = []
+        if self.note is not None:
+            notes.append(self.note)
+        if not self.model.training:
+            notes.append("The model is in evaluation mode: dropout and batch norm are as in evaluation.")
+        if self.policy.is_plain and set(self.formats.values()) == {torch.float32}:
+            notes.append("The policy computes in FP32 here, so both sides are FP32.")
+        return notes
+
+    def _mixed_gradients(
+        self, batch: Any, fp32: _Gradients, scale: float | None, *, searches: bool
+    ) -> tuple[_Gradients, float | None]:
+        """Return the gradients of a batch in mixed precision, and the loss scale that they have.
+
+        If it ``searches``, that is the first one, from ``scale`` down, whose gradients are finite.
+        """
+        if searches and scale is None:
+            scale = _LARGEST_SCALE
         while True:
-            mixed = self._gradients(batch, mixed=True, scale=scale)
-            overflowed = any(_is_finite(fp32[name]) and not _is_finite(one) for name, one in mixed.items())
+            gradients = self._gradients(batch, mixed=True, scale=scale)
             # If the loss itself is not finite, no scale is to blame.
-            searches = self._searches and overflowed and self._loss_is_finite
-            if scale is None or not searches or scale <= _SMALLEST_SCALE:
-                break
+            if not searches or not self.loss_is_finite or not _overflowed(fp32, gradients):
+                return gradients, scale
+            if scale is None or scale <= _SMALLEST_SCALE:
+                return gradients, scale
             scale /= 2
-        for name, one in mixed.items():
-            sums[name].add(fp32[name], one, scale=scale or 1.0)
-        return scale
 
     def _gradients(self, batch: Any, *, mixed: bool = False, scale: float | None = None) -> _Gradients:
         self.draws.rewind_generators()
-        self._restore()
-        if self._random is not None:
-            set_random_states(self._random)
+        self.restore()
+        if self.states is not None:
+            set_random_states(self.states)
         with self.draws:
             with ExitStack() as regions:
-                if mixed and self._policy.names_modules:
-                    regions.enter_context(Applied(self._model, self._policy, opens=False))
+                if mixed and self.policy.names_modules:
+                    regions.enter_context(Applied(self.model, self.policy, opens=False))
                 if mixed:
                     regions.enter_context(self._region)
-                loss = self._loss_fn(self._model, batch)
+                loss = self.loss_fn(self.model, batch)
             check_loss(loss)
-            self._loss_is_finite = bool(loss.detach().isfinite().all())
+            self.loss_is_finite = bool(loss.detach().isfinite().all())
             if scale is not None:
                 loss = cast_floating(loss, torch.float32) * scale
             inputs = list(self._parameters.values())
@@ -225,26 +246,54 @@ class _Passes:
         return dict(zip(self._parameters, gradients, strict=True))
 
 
+def _overflowed(fp32: _Gradients, mixed: _Gradients) -> bool:
+    """Return whether a gradient that is finite in FP32 is not in mixed precision."""
+    return any(_is_finite(fp32[name]) and not _is_finite(gradient) for name, gradient in mixed.items())
+
+
 def _is_finite(gradient: torch.Tensor | None) -> bool:
     return gradient is None or not any(nonfinite_flags([gradient]).read())
 
 
+# ---- what is refused
+
+
 def _checked_batches(batches: Any) -> list[Any]:
     """Return the batches as a list; refuse one batch in place of a list of them."""
-    alone = isinstance(batches, torch.Tensor | dict | str)
-    if alone or (isinstance(batches, tuple) and all(isinstance(one, torch.Tensor) for one in batches)):
+    is_one_batch = isinstance(batches, torch.Tensor | dict | str)
+    if isinstance(batches, tuple):
+        is_one_batch = all(isinstance(item, torch.Tensor) for item in batches)
+    if is_one_batch:
         raise SettingError(
             f"expected a list of batches, got a {type(batches).__name__}, which may be one batch: "
             "certify(model, loss_fn, [batch, ...], policy)"
         )
-    given = list(batches) if isinstance(batches, Iterable) else []
-    if not given:
-        got = "an empty " * isinstance(batches, Iterable) + type(batches).__name__
-        raise SettingError(f"expected a list of batches, at least one, got {got}")
-    return given
+    got = type(batches).__name__
+    if isinstance(batches, Iterable):
+        batch_list = list(batches)
+        if batch_list:
+            return batch_list
+        got = f"an empty {got}"
+    raise SettingError(f"expected a list of batches, at least one, got {got}")
 
 
-def _check(model: Any) -> None:
+def _check_loss_fn(loss_fn: Callable[..., Any], model: torch.nn.Module, batch: Any) -> None:
+    try:
+        inspect.signature(loss_fn).bind(model, batch)
+    except TypeError as error:
+        raise SettingError(f"expected a loss_fn that takes the model and a batch: {error}") from None
+
+
+def _check_outside_of_regions(devices: Iterable[str]) -> None:
+    for device in devices:
+        if torch.is_autocast_enabled(device):
+            raise OrderError(
+                f"certify was called inside an autocast region on {device!r}, where FP32 is not FP32: call "
+                "it outside; it opens the region of its policy itself"
+            )
+
+
+def _check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):

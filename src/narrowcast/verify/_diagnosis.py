@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +12,16 @@ import torch
 
 from narrowcast.attach import call_site
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe.capture import RUN, discard_captures, make_run_folder, read_capture, worth_it
+from narrowcast.observe.capture import (
+    RUN,
+    Estimate,
+    discard_captures,
+    make_run_folder,
+    read_capture,
+    worth_it,
+)
 from narrowcast.observe.profiling import HostReads, Recorder, same_size, stamp, summarize
-from narrowcast.verify._reasons import from_profiles, is_fp32
+from narrowcast.verify._reasons import TimedProfile, from_profiles
 from narrowcast.verify.compare._comparison import stays_in_fp32
 from narrowcast.verify.compare._probes import StepProbe
 from narrowcast.verify.compare._runs import (
@@ -27,8 +35,9 @@ from narrowcast.verify.compare._runs import (
 from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
 
 _SCHEMA = 2
-_SIZES = 6
+_MOST_SIZES = 6
 _PROFILES = 2
+_FORMATS = ("fp32", "mixed")
 
 
 class DiagnosisSettings(TimingSettings, frozen=True, kw_only=True):
@@ -36,6 +45,23 @@ class DiagnosisSettings(TimingSettings, frozen=True, kw_only=True):
 
     steps: int = 100
     longest_run_s: float | None = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Diagnosis:
+    """What ``diagnose`` returns, as far as it is known."""
+
+    schema: int = _SCHEMA
+    target: list[str]
+    policy: str
+    notes: list[str] = field(default_factory=list)
+    problem: str | None = None
+    device: str | None = None
+    format: str | None = None
+    unit: str | None = None
+    fp32: dict[str, Any] | None = None
+    mixed: dict[str, Any] | None = None
+    together: dict[str, Any] | None = None
 
 
 def diagnose(
@@ -62,67 +88,72 @@ def diagnose(
         ScriptError: the script failed.
         FileError: the folder cannot be written.
     """
-    found: dict[str, Any] = {
-        "schema": _SCHEMA,
-        "target": list(settings.target),
-        "policy": settings.policy,
-        "notes": [],
-        **dict.fromkeys(("problem", "device", "format", "unit", "fp32", "mixed", "together")),
-    }
-    why = stays_in_fp32(settings.policy)
-    if why is not None:
-        return found | {"problem": f"mixed precision stays in fp32 here, since {why}"}
+    found = _Diagnosis(target=list(settings.target), policy=settings.policy)
+    stays_because = stays_in_fp32(settings.policy)
+    if stays_because is not None:
+        found.problem = f"mixed precision stays in fp32 here, since {stays_because}"
+        return asdict(found)
+
+    def keep_note(event: dict[str, Any]) -> None:
+        if event["event"] == "note":
+            found.notes.append(event["text"])
+
+    # Profiles first: where there is nothing to compare, no time is spent on timed runs.
     discard_captures(make_run_folder("doctor", asked=settings.folder))
     with ScriptRuns(settings, progress=progress) as runs:
-        timed = TimedPairs(
-            settings,
-            runs,
-            _notes_into(found["notes"]),
-            runs_aside=_PROFILES,
-            began=time.monotonic() - spent_s,
-        )
-        for name in ("fp32", "mixed"):
-            folder = runs.start(name, name, Purpose.PROFILE)
-            result = read_result(folder)
-            problem = _problem(folder, result)
-            if result is None or problem is not None:
-                return found | {"problem": problem}
-            found[name] = _profile_of(folder, result)
-            found |= {"device": result["profile"]["device"], "unit": result["unit"]}
-        found["format"] = found["mixed"]["format"]
-        if found["format"] in (None, "fp32"):
-            reason = f"the mixed run too computed in FP32 on {found['device']}: there is nothing to compare"
-            return found | {"problem": reason, "mixed": None}
-        timed.time_all()
+        began = time.monotonic() - spent_s
+        timed = TimedPairs(settings, runs, keep_note, untimed_runs=_PROFILES, began=began)
+        found.problem = _profile_both(found, runs)
+        if found.problem is None:
+            timed.time_all()
+    if found.problem is not None:
+        return asdict(found)
+
     if not timed.has_times():
-        if found["unit"] == "call" and timed.kind() == "training":
-            problem = "its updates are made by hand, without torch.optim, so that its steps cannot be timed"
-        else:
-            problem = "the script ended before enough steps were timed: let it run longer"
-        return found | {"problem": problem}
-    for name in ("fp32", "mixed"):
-        found[name] |= timed.plain_times(name, found[name])
-    together = side_by_side(found, rates, timed.speedup(), why_unknown=timed.why_no_speedup())
-    return found | {"together": together}
+        found.problem = "the script ended before enough steps were timed: let it run longer"
+        if found.unit == "call" and timed.kind() == "training":
+            found.problem = (
+                "its updates are made by hand, without torch.optim, so that its steps cannot be timed"
+            )
+        return asdict(found)
+
+    # Under the profiler steps take longer, so their times are those of the timed runs.
+    data = asdict(found)
+    for name in _FORMATS:
+        data[name] |= timed.plain_times(name, data[name])
+    data["together"] = side_by_side(data, rates, timed.speedup(), why_unknown=timed.why_no_speedup())
+    return data
 
 
-def _notes_into(notes: list[str]) -> Callable[[dict[str, Any]], None]:
-    """Return what keeps the notes on timed runs, and drops the rest of what is written of them."""
-
-    def write(event: dict[str, Any]) -> None:
-        if event["event"] == "note":
-            notes.append(event["text"])
-
-    return write
+def _profile_both(found: _Diagnosis, runs: ScriptRuns) -> str | None:
+    """Profile the script in both formats; return why there is nothing to compare, if so."""
+    profiles = {}
+    for name in _FORMATS:
+        folder = runs.start(name, name, Purpose.PROFILE)
+        result = read_result(folder)
+        problem = _problem(folder, result)
+        if result is None or problem is not None:
+            found.fp32 = profiles.get("fp32")
+            return problem
+        profiles[name] = _profile_of(folder, result)
+        found.device, found.unit = result["profile"]["device"], result["unit"]
+    found.fp32 = profiles["fp32"]
+    found.format = profiles["mixed"]["format"]
+    if found.format in (None, "fp32"):
+        return f"the mixed run too computed in FP32 on {found.device}: there is nothing to compare"
+    found.mixed = profiles["mixed"]
+    return None
 
 
 def _profile_of(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the profile of a run with what else is known of it."""
+    """Return the profile of a run, with its notes, its formats, and its reads of tensors."""
     capture = read_capture(folder / RUN)
     formats = dict.fromkeys(event["format"] for event in capture.of("device"))
     return {
         **result["profile"],
-        **{name: result[name] for name in ("unit", "fused", "reads")},
+        "unit": result["unit"],
+        "fused": result["fused"],
+        "reads": result["reads"],
         "notes": [note["text"] for note in capture.of("note")],
         "format": ", ".join(formats) or None,
     }
@@ -130,29 +161,37 @@ def _profile_of(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
     """Return why a run has no numbers; None if it has."""
-    complete = result is not None and result["profile"] is not None
-    advice = "diagnose it without that, or look at it with torch's own profiler"
-    problem = why_unseen(folder, advice=advice, verb=None if complete else "profiled")
+    # Processes that the script starts matter only where this one was not profiled.
+    has_profile = result is not None and result["profile"] is not None
+    problem = why_unseen(
+        folder,
+        advice="diagnose it without that, or look at it with torch's own profiler",
+        verb=None if has_profile else "profiled",
+    )
     if problem is not None:
         return problem
     if result is None:
         return "the run was ended before anything was measured"
     if result["problem"] is not None:
         return str(result["problem"])
-    if complete:
+    if has_profile:
         return None
-    seen, s = result["seen"], "s" * (result["seen"] > 1)
+
+    seen = result["seen"]
     if not seen:
         expected = "optimizer steps or, without an optimizer, calls of a module with parameters"
         return f"nothing to profile: expected {expected}"
-    what = f"optimizer step{s}" if result["unit"] == "step" else f"call{s} of its modules"
+    plural = "s" if seen > 1 else ""
+    what = f"call{plural} of its modules"
+    if result["unit"] == "step":
+        what = f"optimizer step{plural}"
     return f"the script ended after {seen} {what}, and {result['needed']} are needed: let it run longer"
 
 
 def side_by_side(
     found: dict[str, Any],
     rates: dict[str, Any],
-    timed: tuple[float, float, float] | None,
+    timed: Estimate | None,
     *,
     why_unknown: str = "",
 ) -> dict[str, Any]:
@@ -172,46 +211,46 @@ def side_by_side(
         only products get faster by either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains
         most here, or null.
     """
-    fp32, mixed = found["fp32"], found["mixed"]
-    low = [row for row in mixed["products"] if not is_fp32(row)]
-    mixed_s = {same_size(row["kind"], row["shape"]): row["each_s"] for row in low}
-    on_device = [device for device in rates["devices"] if device["device_type"] == found["device"]]
-    speeds = _speeds(found["format"], [row for device in on_device for row in device["rows"]])
-    sizes = []
-    for row in fp32["products"]:
-        size = same_size(row["kind"], row["shape"])
-        own = {name: row[name] for name in ("kind", "shape", "count", "share", "each_s")}
-        speedup = row["each_s"] / mixed_s[size] if mixed_s.get(size) else None
-        sizes.append(own | {"speedup": speedup, "machine_speedup": speeds.get(size)})
+    fp32, mixed = TimedProfile.of(found["fp32"]), TimedProfile.of(found["mixed"])
+    speeds = _speeds(found["format"], found["device"], rates)
+    sizes = _sizes(fp32, mixed, speeds)
 
-    def of_all(name: str) -> tuple[float, float]:
-        """Return the time in FP32 of products whose speedup is known, and what this would make of it."""
-        times = [(row["each_s"] * row["count"], row[name]) for row in sizes if row[name] is not None]
-        return sum(time for time, _ in times), sum(time / faster for time, faster in times)
+    # What a step would gain if only its products got faster: by as much as here, or as the machine can.
+    share = fp32.shares["products"]
+    products_speedup, _ = _speedup_of_all(sizes, "speedup")
+    machine_speedup, known_s = _speedup_of_all(sizes, "machine_speedup")
+    total_s = sum(product.time_s for product in fp32.products)
+    if known_s <= total_s / 2:
+        machine_speedup = None
+    limit_here = limit_machine = None
+    if products_speedup is not None:
+        limit_here = most_speedup(share, products_speedup)
+    if machine_speedup is not None:
+        limit_machine = most_speedup(share, machine_speedup)
 
-    share = fp32["shares"]["products"]
-    (same_s, same_mixed_s), (known_s, faster_s) = of_all("speedup"), of_all("machine_speedup")
-    here = same_s / same_mixed_s if same_mixed_s else None
-    total_s = sum(row["each_s"] * row["count"] for row in sizes)
-    machine_all = known_s / faster_s if known_s > total_s / 2 else None
-    verdict = "cannot tell" if timed is None else worth_it(timed, None)
-    reason = from_profiles(fp32, mixed, found["format"]) if verdict == "no" else None
-    best = max(((speed, shape) for (kind, shape), speed in speeds.items() if kind == "matmul"), default=None)
-    return {
-        "speedup": None if timed is None else timed[0],
-        "speedup_interval": None if timed is None else list(timed[1:]),
-        "worth_it": verdict,
-        "why_unknown": why_unknown if timed is None else None,
-        "not_faster": None if reason is None else reason._asdict(),
+    together: dict[str, Any] = {
+        "speedup": None,
+        "speedup_interval": None,
+        "worth_it": "cannot tell",
+        "why_unknown": why_unknown,
+        "not_faster": None,
         "products_share": share,
-        "products_speedup": here,
-        "machine_speedup": machine_all,
-        "limit_here": None if here is None else most_speedup(share, here),
-        "limit_machine": None if machine_all is None else most_speedup(share, machine_all),
-        "machine_best": best and {"speed": best[0], "shape": list(best[1][:2])},
-        "sizes": sizes[:_SIZES],
-        "sizes_left_out": max(0, len(sizes) - _SIZES),
+        "products_speedup": products_speedup,
+        "machine_speedup": machine_speedup,
+        "limit_here": limit_here,
+        "limit_machine": limit_machine,
+        "machine_best": _best_matmul(speeds),
+        "sizes": sizes[:_MOST_SIZES],
+        "sizes_left_out": max(0, len(sizes) - _MOST_SIZES),
     }
+    if timed is not None:
+        together["speedup"] = timed.value
+        together["speedup_interval"] = [timed.low, timed.high]
+        together["worth_it"] = worth_it(timed, None)
+        together["why_unknown"] = None
+    if together["worth_it"] == "no":
+        together["not_faster"] = from_profiles(fp32, mixed, found["format"])._asdict()
+    return together
 
 
 def most_speedup(share: float, ratio: float) -> float:
@@ -219,40 +258,103 @@ def most_speedup(share: float, ratio: float) -> float:
     return 1.0 / (1.0 - share + share / ratio)
 
 
-def _speeds(format_: str, rows: list[dict[str, Any]]) -> dict[Any, float]:
-    """Return the steady speeds against FP32, by the size that was measured as a profile has it.
+# Kind and size of a product, as ``same_size`` has it.
+_Size = tuple[str, tuple[int, ...]]
 
-    Measured are square matrices, and kernels of 3 x 3.
+
+def _sizes(
+    fp32: TimedProfile, mixed: TimedProfile, machine_speeds: Mapping[_Size, float]
+) -> list[dict[str, Any]]:
+    """Return a row for each product of the FP32 step, with its speedup here and on this machine."""
+    mixed_s: dict[_Size, float] = {}
+    for product in mixed.products:
+        if not product.is_fp32:
+            mixed_s[product.size] = product.each_s
+
+    sizes = []
+    for product in fp32.products:
+        speedup: float | None = None
+        if mixed_s.get(product.size):
+            speedup = product.each_s / mixed_s[product.size]
+        sizes.append(
+            {
+                "kind": product.kind,
+                "shape": list(product.shape),
+                "count": product.count,
+                "share": product.share,
+                "each_s": product.each_s,
+                "speedup": speedup,
+                "machine_speedup": machine_speeds.get(product.size),
+            }
+        )
+    return sizes
+
+
+def _speedup_of_all(sizes: Sequence[dict[str, Any]], name: str) -> tuple[float | None, float]:
+    """Return the speedup ``name`` of all products that have one, weighted by time, and their time in FP32."""
+    fp32_s = faster_s = 0.0
+    for row in sizes:
+        if row[name] is not None:
+            time_s = row["each_s"] * row["count"]
+            fp32_s += time_s
+            faster_s += time_s / row[name]
+    if not faster_s:
+        return None, fp32_s
+    return fp32_s / faster_s, fp32_s
+
+
+def _speeds(format_: str, device_type: str, rates: dict[str, Any]) -> dict[_Size, float]:
+    """Return the steady speeds of this machine against FP32, by the size of a product.
+
+    Only square matrices and kernels of 3 x 3 were measured.
     """
     speeds = {}
-    for rate in rows:
-        kind, shape = rate["kind"], rate["shape"]
-        if kind in ("matmul", "convolution") and rate["format"] == format_ and rate["steady"]:
-            operands = [*shape, shape[1], shape[1], 3, 3] if kind == "convolution" else shape[:1] * 3
-            speeds[same_size(kind, operands)] = rate["speed_against_fp32"]
+    for device in rates["devices"]:
+        if device["device_type"] != device_type:
+            continue
+        for rate in device["rows"]:
+            if rate["format"] != format_ or not rate["steady"]:
+                continue
+            kind, shape = rate["kind"], rate["shape"]
+            # A profile has the sizes of both operands: of a matmul M, N and K, here all the same.
+            if kind == "matmul":
+                speeds[same_size(kind, shape[:1] * 3)] = rate["speed_against_fp32"]
+            elif kind == "convolution":
+                weight = [shape[1], shape[1], 3, 3]
+                speeds[same_size(kind, [*shape, *weight])] = rate["speed_against_fp32"]
     return speeds
+
+
+def _best_matmul(speeds: Mapping[_Size, float]) -> dict[str, Any] | None:
+    """Return speed and shape of the matmul that gains most on this machine."""
+    matmuls = [(speed, shape) for (kind, shape), speed in speeds.items() if kind == "matmul"]
+    if not matmuls:
+        return None
+    speed, shape = max(matmuls)
+    return {"speed": speed, "shape": list(shape[:2])}
 
 
 # ---- the probe of a run
 
 
 class Phase(NamedTuple):
-    """A few steps for one purpose. Ends after ``steps``, or after ``fewest`` if they took ``seconds``."""
+    """A few steps for one purpose. Ends after ``steps``, or after the one that is over ``seconds``."""
 
     name: str
     steps: int
-    fewest: int
     seconds: float
 
 
 WARM_UP, PROFILED, READS = "warm-up", "profiled", "reads"
+# Of ``compare``, which wants the shares of a step alone.
 SHARES_PHASES = (
-    Phase(name=WARM_UP, steps=3, fewest=1, seconds=0.5),
-    Phase(name=PROFILED, steps=4, fewest=1, seconds=1.0),
+    Phase(name=WARM_UP, steps=3, seconds=0.5),
+    Phase(name=PROFILED, steps=4, seconds=1.0),
 )
+# Of ``doctor``. Reads are counted after the profile, as that takes longer at each call of a tensor's method.
 PROFILE_PHASES = (
     *SHARES_PHASES,
-    Phase(name=READS, steps=6, fewest=1, seconds=1.0),
+    Phase(name=READS, steps=6, seconds=1.0),
 )
 
 
@@ -261,7 +363,9 @@ class ProfileProbe(StepProbe):
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
-        self._phases = SHARES_PHASES if settings.purpose == Purpose.SHARES else PROFILE_PHASES
+        self._phases: tuple[Phase, ...] = PROFILE_PHASES
+        if settings.purpose == Purpose.SHARES:
+            self._phases = SHARES_PHASES
         self._problem: str | None = None
         self._device = "cpu"
         self._weights: set[int] = set()
@@ -276,12 +380,14 @@ class ProfileProbe(StepProbe):
         self._at = 0
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if id(module) not in self._known:
-            self._known.add(id(module))
-            for parameter in module.parameters():
-                if parameter.layout == torch.strided and not parameter.is_meta:
-                    self._device = parameter.device.type
-                    self._weights.add(parameter.untyped_storage().data_ptr())
+        if id(module) in self._known:
+            return
+        self._known.add(id(module))
+        # By its storage a cast in the profile is known to be one of a weight.
+        for parameter in module.parameters():
+            if parameter.layout == torch.strided and not parameter.is_meta:
+                self._device = parameter.device.type
+                self._weights.add(parameter.untyped_storage().data_ptr())
 
     def restart(self) -> None:
         if self._boundaries:
@@ -302,8 +408,8 @@ class ProfileProbe(StepProbe):
         if self._reads is not None:
             self._facts["reads"] = {"steps": self._steps, "sites": self._reads.rows()}
         phase = self._phases[self._at]
-        slow = time.perf_counter() - self._begun > phase.seconds
-        if self._steps < (phase.fewest if slow else phase.steps):
+        is_slow = time.perf_counter() - self._begun > phase.seconds
+        if self._steps < phase.steps and not is_slow:
             return
         self._leave()
         self._at += 1
@@ -354,14 +460,21 @@ class ProfileProbe(StepProbe):
         if not self.done and self._boundaries:
             self._leave()
         self.done = True
-        by_calls = self.unit == "call"
-        needed = 2 + self._phases[0].steps  # of the warm-up; the first one ends before it, one is profiled
-        groups = self.pace.param_groups if self.pace is not None and "fused" in self.pace.defaults else []
+        # The steps of the warm-up, one that ends before it, and one that is profiled.
+        seen, needed = self._boundaries, 2 + self._phases[0].steps
+        if self.unit == "call":  # the first call ends no step
+            seen, needed = seen + 1, needed + 1
         facts = {
             "unit": self.unit,
-            "seen": self._boundaries + by_calls,  # the first call ends no step
-            "needed": needed + by_calls,
-            "fused": all(group.get("fused") for group in groups) if groups else None,
+            "seen": seen,
+            "needed": needed,
+            "fused": self._is_fused(),
             "problem": self._problem,
         }
         write_result(self.folder, self._facts | facts)
+
+    def _is_fused(self) -> bool | None:
+        """Return whether the optimizer is fused; None: there is none, or it cannot be."""
+        if self.pace is None or "fused" not in self.pace.defaults:
+            return None
+        return all(group.get("fused") for group in self.pace.param_groups)

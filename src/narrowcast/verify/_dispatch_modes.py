@@ -14,6 +14,9 @@ NARROW = frozenset({torch.bfloat16, torch.float16})
 # Tagged as ops that draw, but they choose a kernel, or make masks from a given seed.
 _DRAW_NOTHING = frozenset({"_fused_sdp_choice", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"})
 _BELOW_AN_END = frozenset({"rand", "rand_like", "uniform", "uniform_"})
+# Arguments of kernels that drop out inside, of attention and of recurrent layers.
+_OF_ATTENTION = "dropout_p"
+_DROPOUT_IN_KERNEL = (_OF_ATTENTION, "dropout")
 
 
 class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -50,10 +53,10 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = self._draw(func, args, kwargs or {}) if _draws(func) else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = self._draw(func, args, kwargs) if _draws(func) else func(*args, **kwargs)
         if not self.made_narrow:
-            made = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-            self.made_narrow = any(tensor.dtype in NARROW for tensor in made)
+            self.made_narrow = any(map(_is_narrow, tree_leaves(result)))
         return result
 
     def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -61,45 +64,74 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-        arguments = func._schema.arguments
-        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-        generator = given.get("generator")
+
+        names = [argument.name for argument in func._schema.arguments]
+        call = dict(zip(names, args, strict=False)) | kwargs
+        generator = call.get("generator")
         if generator is not None and id(generator) not in self._generators:
             self._generators[id(generator)] = (generator, generator.get_state())
-        share = next((a.name for a in arguments if a.name in ("dropout_p", "dropout")), None)
-        if share is not None:  # inside a kernel; 0 by default
-            if given.get(share, 0.0) > 0 and given.get("train", True):
-                self.undecidable = self.undecidable or (
-                    f"{_name(func)} draws its dropout inside a fused kernel, so FP32 and mixed precision saw "
-                    "different masks."
-                )
-                self.in_attention = self.in_attention or share == "dropout_p"
-            return func(*args, **kwargs)
-        return _drawn_in_fp32(func, given)
+
+        for name in _DROPOUT_IN_KERNEL:
+            if name in names:
+                self._see_kernel_that_drops(func, call, name)
+                return func(*args, **kwargs)
+        return _drawn_in_fp32(func, call)
+
+    def _see_kernel_that_drops(self, func: Any, call: dict[str, Any], share: str) -> None:
+        """Note that a fused kernel draws its dropout, unless it has none; ``share`` is its argument."""
+        drops = call.get(share, 0.0) > 0 and call.get("train", True)
+        if not drops:
+            return
+        if self.undecidable is None:
+            self.undecidable = (
+                f"{_name(func)} draws its dropout inside a fused kernel, so FP32 and mixed precision saw "
+                "different masks."
+            )
+        if share == _OF_ATTENTION:
+            self.in_attention = True
 
 
-def _drawn_in_fp32(func: Any, given: dict[str, Any]) -> Any:
-    """Call ``func`` on contiguous fp32 tensors; results have the formats and strides that it gives itself."""
-    arguments, dtype = func._schema.arguments, _result_dtype(func, given)
-    wide = NARROW | {torch.float32}  # tensors of other formats stay as they are
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    call = given | {name: t.float().contiguous() for name, t in tensors.items() if t.dtype in wide}
-    writes = [argument.name for argument in arguments if argument.is_write and argument.name in given]
-    reads = (tensor for name, tensor in tensors.items() if name not in writes)
-    template = next(reads, None) if given.get("memory_format") in (None, torch.preserve_format) else None
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in NARROW
+
+
+def _drawn_in_fp32(func: Any, call: dict[str, Any]) -> Any:
+    """Call ``func`` on contiguous fp32 tensors; results have the formats and strides that it gives itself.
+
+    Args:
+        call: its arguments by name.
+    """
+    arguments = func._schema.arguments
+    dtype = _result_dtype(func, call)
+    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
+    in_fp32 = dict(call)
+    for name, tensor in tensors.items():
+        # Tensors of other formats stay as they are.
+        if tensor.dtype in NARROW or tensor.dtype == torch.float32:
+            in_fp32[name] = tensor.float().contiguous()
     if dtype in NARROW and any(argument.name == "dtype" for argument in arguments):
-        call["dtype"] = torch.float32
-    results = func(**call)
-    originals: dict[int, torch.Tensor] = {id(call[name]): given[name] for name in writes}
-    for name in writes:
-        if call[name] is not given[name]:
-            given[name].copy_(_cast(func, given, call[name], given[name].dtype))
+        in_fp32["dtype"] = torch.float32
+    results = func(**in_fp32)
+
+    # What an op writes into goes back into the caller's tensor, which is also what it returns.
+    written = [argument.name for argument in arguments if argument.is_write and argument.name in call]
+    originals: dict[int, torch.Tensor] = {}
+    for name in written:
+        originals[id(in_fp32[name])] = call[name]
+        if in_fp32[name] is not call[name]:
+            call[name].copy_(_cast(func, call, in_fp32[name], call[name].dtype))
+
+    # Without a memory format of its own a result has the strides of the first tensor that the op reads.
+    template: torch.Tensor | None = None
+    if call.get("memory_format") in (None, torch.preserve_format):
+        read = [tensor for name, tensor in tensors.items() if name not in written]
+        template = next(iter(read), None)
 
     def as_asked(drawn: torch.Tensor) -> torch.Tensor:
         if id(drawn) in originals:
             return originals[id(drawn)]
         if drawn.dtype == torch.float32 and dtype in NARROW:
-            drawn = _cast(func, given, drawn, dtype)
+            drawn = _cast(func, call, drawn, dtype)
         if template is not None and template.shape == drawn.shape and not template.is_contiguous():
             return torch.empty_like(template, dtype=drawn.dtype, device=drawn.device).copy_(drawn)
         return drawn
@@ -107,21 +139,23 @@ def _drawn_in_fp32(func: Any, given: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, as_asked, results)
 
 
-def _cast(func: Any, given: dict[str, Any], drawn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(func: Any, call: dict[str, Any], drawn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast what was drawn in fp32; what rounding takes to the open end of an interval stays below it."""
     narrow = drawn.to(dtype)
     if dtype in NARROW and _name(func) in _BELOW_AN_END:
-        end = float(given.get("to", 1.0))
+        end = float(call.get("to", 1.0))
         below = torch.nextafter(torch.tensor(end, dtype=dtype), torch.tensor(-float("inf"), dtype=dtype))
-        narrow = torch.where((narrow.float() >= end) & (drawn < end), below.to(narrow.device), narrow)
+        is_rounded_up = (narrow.float() >= end) & (drawn < end)
+        narrow = torch.where(is_rounded_up, below.to(narrow.device), narrow)
     return narrow
 
 
-def _result_dtype(func: Any, given: dict[str, Any]) -> torch.dtype:
-    dtype = given.get("dtype")
+def _result_dtype(func: Any, call: dict[str, Any]) -> torch.dtype:
+    dtype = call.get("dtype")
     if isinstance(dtype, torch.dtype):
         return dtype
     for argument in func._schema.arguments:
-        value = given.get(argument.name)
+        value = call.get(argument.name)
         if isinstance(value, torch.Tensor):
             return value.dtype
         if argument.name == "dtype" and argument.has_default_value() and argument.default_value is not None:
@@ -169,26 +203,40 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not _can_be_exact(func, tensors) or kwargs.get("dtype") is not None:
+        if kwargs.get("dtype") is not None or not _can_be_exact(func, tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         wide_args, wide_kwargs = _recast((args, kwargs), torch.float32, torch.float64)
         try:
-            return _recast(func(*wide_args, **wide_kwargs), torch.float64, torch.float32)
+            result = func(*wide_args, **wide_kwargs)
+            return _recast(result, torch.float64, torch.float32)
         except (RuntimeError, TypeError):  # no kernel for float64; torch raises NotImplementedError or these
             return func(*args, **kwargs)
 
 
-def _can_be_exact(func: Any, tensors: Sequence[torch.Tensor]) -> bool:
+def _can_be_exact(func: Any, values: Sequence[Any]) -> bool:
+    """Return whether an op computes in fp32 alone, and only from ``values``."""
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
     schema = func._schema
-    aliases = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
-    if func.namespace != "aten" or aliases or torch.Tag.nondeterministic_seeded in func.tags:
-        return False
-    if any(t.device.type in NO_FLOAT64 or t.layout != torch.strided for t in tensors):
-        return False
-    floating = {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
-    return floating == {torch.float32}
+    for value in (*schema.arguments, *schema.returns):
+        if value.alias_info is not None:  # it writes, or returns a view
+            return False
+
+    formats = set()
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.device.type in NO_FLOAT64 or value.layout != torch.strided:
+            return False
+        if value.is_floating_point() or value.is_complex():
+            formats.add(value.dtype)
+    return formats == {torch.float32}
 
 
 def _recast(tree: Any, old: torch.dtype, new: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(new) if tensor.dtype == old else tensor, tree)
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == old:
+            return tensor.to(new)
+        return tensor
+
+    return tree_map_only(torch.Tensor, cast, tree)

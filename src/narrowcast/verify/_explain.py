@@ -88,21 +88,22 @@ def explain(
         raise SettingError(
             "expected the inputs to call the model with, got none: nc.explain(model, policy, inputs)"
         )
-    wanted, device = with_fp32_weights(policy), _device_of(model)
-    with as_before(model), apply(model, wanted) as applied:
-        left_out = applied.fp8.left_out.items()
-        notes = [f"{path or type(model).__name__} does not multiply in fp8: {why}" for path, why in left_out]
-        with OpTrace(wanted, device) as trace:
+    policy_value, device = with_fp32_weights(policy), _device_of(model)
+    notes = []
+    with as_before(model), apply(model, policy_value) as applied:
+        for path, why in applied.fp8.left_out.items():
+            notes.append(f"{path or type(model).__name__} does not multiply in fp8: {why}")
+        with OpTrace(policy_value, device) as trace:
             trace.paths.add_model(model)
             model(*inputs, **named_inputs)  # not counted: PyTorch, the model and the trace set things up
             trace.take()
             trace.rules.clear()
             model(*inputs, **named_inputs)
         seen = together([trace.take()])
-        events = _watched_events(trace, seen, wanted, device, unit="call", steps=1, complete=True)
+        events = _watched_events(trace, seen, policy_value, device, unit="call", steps=1, complete=True)
     start = start_event([type(model).__name__], policy_name(policy), kind="explain")
-    more = [{"event": "note", "text": text} for text in notes]
-    return Explanation(found=explained(Capture(events=(start, *events, *more))))
+    capture = Capture(events=(start, *events, *_note_events(notes)))
+    return Explanation(found=explained(capture))
 
 
 # ---- a script
@@ -137,15 +138,18 @@ def explain_script(
                 raise
             raise FileError(f"the explanation is incomplete{full}") from error
     advice = "watch its model with nc.explain(model, policy, batch)"
+    problem = why_unseen(folder, advice=advice, verb="watched") or _NOTHING
     unknown = ("device", "format", "because", "unit", "steps", "complete", "totals")
-    lists: dict[str, Any] = {name: [] for name in ("rules", "sites", "unreached", "notes")}
     return {
         "schema": _SCHEMA,
         "target": list(settings.target),
         "policy": settings.policy,
-        "problem": why_unseen(folder, advice=advice, verb="watched") or _NOTHING,
+        "problem": problem,
         **dict.fromkeys(unknown),
-        **lists,
+        "rules": [],
+        "sites": [],
+        "unreached": [],
+        "notes": [],
         "reasons": dict.fromkeys(unknown, _NOTHING),
         "versions": {},
     }
@@ -206,32 +210,48 @@ class ExplainProbe(StepProbe):
         self.done = True
         self._trace.__exit__(None, None, None)
         rest = self._trace.take()
-        first, others, by_calls = self._parts[:1], self._parts[1:], self.unit == "call"
-        if others:
-            seen = together(others, also=first[0] if by_calls else None)
+        by_calls = self.unit == "call"
+        counted = self._parts[1:]
+        if counted:
+            # Of a script that only calls modules, the first call may be the only one of some modules.
+            seen = together(counted, also=self._parts[0] if by_calls else None)
         else:
-            seen = together([*first, *([rest] if by_calls or not first else [])])
+            parts = list(self._parts)
+            if by_calls or not parts:
+                parts.append(rest)
+            seen = together(parts)
             self._notes.append(_FIRST_ONLY.format(unit=self.unit))
         if self._compiled:
             self._notes.append(_COMPILED)
-        facts = {"unit": self.unit, "steps": max(1, len(others)), "complete": bool(others)}
-        policy = as_policy(self.settings.policy)
-        self._events = _watched_events(self._trace, seen, policy, self._device, **facts)
+        self._events = _watched_events(
+            self._trace,
+            seen,
+            as_policy(self.settings.policy),
+            self._device,
+            unit=self.unit,
+            steps=max(1, len(counted)),
+            complete=bool(counted),
+        )
 
     def finish(self) -> None:
         self._end()
         if not self._events:
             return
         # Rules that name no module are among those that no call reached, so their notes are not needed.
-        notes = [*self._notes, *(text for text in self.attachment.notes if not text.startswith(RULE_NOTE))]
+        of_run = [text for text in self.attachment.notes if not text.startswith(RULE_NOTE)]
         start = start_event(self.argv, self.settings.policy, kind="explain")
         with CaptureWriter(self.folder / EXPLANATION) as writer:
-            writer.write(start, *self._events, *({"event": "note", "text": text} for text in notes))
+            writer.write(start, *self._events, *_note_events([*self._notes, *of_run]))
+
+
+def _note_events(texts: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"event": "note", "text": text} for text in texts]
 
 
 def _device_of(model: torch.nn.Module) -> str:
-    parameter = next(model.parameters(), None)
-    return "cpu" if parameter is None else parameter.device.type
+    for parameter in model.parameters():
+        return parameter.device.type
+    return "cpu"
 
 
 def _watched_events(
@@ -241,11 +261,12 @@ def _watched_events(
     because = "as asked"
     if policy.compute == "auto":
         because = best_format(device).because
-    more = {
+    totals = {
+        **facts,
         "device": device,
         "format": format_name(resolve(policy, device)),
         "because": because,
         "rules": [str(rule) for rule in policy.rules],
         "versions": versions(),
     }
-    return trace_events(seen, trace.rules.unreached(), facts | more)
+    return trace_events(seen, trace.rules.unreached(), totals)

@@ -34,7 +34,9 @@ def each_once(tensor: torch.Tensor) -> torch.Tensor:
 def samples_in(batch: Any) -> int | None:
     """Return the first dimension that all tensors of a batch share; None: they do not."""
     sizes = {tensor.shape[0] for tensor in tensors_inside(batch) if tensor.ndim}
-    return sizes.pop() if len(sizes) == 1 else None
+    if len(sizes) != 1:
+        return None
+    return sizes.pop()
 
 
 def random_state() -> str:
@@ -94,11 +96,11 @@ def as_before(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     may write to a buffer or replace it.
     """
     random = random_states()
-    buffers = [
-        (module, name, buffer, None if buffer is None else each_once(buffer.data).clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
+    buffers = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            value = None if buffer is None else each_once(buffer.data).clone()
+            buffers.append((module, name, buffer, value))
     modes = [(module, module.training) for module in model.modules()]
     parameters = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import msgspec
 
 from narrowcast.observe.explanation import percent
 from narrowcast.observe.profiling import same_size
@@ -44,6 +46,57 @@ class Reason(NamedTuple):
     share: float | None = None
 
 
+class Product(msgspec.Struct, frozen=True):
+    """The products of one size and format in a step, as a profile has them."""
+
+    kind: str
+    shape: tuple[int, ...]
+    format: str
+    count: float
+    share: float
+    each_s: float
+
+    @property
+    def is_fp32(self) -> bool:
+        return self.format == "fp32"
+
+    @property
+    def size(self) -> tuple[str, tuple[int, ...]]:
+        """The same for products that take the same time."""
+        return same_size(self.kind, self.shape)
+
+    @property
+    def time_s(self) -> float:
+        """What they take together in a step."""
+        return self.each_s * self.count
+
+
+class TimedProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read here of the profile of a run; ``plain_``: of steps without the profiler."""
+
+    products: list[Product]
+    shares: dict[str, float]
+    gpu_busy_share: float | None
+    step_s: float
+    plain_step_s: float
+    plain_step_s_low: float
+    plain_step_s_high: float
+
+    @classmethod
+    def of(cls, profile: dict[str, Any]) -> Self:
+        """Return what ``summarize`` returned, with what ``TimedPairs.plain_times`` did."""
+        return msgspec.convert(profile, cls)
+
+    @property
+    def noise_s(self) -> float:
+        """How far apart the ends of the interval of a step are."""
+        return self.plain_step_s_high - self.plain_step_s_low
+
+    def part_s(self, part: str) -> float:
+        """Return how long a part of a step takes without the profiler."""
+        return self.shares[part] * self.plain_step_s
+
+
 class Products(NamedTuple):
     """The products of one step that both profiles show.
 
@@ -58,94 +111,120 @@ class Products(NamedTuple):
     kept_s: Counter[str]
 
     @classmethod
-    def of(cls, fp32: dict[str, Any], mixed: dict[str, Any]) -> Products:
+    def of(cls, fp32: TimedProfile, mixed: TimedProfile) -> Products:
         """Match the products of two profiles by size."""
-        low = {same_size(row["kind"], row["shape"]): row for row in mixed["products"] if not is_fp32(row)}
         found = cls(Counter(), Counter(), Counter())
-        for row in fp32["products"]:
-            other = low.get(same_size(row["kind"], row["shape"]))
-            if other is not None:
-                found.fp32_s[row["kind"]] += row["each_s"] * row["count"]
-                found.low_s[row["kind"]] += other["each_s"] * row["count"]
-        for row in mixed["products"]:
-            if is_fp32(row):
-                found.kept_s[row["kind"]] += row["each_s"] * row["count"]
+        low_each_s: dict[Any, float] = {}
+        for product in mixed.products:
+            if product.is_fp32:
+                found.kept_s[product.kind] += product.time_s
+            else:
+                low_each_s[product.size] = product.each_s
+
+        for product in fp32.products:
+            if product.size in low_each_s:
+                found.fp32_s[product.kind] += product.time_s
+                found.low_s[product.kind] += low_each_s[product.size] * product.count
         return found
 
 
-def is_fp32(product: dict[str, Any]) -> bool:
-    """Return whether a product of a profile was computed in FP32."""
-    return bool(product["format"] == "fp32")
-
-
-def from_profiles(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> Reason:
+def from_profiles(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> Reason:
     """Return why mixed precision is not worth it, from the profiles of both runs.
 
     A part of a step is named if it is slower by more than the times of steps differ; casts are always the
-    format's.
-
-    Args:
-        fp32, mixed: what ``summarize`` returned, with ``plain_step_s``, ``plain_step_s_low`` and
-            ``plain_step_s_high`` of steps without the profiler.
-        format_: of the mixed run.
+    format's. ``format_`` is that of the mixed run.
     """
-    noise_s = max(run["plain_step_s_high"] - run["plain_step_s_low"] for run in (fp32, mixed))
-    more_s = {
-        part: mixed["shares"][part] * mixed["plain_step_s"] - fp32["shares"][part] * fp32["plain_step_s"]
-        for part in _PARTS
-    }
-    lost_s = {part: s for part, s in more_s.items() if s > 0}
-    total_s = sum(lost_s.values())
-    shares: dict[str, float] = {}
-    if total_s > _LITTLE * fp32["plain_step_s"]:
-        clear = [part for part, s in lost_s.items() if part == "casts" or s > noise_s]
-        shares = {part: lost_s[part] / total_s for part in clear if lost_s[part] >= _WORTH_NAMING * total_s}
+    # The worst part is the cause, whatever else is slower too.
+    lost_s, total_s = _lost_time(fp32, mixed)
+    shares = _shares_worth_naming(fp32, mixed, lost_s, total_s)
     worst = max(shares, key=shares.__getitem__, default="")
     cause = {"products": "kernels", "casts": "casts"}.get(worst, "other")
+
     sentences = [_of_matmuls(fp32, mixed, format_)]
     if shares:
-        names = _PARTS if mixed["gpu_busy_share"] is None else _ON_GPU
+        names = _PARTS
+        if mixed.gpu_busy_share is not None:
+            names = _ON_GPU
         named = {names[part]: share for part, share in shares.items()}
         sentences.append(_of_lost_time(named, total_s, format_))
     else:
         sentences.append(f"no part of a step is clearly slower in {format_}")
-    longer = max(run["step_s"] / run["plain_step_s"] for run in (fp32, mixed))
+    longer = max(fp32.step_s / fp32.plain_step_s, mixed.step_s / mixed.plain_step_s)
     if longer > _MUCH_LONGER:
         sentences.append(f"these are rough, as a step took {longer:.1f}x as long under the profiler")
     return Reason(cause, "; ".join(sentences), shares.get(worst))
 
 
-def _of_matmuls(fp32: dict[str, Any], mixed: dict[str, Any], format_: str) -> str:
+def _lost_time(fp32: TimedProfile, mixed: TimedProfile) -> tuple[dict[str, float], float]:
+    """Return by how much each part of a step is slower in mixed precision, and the sum of these."""
+    lost_s: dict[str, float] = {}
+    for part in _PARTS:
+        more_s = mixed.part_s(part) - fp32.part_s(part)
+        if more_s > 0:
+            lost_s[part] = more_s
+    return lost_s, sum(lost_s.values())
+
+
+def _shares_worth_naming(
+    fp32: TimedProfile, mixed: TimedProfile, lost_s: dict[str, float], total_s: float
+) -> dict[str, float]:
+    """Return the share of the lost time of each part that is clearly slower."""
+    if total_s <= _LITTLE * fp32.plain_step_s:
+        return {}
+    noise_s = max(fp32.noise_s, mixed.noise_s)
+    shares: dict[str, float] = {}
+    for part, part_s in lost_s.items():
+        # Casts are always the format's, however little they are.
+        is_clear = part == "casts" or part_s > noise_s
+        if is_clear and part_s >= _WORTH_NAMING * total_s:
+            shares[part] = part_s / total_s
+    return shares
+
+
+def _of_matmuls(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> str:
     """Say how much of a step could be faster, and whether it is."""
-    share = fp32["shares"]["products"]
-    if not fp32["products"]:
+    share = fp32.shares["products"]
+    if not fp32.products:
         return "no matmuls were seen in a step"
     text = f"matmuls take {percent(share)} of a step in FP32"
     products = Products.of(fp32, mixed)
     low_s, kept_s = products.low_s.total(), products.kept_s.total()
+
+    # Most of them ran in FP32 all the same: a kernel is missing, or a rule keeps them.
     if kept_s > low_s:
-        kinds = ", ".join(kind for kind, s in products.kept_s.most_common() if s >= _WORTH_NAMING * kept_s)
-        part = "and ran in FP32" if not low_s else f"and {percent(kept_s / (kept_s + low_s))} ran in FP32"
-        return f"{text}, {part} under {format_} too ({kinds})"
+        most = products.kept_s.most_common()
+        kinds = ", ".join([kind for kind, kind_s in most if kind_s >= _WORTH_NAMING * kept_s])
+        which = "and ran in FP32"
+        if low_s:
+            which = f"and {percent(kept_s / (kept_s + low_s))} ran in FP32"
+        return f"{text}, {which} under {format_} too ({kinds})"
     if not low_s:
         return text
+
     text += f", and ran {_speed(products.fp32_s.total(), low_s)} in {format_}"
-    lost_s = products.low_s - products.fp32_s  # of kinds that got slower
-    kind, kind_s = max(lost_s.items(), key=lambda item: item[1], default=("", 0.0))
-    if kind_s > _LITTLE * fp32["plain_step_s"] and len(products.low_s) > 1:
-        slower = _speed(products.fp32_s[kind], products.low_s[kind])
-        text += f" ({kind} {slower}, which a rule can keep in fp32: docs/policies.md)"
+    # One kind may be slower where all together are faster, as attention without a fused kernel.
+    slower_s = products.low_s - products.fp32_s  # keeps what is above zero
+    if slower_s and len(products.low_s) > 1:
+        ((kind, kind_s),) = slower_s.most_common(1)
+        if kind_s > _LITTLE * fp32.plain_step_s:
+            slower = _speed(products.fp32_s[kind], products.low_s[kind])
+            text += f" ({kind} {slower}, which a rule can keep in fp32: docs/policies.md)"
     return text
 
 
 def _of_lost_time(shares: dict[str, float], total_s: float, format_: str) -> str:
     """Say which parts of a step take longer, the worst one first."""
     worst, *others = sorted(shares, key=shares.__getitem__, reverse=True)
-    lost = f"{total_s:.3g} s" if total_s >= 1 else f"{total_s * 1e3:.3g} ms"
+    lost = f"{total_s * 1e3:.3g} ms"
+    if total_s >= 1:
+        lost = f"{total_s:.3g} s"
     explain = "explains" if worst in _SINGULAR else "explain"
-    first = f"{worst} {explain} {percent(shares[worst])} of what is lost in {format_} ({lost} a step)"
-    rest = ", and the rest is no clear part" if sum(shares.values()) < 1 - _WORTH_NAMING else ""
-    return "".join([first, *(f", {part} {percent(shares[part])}" for part in others), rest])
+    text = f"{worst} {explain} {percent(shares[worst])} of what is lost in {format_} ({lost} a step)"
+    for part in others:
+        text += f", {part} {percent(shares[part])}"
+    if sum(shares.values()) < 1 - _WORTH_NAMING:
+        text += ", and the rest is no clear part"
+    return text
 
 
 def _speed(before_s: float, after_s: float) -> str:
@@ -156,7 +235,10 @@ def _speed(before_s: float, after_s: float) -> str:
 
 def not_looked_for(settings: ScriptSettings, why: str) -> Reason:
     """Return that no profile was made, and the command that makes one."""
-    options = [] if settings.policy == "auto" else ["--policy", settings.policy]
-    module = ["-m"] if settings.is_module else []
-    command = shlex.join(["narrowcast", "doctor", *options, *module, *settings.target])
-    return Reason("unknown", f"the reason was not looked for, {why}: {command} looks for it")
+    command = ["narrowcast", "doctor"]
+    if settings.policy != "auto":
+        command += ["--policy", settings.policy]
+    if settings.is_module:
+        command.append("-m")
+    words = shlex.join([*command, *settings.target])
+    return Reason("unknown", f"the reason was not looked for, {why}: {words} looks for it")

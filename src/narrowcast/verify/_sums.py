@@ -9,6 +9,9 @@ from typing import NamedTuple, Self
 
 import torch
 
+from narrowcast.observe.capture import Estimate, student_975
+
+# Elements that are compared at once: their float64 copies take 32 MiB each.
 _CHUNK = 1 << 22
 # Sums of errors that are kept apart, of every eighth batch each, so that memory does not grow with batches.
 _GROUPS = 8
@@ -20,10 +23,10 @@ FEWEST_BATCHES = 4
 # 95 % of 40 draws or more for each model and k = 1, 32, 256; 0.35 alone held it in 72 % where bias decides.
 _USUAL_SPREAD, _SPREAD_OF_BIAS = 0.35, 0.45
 _USUAL_BATCHES = 8
-# Student's t for 97.5 %, by degrees of freedom: those of the usual spread, and 3 to 7 of the groups.
-_T = {11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131}
 # Used if no rounding was measured: FP32 sums in another order differ by 1e-7 to 1e-6 of the whole.
 _SAME = 1e-5
+# exp(709) is the largest that a float holds.
+_LARGEST_EXPONENT = 700.0
 
 
 class Sums(NamedTuple):
@@ -40,11 +43,20 @@ class Sums(NamedTuple):
     missing: str | None = None
 
     @classmethod
-    def mean(cls, sums: Sequence[Self]) -> Self:
+    def mean(cls, batches: Sequence[Self]) -> Self:
         """Average the sums of several batches; ``missing`` is what all of them miss."""
-        *numbers, missing = zip(*sums, strict=True)
-        means = (sum(column) / len(sums) for column in numbers)
-        return cls(*means)._replace(missing=missing[0] if len(set(missing)) == 1 else None)
+        first, second, product, difference, missing = zip(*batches, strict=True)
+        missing_in_all = None
+        if len(set(missing)) == 1:
+            missing_in_all = missing[0]
+        return cls(_mean(first), _mean(second), _mean(product), _mean(difference), missing_in_all)
+
+
+_ZEROS = Sums(0.0, 0.0, 0.0, 0.0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def compared(first: torch.Tensor | None, second: torch.Tensor | None, *, scale: float = 1.0) -> Sums:
@@ -56,19 +68,32 @@ def compared(first: torch.Tensor | None, second: torch.Tensor | None, *, scale: 
 
     Needs 64 MiB more, and dense copies of sparse ones. A sum is NaN or infinite if an element is.
     """
-    given = [None if gradient is None else _values(gradient) for gradient in (first, second)]
-    like = next((values for values in given if values is not None), torch.zeros(0))
-    a, b = (torch.zeros_like(like) if values is None else values for values in given)
-    b, totals = b.to(a.device), torch.zeros(4, dtype=torch.float64, device=a.device)
-    for start in range(0, a.numel(), _CHUNK):
-        x, y = a[start : start + _CHUNK].double(), b[start : start + _CHUNK].double() / scale
+    missing = None
+    first_values, second_values = _values(first), _values(second)
+    if first_values is None:
+        if second_values is None:
+            return _ZEROS._replace(missing="both")
+        missing = "first"
+        first_values = torch.zeros_like(second_values)
+    elif second_values is None:
+        missing = "second"
+        second_values = torch.zeros_like(first_values)
+
+    # The sums stay on the device until the end, so that a GPU is waited for once.
+    second_values = second_values.to(first_values.device)
+    totals = torch.zeros(4, dtype=torch.float64, device=first_values.device)
+    for start in range(0, first_values.numel(), _CHUNK):
+        x = first_values[start : start + _CHUNK].double()
+        y = second_values[start : start + _CHUNK].double() / scale
         difference = y - x
         totals += torch.stack([x.dot(x), y.dot(y), x.dot(y), difference.dot(difference)])
-    absent = [name for name, values in zip(("first", "second"), given, strict=True) if values is None]
-    return Sums(*totals.tolist())._replace(missing="both" if len(absent) == 2 else "".join(absent) or None)
+    return Sums(*totals.tolist(), missing=missing)
 
 
-def _values(gradient: torch.Tensor) -> torch.Tensor:
+def _values(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the elements of a gradient as a dense vector of real numbers."""
+    if gradient is None:
+        return None
     values = gradient.detach()
     if values.layout != torch.strided:
         values = values.to_dense()
@@ -99,12 +124,7 @@ class Measured:
     moments: Moments | None = None
 
 
-class Estimate(NamedTuple):
-    """A number with the ends of its 95 % interval; NaN: not known."""
-
-    value: float
-    low: float = math.nan
-    high: float = math.nan
+# ---- several batches
 
 
 class Squares(NamedTuple):
@@ -115,6 +135,7 @@ class Squares(NamedTuple):
     noise: float
 
     def over_noise(self, k: float) -> float:
+        """Return the squared error over noise of the mean of ``k`` gradients."""
         return (self.error + (k - 1) * self.bias) / self.noise
 
 
@@ -131,21 +152,30 @@ class Moments:
     without: tuple[Squares, ...]
 
     @classmethod
-    def total(cls, moments: Sequence[Self | None]) -> Self | None:
+    def total(cls, parameters: Sequence[Self | None]) -> Self | None:
         """Return those of several parameters together; None if one is None or of other batches."""
-        known = [one for one in moments if one is not None]
-        if not known or len(known) < len(moments) or len({len(one.without) for one in known}) > 1:
+        known = [moments for moments in parameters if moments is not None]
+        if not known or len(known) < len(parameters):
             return None
-        added = [
-            Squares(*map(math.fsum, zip(*rows, strict=True)))
-            for rows in zip(*((one.squares, *one.without) for one in known), strict=True)
-        ]
-        return cls(added[0], tuple(added[1:]))
+        groups = len(known[0].without)
+        if any(len(moments.without) != groups for moments in known):
+            return None
+
+        without = []
+        for group in range(groups):
+            without.append(_added([moments.without[group] for moments in known]))
+        return cls(_added([moments.squares for moments in known]), tuple(without))
 
     @property
     def bias(self) -> float:
         """The squared bias, at least zero."""
         return max(0.0, self.squares.bias)
+
+    def _is_known(self) -> bool:
+        for squares in (self.squares, *self.without):
+            if not (squares.noise > 0 and math.isfinite(sum(squares))):
+                return False
+        return True
 
     def at(self, k: float) -> Estimate:
         """Return error over noise of the mean of ``k`` gradients.
@@ -153,28 +183,46 @@ class Moments:
         The interval is Student's, of the logarithm, from a jackknife over the groups of batches whose
         variance is averaged with the usual one. Its lower end does not fall as k grows.
         """
-        if not all(one.noise > 0 and math.isfinite(sum(one)) for one in (self.squares, *self.without)):
+        if not self._is_known():
             return Estimate(math.nan)
         square = self.squares._replace(bias=self.bias).over_noise(k)
         if square == 0:
             return Estimate(0.0, 0.0, 0.0)
-        jackknifed, groups = [one.over_noise(k) for one in self.without], len(self.without)
-        middle = sum(jackknifed) / groups
-        variance = sum((one - middle) ** 2 for one in jackknifed) * (groups - 1) / groups / (2 * square) ** 2
+
+        # Jackknife: the variance of the square, then by its derivative that of the root's logarithm.
+        groups = len(self.without)
+        jackknifed = [squares.over_noise(k) for squares in self.without]
+        middle = _mean(jackknifed)
+        deviations = sum((square_without - middle) ** 2 for square_without in jackknifed)
+        measured_variance = deviations * (groups - 1) / groups / (2 * square) ** 2
+
+        # A few batches know the spread badly, so it is averaged with the usual one.
+        share_of_bias = (k - 1) * self.bias / self.squares.noise / square
+        usual_spread = _USUAL_SPREAD + _SPREAD_OF_BIAS * share_of_bias
         freedom = _USUAL_BATCHES + groups - 1
-        share = (k - 1) * self.bias / self.squares.noise / square
-        usual = _USUAL_SPREAD + _SPREAD_OF_BIAS * share
-        variance = (_USUAL_BATCHES * usual**2 / (groups - 1) + (groups - 1) * variance) / freedom
-        value, factor = math.sqrt(square), math.exp(min(700.0, _T[freedom] * math.sqrt(variance)))
-        low = value / factor
-        return Estimate(value, max(low, self.at(1).low) if k > 1 else low, value * factor)
+        usual = _USUAL_BATCHES * usual_spread**2 / (groups - 1)
+        variance = (usual + (groups - 1) * measured_variance) / freedom
+
+        value = math.sqrt(square)
+        factor = math.exp(min(_LARGEST_EXPONENT, student_975(freedom) * math.sqrt(variance)))
+        low, high = value / factor, value * factor
+        if k > 1:  # error over noise only grows with k
+            low = max(low, self.at(1).low)
+        return Estimate(value, low, high)
 
     def most(self, limit: float) -> float:
         """Return the largest k with ``at(k).value < limit``; below 1 if there is none, perhaps infinite."""
-        room = limit**2 * self.squares.noise - self.squares.error
-        if room <= 0 or self.bias == 0:
-            return math.inf if room > 0 else 0.0
-        return 1 + room / self.bias
+        left = limit**2 * self.squares.noise - self.squares.error
+        if left <= 0:
+            return 0.0
+        if self.bias == 0:
+            return math.inf
+        return 1 + left / self.bias
+
+
+def _added(squares: Sequence[Squares]) -> Squares:
+    bias, error, noise = zip(*squares, strict=True)
+    return Squares(math.fsum(bias), math.fsum(error), math.fsum(noise))
 
 
 @dataclass(slots=True)
@@ -182,6 +230,7 @@ class _Groups:
     """Differences of gradients, summed over the batches of each group, in fp32 in CPU memory.
 
     Attributes:
+        vectors: of each group, the sum.
         squares: of each group, the sum of squared norms.
         counts: of each group, how many batches.
     """
@@ -191,36 +240,46 @@ class _Groups:
     counts: list[int] = field(default_factory=list)
 
     def add(self, first: torch.Tensor, second: torch.Tensor, scale: float = 1.0) -> None:
-        at = sum(self.counts) % _GROUPS
-        if at == len(self.vectors):
+        # Batches go to groups in turn, so that all have as many, or one more.
+        group = sum(self.counts) % _GROUPS
+        if group == len(self.vectors):
             self.vectors.append(torch.zeros(first.numel(), dtype=torch.float32))
             self.squares.append(0.0)
             self.counts.append(0)
-        self.counts[at] += 1
+        self.counts[group] += 1
+
         for start in range(0, first.numel(), _CHUNK):
-            here = slice(start, start + _CHUNK)
-            difference = second[here].double() / scale - first[here].to(second.device).double()
-            self.squares[at] += float(difference.dot(difference))
-            self.vectors[at][here] += difference.to("cpu", torch.float32)
+            chunk = slice(start, start + _CHUNK)
+            difference = second[chunk].double() / scale - first[chunk].to(second.device).double()
+            self.squares[group] += float(difference.dot(difference))
+            self.vectors[group][chunk] += difference.to("cpu", torch.float32)
 
     def moments(self, left_out: Sequence[int | None]) -> list[tuple[float, float]]:
         """Return, for each group left out, the squared mean of the rest and their mean square.
 
         The squared mean is estimated without bias, so it may be negative.
         """
-        groups = range(len(self.vectors))
-        products = torch.zeros(len(groups), len(groups), dtype=torch.float64)
+        products = self._products()
+        found = []
+        for group_left_out in left_out:
+            kept = [group for group in range(len(self.vectors)) if group != group_left_out]
+            count = sum([self.counts[group] for group in kept])
+            squares = math.fsum([self.squares[group] for group in kept])
+            # The square of the sum, without each batch's own square, is the products of pairs of batches.
+            square_of_sum = float(products[kept][:, kept].sum())
+            squared_mean = (square_of_sum - squares) / (count * (count - 1))
+            found.append((squared_mean, squares / count))
+        return found
+
+    def _products(self) -> torch.Tensor:
+        """Return the product of each group's sum with each other's."""
+        groups = len(self.vectors)
+        products = torch.zeros(groups, groups, dtype=torch.float64)
         step = _CHUNK // _GROUPS
         for start in range(0, self.vectors[0].numel(), step):
             rows = torch.stack([vector[start : start + step].double() for vector in self.vectors])
             products += rows @ rows.T
-        found = []
-        for without in left_out:
-            kept = [group for group in groups if group != without]
-            count, squares = sum(self.counts[g] for g in kept), math.fsum(self.squares[g] for g in kept)
-            of_sum = float(products[kept][:, kept].sum())
-            found.append(((of_sum - squares) / (count * (count - 1)), squares / count))
-        return found
+        return products
 
 
 class Batches:
@@ -234,7 +293,8 @@ class Batches:
         self._size = size
         self._first: torch.Tensor | None = None
         self._sums: list[Sums] = []
-        self._errors, self._differences = _Groups(), _Groups()
+        self._errors = _Groups()
+        self._differences = _Groups()
 
     def add(self, fp32: torch.Tensor | None, mixed: torch.Tensor | None, *, scale: float = 1.0) -> None:
         """Add a batch, whose mixed gradient is divided by ``scale``; None counts as zeros."""
@@ -250,26 +310,44 @@ class Batches:
         self._differences.add(self._first, values)
 
     def _flat(self, gradient: torch.Tensor | None) -> torch.Tensor:
-        return torch.zeros(self._size) if gradient is None else _values(gradient)
+        values = _values(gradient)
+        if values is None:
+            return torch.zeros(self._size)
+        return values
 
     def measured(self, name: str, shape: tuple[int, ...], rounding: Sums | None) -> Measured:
         """Return what was measured; ``rounding`` is that of the first batch."""
-        error, count = Sums.mean(self._sums), sum(self._differences.counts)
+        error = Sums.mean(self._sums)
+        count = sum(self._differences.counts)
         if count < 2:
             return Measured(name, shape, error, None, rounding)
-        tells = count == len(self._sums) >= FEWEST_BATCHES
-        left_out = [None, *range(len(self._errors.counts) if tells else 0)]
-        differences = self._differences.moments(left_out)
-        # Twice the variance of a gradient; NaN stays.
-        noise = [0.0 if square < of_mean else 2 * (square - of_mean) for of_mean, square in differences]
+
+        # Bias and variance are told apart where every batch has a mixed gradient too.
+        has_moments = count == len(self._sums) >= FEWEST_BATCHES
+        left_out: list[int | None] = [None]
+        if has_moments:
+            left_out.extend(range(len(self._errors.counts)))
+
+        # Twice the variance of a gradient. Rounding may make a variance of zero negative; NaN stays.
+        noise = []
+        for squared_mean, mean_square in self._differences.moments(left_out):
+            variance = mean_square - squared_mean
+            noise.append(0.0 if variance < 0 else 2 * variance)
+
         moments = None
-        if tells:
-            errors = self._errors.moments(left_out)
-            every, *without = (Squares(*one, level) for one, level in zip(errors, noise, strict=True))
-            moments = Moments(every, tuple(without))
+        if has_moments:
+            squares = []
+            for (bias, mean_square), noise_square in zip(self._errors.moments(left_out), noise, strict=True):
+                squares.append(Squares(bias, mean_square, noise_square))
+            moments = Moments(squares[0], tuple(squares[1:]))
+
+        # As of two gradients of the usual norm, whose squared difference is the mean over pairs of batches.
         first, variance = error.first, noise[0] / 2
         between = Sums(first=first, second=first, product=first - variance, difference=noise[0])
         return Measured(name, shape, error, between, rounding, moments)
+
+
+# ---- several parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,26 +363,37 @@ class Totals:
 
     @classmethod
     def of(cls, measured: Sequence[Measured]) -> Totals:
-        errors = [one.error for one in measured]
+        errors = [parameter.error for parameter in measured]
+        noises = [parameter.noise for parameter in measured if parameter.noise]
+        roundings = [parameter.rounding for parameter in measured if parameter.rounding]
+        # With one of zeros in front, so that there are columns without any parameter, too.
+        first, second, product, error, _ = zip(_ZEROS, *errors, strict=True)
+        _, _, _, noise, _ = zip(_ZEROS, *noises, strict=True)
+        _, _, _, rounding, _ = zip(_ZEROS, *roundings, strict=True)
         return cls(
-            gradient=math.sqrt(math.fsum(error.first for error in errors)),
-            mixed=_root(error.second for error in errors),
-            product=math.fsum(_or_inf(error.product) for error in errors),
-            error=_root(error.difference for error in errors),
-            noise=_root(one.noise.difference for one in measured if one.noise),
-            rounding=_root(one.rounding.difference for one in measured if one.rounding),
+            gradient=math.sqrt(math.fsum(first)),
+            mixed=_root(second),
+            product=math.fsum(map(_or_inf, product)),
+            error=_root(error),
+            noise=_root(noise),
+            rounding=_root(rounding),
         )
 
-    def error_over_noise(self, moments: Moments | None, x: float) -> float | None:
-        """Return that of the mean of ``x`` gradients, or as measured where it is not known."""
-        level = math.nan if moments is None else moments.at(x).value
+    def error_over_noise(self, moments: Moments | None, averaged: float) -> float | None:
+        """Return error over noise of the mean of ``averaged`` gradients; without moments, of one."""
         if self.no_noise:
             return None
-        return self.error / self.noise if math.isnan(level) else level
+        if moments is not None:
+            of_mean = moments.at(averaged).value
+            if not math.isnan(of_mean):
+                return of_mean
+        return self.error / self.noise
 
     @property
     def relative_error(self) -> float | None:
-        return self.error / self.gradient if self.gradient > 0 else None
+        if self.gradient > 0:
+            return self.error / self.gradient
+        return None
 
     @property
     def cosine(self) -> float | None:

@@ -1,14 +1,5 @@
 """Captures of runs: the files that a run leaves, read back without torch, and the times in them."""
 
-from narrowcast.observe.capture._events import (
-    ENOUGH_ELEMENTS,
-    OUTPUT_LIMIT,
-    PARAMETER_LIMIT,
-    TOTAL_FAILS,
-    TOTAL_LIMIT,
-    parameter_error,
-    parameter_limit,
-)
 from narrowcast.observe.capture._files import (
     COMPARISON,
     EXPLANATION,
@@ -25,20 +16,32 @@ from narrowcast.observe.capture._files import (
     read_comparison,
     start_event,
 )
+from narrowcast.observe.capture._limits import (
+    ENOUGH_ELEMENTS,
+    OUTPUT_LIMIT,
+    PARAMETER_LIMIT,
+    TOTAL_FAILS,
+    TOTAL_LIMIT,
+    parameter_error,
+    parameter_limit,
+)
 from narrowcast.observe.capture._speed import (
-    FEWEST_PAIRS,
     LEAST_GAIN,
-    Spread,
     kind_of,
-    median_of_runs,
     pace_of,
     speedup_of,
-    student_975,
     times_of_runs,
     times_s,
     took_turns,
     why_no_speedup,
     worth_it,
+)
+from narrowcast.observe.capture._statistics import (
+    FEWEST_PAIRS,
+    Estimate,
+    Spread,
+    median_of_runs,
+    student_975,
 )
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "Capture",
     "CaptureWriter",
     "ComparisonCapture",
+    "Estimate",
     "Spread",
     "TimedRun",
     "discard_captures",

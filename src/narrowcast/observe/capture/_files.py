@@ -77,8 +77,10 @@ class CaptureWriter:
 
     def write(self, *events: Event) -> None:
         """Append ``events``, one a line."""
-        lines = [json.dumps(json_ready(event)) for event in events]
-        left = memoryview("".join(line + "\n" for line in lines).encode())
+        text = ""
+        for event in events:
+            text += json.dumps(json_ready(event)) + "\n"
+        left = memoryview(text.encode())
         with self._lock:
             try:
                 while left and self.error is None:
@@ -102,7 +104,9 @@ def json_ready(value: Any) -> Any:
         return str(value)
     if isinstance(value, dict):
         return {key: json_ready(item) for key, item in value.items()}
-    return [json_ready(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
+    return value
 
 
 # ---- reading
@@ -130,7 +134,9 @@ class Capture:
     def last(self, kind: str) -> Event | None:
         """Return the latest event of one kind, or None."""
         events = self.of(kind)
-        return events[-1] if events else None
+        if not events:
+            return None
+        return events[-1]
 
     @property
     def end(self) -> Event | None:
@@ -141,7 +147,8 @@ class Capture:
         """Return the ``end`` event; if the run was killed, as much of it as its steps show."""
         if self.end is not None:
             return self.end
-        steps, last = self.of("step"), self.last("step") or {}
+        steps = self.of("step")
+        last = self.last("step") or {}
         skipped_steps = sum(step["skipped"] for step in steps)
         known = {
             "event": "end",
@@ -198,7 +205,7 @@ def read_capture(path: Path) -> Capture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRun:
-    """One timed run of a comparison; the capture is that of the run."""
+    """One timed run of a comparison, with the capture that it left."""
 
     name: str  # of its folder, such as ``fp32-1``
     format: str  # ``"fp32"`` or ``"mixed"``
@@ -258,8 +265,15 @@ def read_comparison(folder: Path) -> ComparisonCapture:
             if event.get("ended") is False:
                 continue  # the comparison was killed before the run had written anything
             raise
-        fields = {name: event[name] for name in ("name", "format", "seed", "last_line")}
-        runs[event["name"]] = TimedRun(**fields, capture=capture, cut=event.get("cut", False))
+        # The event of a run that has ended replaces that of its beginning.
+        runs[event["name"]] = TimedRun(
+            name=event["name"],
+            format=event["format"],
+            seed=event["seed"],
+            last_line=event["last_line"],
+            capture=capture,
+            cut=event.get("cut", False),
+        )
     return ComparisonCapture(folder=folder, own=own, runs=tuple(runs.values()))
 
 
@@ -286,7 +300,7 @@ def make_run_folder(
         return _writable(asked)
     stamp = f"{name[:_LONGEST_NAME]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
-        folder = Path.home() / ".cache" / "narrowcast" if cache is None else cache
+        folder = cache or Path.home() / ".cache" / "narrowcast"
         return _writable(folder / "runs" / stamp)
     except (FileError, RuntimeError) as error:
         why = error.__cause__
@@ -307,8 +321,10 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
         FileError: one cannot be deleted.
     """
     stale = [folder / EXPLANATION, *folder.glob("capture-process*.jsonl")]
-    ranks = {path: _OF_A_RANK.match(path.name) for path in folder.glob("capture-rank*.jsonl")}
-    stale += [path for path, rank in ranks.items() if rank is not None and int(rank[1]) >= from_rank]
+    for path in folder.glob("capture-rank*.jsonl"):
+        rank = _OF_A_RANK.match(path.name)
+        if rank is not None and int(rank[1]) >= from_rank:
+            stale.append(path)
     if from_rank == 0:
         # The page first: it must not be mistaken for that of this run, should it be killed.
         stale[:0] = [folder / name for name in (PAGE, RUN, "stdout.txt", "stderr.txt")]

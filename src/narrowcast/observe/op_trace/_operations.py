@@ -45,7 +45,12 @@ class Place(NamedTuple):
 
 
 class _ModuleCall(NamedTuple):
-    """A running call of a module; ``task``: the backward pass that recomputes it; ``hook``: ends it."""
+    """A running call of a module.
+
+    Attributes:
+        task: the backward pass that recomputes it, as ``graph_task_id`` has it.
+        hook: handle of the hook that ends it.
+    """
 
     module_id: int
     place: Place
@@ -53,9 +58,11 @@ class _ModuleCall(NamedTuple):
     hook: Any
 
 
-class _Thread(threading.local):
+class _RunningCalls(threading.local):
+    """The calls of modules that a thread is in, the innermost last."""
+
     def __init__(self) -> None:
-        self.calls: list[_ModuleCall] = []
+        self.stack: list[_ModuleCall] = []
 
 
 class ModulePaths:
@@ -65,7 +72,7 @@ class ModulePaths:
         self.in_optimizer = False
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
         self._titles: Counter[str] = Counter()
-        self._thread = _Thread()
+        self._running = _RunningCalls()
         self._hook: Any = None
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -74,8 +81,10 @@ class ModulePaths:
         if model in self._names:
             return
         modules = list(modules_by_path(model))
-        # The class of the model inside wrappers such as DDP's or torch.compile's.
-        title = [type(module).__name__ for path, module in modules if path == ""][-1]
+        title = ""
+        for path, module in modules:
+            if path == "":  # the last one is inside wrappers such as DDP's or torch.compile's
+                title = type(module).__name__
         self._titles[title] += 1
         if self._titles[title] > 1:
             title = f"{title}-{self._titles[title]}"
@@ -84,7 +93,11 @@ class ModulePaths:
 
     def called_modules(self) -> list[tuple[str, torch.nn.Module]]:
         """Return path and module of each that was called and still exists."""
-        return [(path, module) for module, (_, path) in list(self._names.items()) if module in self._called]
+        called = []
+        for module, (_, path) in list(self._names.items()):
+            if module in self._called:
+                called.append((path, module))
+        return called
 
     def __enter__(self) -> Self:
         self._hook = register_module_forward_pre_hook(self._before_forward)
@@ -92,12 +105,12 @@ class ModulePaths:
 
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
-        while self._thread.calls:
-            self._thread.calls.pop().hook.remove()
+        while self._running.stack:
+            self._running.stack.pop().hook.remove()
 
     def here(self) -> Place:
         """Return the place of a call that this thread makes now."""
-        calls, task = self._thread.calls, graph_task_id()
+        calls, task = self._running.stack, graph_task_id()
         if calls and task in (calls[-1].task, NO_GRAPH_TASK):
             return calls[-1].place
         if task != NO_GRAPH_TASK:
@@ -105,7 +118,7 @@ class ModulePaths:
         return Place("", "", OPTIMIZER if self.in_optimizer else OUTSIDE)
 
     def _before_forward(self, module: torch.nn.Module, _args: Any) -> None:
-        calls = self._thread.calls
+        calls = self._running.stack
         name = self._names.get(module)
         if name is None and not calls:
             return
@@ -117,13 +130,15 @@ class ModulePaths:
         calls.append(_ModuleCall(id(module), place, graph_task_id(), hook))
 
     def _after_forward(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
-        calls = self._thread.calls
+        calls = self._running.stack
         if not any(call.module_id == id(module) for call in calls):
             return
-        ended = 0
-        while ended != id(module):  # calls inside it that an exception ended are still there
-            ended, _, _, hook = calls.pop()
-            hook.remove()
+        while True:
+            ended = calls.pop()
+            ended.hook.remove()
+            # Calls inside it that an exception ended were still there.
+            if ended.module_id == id(module):
+                return
 
 
 # ---- operations
@@ -164,62 +179,87 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = _name_of(func)
         if name is None:
             return func(*args, **kwargs)
-        given = tensors_inside((args, kwargs))
+        read = tensors_inside((args, kwargs))
         place = self._paths.here()
-        # A CUDA graph that is being captured takes no events that tell the time.
-        clock = next((tensor.device.type for tensor in given if not tensor.is_cpu), "cpu")
-        clock = "cpu" if clock == "cuda" and torch.cuda.is_current_stream_capturing() else clock
+        clock = _clock_of(read)
         began = stamp(clock)
         result = func(*args, **kwargs)
         ended = stamp(clock)
-        made = tensors_inside(result)
+
+        written = tensors_inside(result)
+        inputs, outputs = formats_of(read), formats_of(written)
         is_view = _is_view(func)
-        inputs, outputs = formats_of(given), formats_of(made)
-        is_cast = name in _CASTS and len(inputs) == len(outputs) == 1 and inputs != outputs
+        moved_bytes = 0
+        if not is_view:
+            moved_bytes = sum(map(_bytes, read)) + sum(map(_bytes, written))
+        multiplies: str | None = None
+        if is_product(name.partition(".")[0]):
+            multiplies = _narrowest_operand(read)
         self._report(
             Operation(
                 op=name.removeprefix("aten::"),
                 place=place,
                 depth=len(ops_under_way()),
                 stamps=(began, ended),
-                moved_bytes=0 if is_view else sum(_bytes(tensor) for tensor in (*given, *made)),
+                moved_bytes=moved_bytes,
                 is_view=is_view,
-                is_cast=is_cast,
+                is_cast=name in _CASTS and len(inputs) == len(outputs) == 1 and inputs != outputs,
                 inputs=inputs,
                 outputs=outputs,
                 rule=rule_that_casts(),
-                multiplies=_narrowest_operand(given) if is_product(name.partition(".")[0]) else None,
+                multiplies=multiplies,
             )
         )
         return result
 
 
+def _clock_of(tensors: list[torch.Tensor]) -> str:
+    """Return the type of the device whose time an operation on these tensors takes."""
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            # A CUDA graph that is being captured takes no events that tell the time.
+            is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+            return "cpu" if is_captured else tensor.device.type
+    return "cpu"
+
+
 def formats_of(tensors: Any) -> tuple[str, ...]:
     """Return the formats of the floating-point tensors among ``tensors``, each once, the widest first."""
-    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
-    return tuple(format_name(dtype) for dtype in sorted(found, key=lambda d: (-d.itemsize, str(d))))
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()}
+    widest_first = sorted(dtypes, key=lambda dtype: (-dtype.itemsize, str(dtype)))
+    return tuple(map(format_name, widest_first))
 
 
-def _narrowest_operand(given: list[torch.Tensor]) -> str | None:
+def _narrowest_operand(tensors: list[torch.Tensor]) -> str | None:
     """Return the format of the narrowest matrix; a bias or a running sum may be wider."""
-    dtypes = [tensor.dtype for tensor in given if tensor.is_floating_point() and tensor.dim() > 1]
-    return format_name(min(dtypes, key=lambda dtype: dtype.itemsize)) if dtypes else None
+    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 1]
+    if not dtypes:
+        return None
+    return format_name(min(dtypes, key=lambda dtype: dtype.itemsize))
 
 
 @functools.cache
 def _name_of(func: Any) -> str | None:
     """Return ``"aten::add.Tensor"``; None if it does not work on tensors."""
     name: str = func.name()
-    schema = func._schema
-    on_tensors = any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns))
-    return name if on_tensors and not name.startswith("prim::") else None
+    if name.startswith("prim::"):
+        return None
+    values = (*func._schema.arguments, *func._schema.returns)
+    if not any("Tensor" in str(value.type) for value in values):
+        return None
+    return name
 
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    aliases = [one.alias_info for one in func._schema.returns]
-    return bool(aliases) and all(info is not None and not info.is_write for info in aliases)
+    returns = func._schema.returns
+    for value in returns:
+        if value.alias_info is None or value.alias_info.is_write:
+            return False
+    return bool(returns)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize if tensor.layout == torch.strided else 0
+    if tensor.layout != torch.strided:
+        return 0
+    return tensor.numel() * tensor.itemsize

@@ -63,20 +63,29 @@ Collected = dict[Site, list[list[Operation]]]
 
 
 def together(parts: Iterable[Collected], *, also: Collected | None = None) -> Collected:
-    """Join what was collected in several steps; of ``also`` only sites in modules that no part has."""
+    """Join what was collected in several steps, and of ``also`` the sites in modules that no part has."""
     found: Collected = {}
     for part in parts:
         for site, calls in part.items():
             found.setdefault(site, []).extend(calls)
-    others = {site: calls for site, calls in (also or {}).items() if site.root and site not in found}
-    return found | others
+    if also is not None:
+        for site, calls in also.items():
+            if site.root and site not in found:
+                found[site] = calls
+    return found
 
 
-class _Thread(threading.local):
-    def __init__(self, all_pending: list[list[Operation]]) -> None:
-        self.pending: list[Operation] = []  # those that no operator has claimed yet
-        self.has_decided_part = False  # in the outermost operator that runs
-        all_pending.append(self.pending)
+class _Unclaimed(threading.local):
+    """Operations of a thread that no operator has claimed yet.
+
+    Attributes:
+        has_decided_part: whether an operator in the outermost one that runs was decided about.
+    """
+
+    def __init__(self, of_all_threads: list[list[Operation]]) -> None:
+        self.operations: list[Operation] = []
+        self.has_decided_part = False
+        of_all_threads.append(self.operations)
 
 
 class OpTrace:
@@ -98,8 +107,8 @@ class OpTrace:
         self.rules = ReachedRules(policy, self.paths)
         self._device_type = device_type
         self._watch = OperationWatch(self.paths, self._saw_operation)
-        self._all_pending: list[list[Operation]] = []  # of every thread
-        self._thread = _Thread(self._all_pending)
+        self._unclaimed_of_all: list[list[Operation]] = []
+        self._unclaimed = _Unclaimed(self._unclaimed_of_all)
         self._lock = threading.Lock()
         self._collected: Collected = {}
         self._stack = ExitStack()
@@ -117,10 +126,10 @@ class OpTrace:
         """Return what was seen since entering, or since the last call of this method."""
         with self._lock:
             # What ran in no watched operator: backward, optimizers, code outside of regions.
-            for pending in list(self._all_pending):
-                for operation in pending:
+            for operations in list(self._unclaimed_of_all):
+                for operation in operations:
                     self._count_alone(operation)
-                pending.clear()
+                operations.clear()
             found, self._collected = self._collected, {}
         return found
 
@@ -128,25 +137,25 @@ class OpTrace:
 
     def _saw_operation(self, operation: Operation) -> None:
         if operation.place.fp8_rule is None or operation.depth > 0:
-            self._thread.pending.append(operation)
+            self._unclaimed.operations.append(operation)
         else:  # no watched operator will claim it: it is counted in its order among modules
             with self._lock:
                 self._count_alone(operation)
 
     def _saw_call(self, call: Any) -> None:
-        """Count an operator that was decided about, and an outermost one with what is left inside it."""
-        depth, thread = len(call.enclosing), self._thread
+        """Count an operator that autocast decided about, or what no other has claimed of an outermost one."""
+        depth = len(call.enclosing)
         border = rule_that_casts()
         rule = border or call.rule
         is_decided = call.listed and not call.composite
         inside: list[Operation] = []
         if is_decided or depth == 0:
-            at = len(thread.pending)
-            while at and thread.pending[at - 1].depth > depth:
-                at -= 1
-            inside, thread.pending[at:] = thread.pending[at:], []
-        is_empty = thread.has_decided_part and all(operation.is_view for operation in inside)
-        thread.has_decided_part = depth > 0 and (is_decided or thread.has_decided_part)
+            inside = self._claimed(depth)
+
+        # An outermost operator whose parts were decided about has a row only for what else it computed.
+        unclaimed = self._unclaimed
+        is_empty = unclaimed.has_decided_part and all(operation.is_view for operation in inside)
+        unclaimed.has_decided_part = depth > 0 and (is_decided or unclaimed.has_decided_part)
         with self._lock:
             self.rules.saw(call.op, rule, [operation.op for operation in inside])
             if not is_decided and (depth > 0 or is_empty):
@@ -164,19 +173,33 @@ class OpTrace:
             )
             self._collected.setdefault(site, []).append(inside)
 
+    def _claimed(self, depth: int) -> list[Operation]:
+        """Take the operations that ran in the operator at ``depth`` which ends now."""
+        operations = self._unclaimed.operations
+        first = len(operations)
+        while first and operations[first - 1].depth > depth:
+            first -= 1
+        inside = operations[first:]
+        del operations[first:]
+        return inside
+
     def _count_alone(self, operation: Operation) -> None:
-        """Count an operation outside of every watched operator, and why it is as it is."""
-        place, rule, computes = operation.place, operation.rule, None
+        """Count an operation that ran outside of every watched operator, and say why it has its format."""
+        place, rule = operation.place, operation.rule
+        computes: str | None = None
         if place.fp8_rule is not None:
             rule, because = place.fp8_rule, str(place.fp8_rule)
-            computes = None if operation.multiplies is None else place.fp8_rule.compute
+            if operation.multiplies is not None:
+                computes = rule.compute
             self.rules.saw(operation.op, rule, ())
         elif place.phase == BACKWARD:
             because = "backward: in the formats of the forward"
         elif rule is not None:
             because = _BORDER
+        elif operation.inputs:
+            because = "outside of every region"
         else:
-            because = "outside of every region" if operation.inputs else "it has no input to cast"
+            because = "it has no input to cast"
         site = Site(
             *place[:3],
             op=operation.op,
@@ -198,11 +221,20 @@ def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str
     shorter = without_prefix(rule, modules)
     if shorter is not None:
         return f' (did you mean "{shorter}"? paths start at the module that is called)'
-    by_path = rule.module is not None
-    asked = rule.module if rule.module is not None else str(rule.module_type).rpartition(".")[2]
-    known = (path if by_path else names[0].rpartition(".")[2] for path, names in modules)
+    if rule.module is not None:
+        asked = rule.module
+        known = [path for path, _ in modules]
+    else:
+        asked = _without_package(str(rule.module_type))
+        known = [_without_package(classes[0]) for _, classes in modules]
     guess, meant, _ = near_names(asked, list(dict.fromkeys(known))[:_MOST_MODULES]).partition("? Known:")
-    return f" ({guess[0].lower()}{guess[1:]}?)" if meant else ""
+    if not meant:
+        return ""
+    return f" ({guess[0].lower()}{guess[1:]}?)"
+
+
+def _without_package(class_name: str) -> str:
+    return class_name.rpartition(".")[2]
 
 
 class ReachedRules:
@@ -232,16 +264,18 @@ class ReachedRules:
         named = [(path, class_names(type(module))) for path, module in self._paths.called_modules()]
         found = []
         for rule in self._rules:
-            names_one = rule.is_for_modules and any(names_module(rule, *module) for module in named)
-            # A rule for a whole module decides about its inputs, whatever is inside.
-            whole_module = rule.op is None and rule.compute not in FP8_RECIPES and names_one
-            if rule in self._reached or whole_module:
+            if rule in self._reached:
                 continue
-            if rule.is_for_modules and not names_one:
-                reason = f"it names none of the modules that were called{near_module(rule, named)}"
-            else:
-                reason = self._why(rule)
-            found.append({"rule": str(rule), "reason": reason})
+            if rule.is_for_modules:
+                if not any(names_module(rule, *module) for module in named):
+                    hint = near_module(rule, named)
+                    reason = f"it names none of the modules that were called{hint}"
+                    found.append({"rule": str(rule), "reason": reason})
+                    continue
+                # A rule for a whole module decides about its inputs, whatever is inside.
+                if rule.op is None and rule.compute not in FP8_RECIPES:
+                    continue
+            found.append({"rule": str(rule), "reason": self._why(rule)})
         return found
 
     def _why(self, rule: Rule) -> str:
@@ -250,12 +284,15 @@ class ReachedRules:
         op = str(rule.op)
         if op in self._called:
             return f"each call of {op} was decided by a more specific rule, or is outside of its modules"
-        names = (op, *(_MATMULS if op in _MATMULS else ()))
-        outer = next((self._around[name] for name in names if name in self._around), None)
-        if outer is None:
-            return f"{op} was not called"
-        whole = f"{outer}, which is decided about as a whole"
-        return f"{op} runs only inside {whole}: a rule for {base_of(outer)} reaches it"
+        names = [op]
+        if op in _MATMULS:
+            names.extend(_MATMULS)
+        for name in names:
+            if name in self._around:
+                outer = self._around[name]
+                whole = f"{outer}, which is decided about as a whole"
+                return f"{op} runs only inside {whole}: a rule for {base_of(outer)} reaches it"
+        return f"{op} was not called"
 
 
 # ---- events of a capture
@@ -265,46 +302,67 @@ def trace_events(
     seen: Collected, unreached: list[dict[str, Any]], facts: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the events of a trace, the last one ``watched``: totals and ``facts``."""
-    ran = [one for calls in seen.values() for one in chain(*calls) if not one.is_view]
+    events: list[dict[str, Any]] = []
+    ran: list[Operation] = []
+    for site, calls in seen.items():
+        operations = list(chain(*calls))
+        events.append(_site_event(site, len(calls), operations))
+        ran += _computed(operations)
+    events += [{"event": "unreached", **rule} for rule in unreached]
+
     casts = [operation for operation in ran if operation.is_cast]
     products = [operation for operation in ran if operation.multiplies is not None]
-    totals = {
-        "event": "watched",
-        "ops": len(ran),
-        "casts": len(casts),
-        "moved_bytes": sum(operation.moved_bytes for operation in ran),
-        "cast_bytes": sum(operation.moved_bytes for operation in casts),
-        "duration_s": _took_s(ran),
-        "cast_s": _took_s(casts),
-        "product_s": _took_s(products),
-        "narrow_product_s": _took_s(product for product in products if product.multiplies not in _WIDE),
-    }
-    events = [_site_event(site, len(calls), list(chain(*calls))) for site, calls in seen.items()]
-    events += [{"event": "unreached", **found} for found in unreached]
-    return [json_ready(event) for event in (*events, {**totals, **facts})]
+    narrow_products = [operation for operation in products if operation.multiplies not in _WIDE]
+    events.append(
+        {
+            "event": "watched",
+            "ops": len(ran),
+            "casts": len(casts),
+            "moved_bytes": _moved_bytes(ran),
+            "cast_bytes": _moved_bytes(casts),
+            "duration_s": _took_s(ran),
+            "cast_s": _took_s(casts),
+            "product_s": _took_s(products),
+            "narrow_product_s": _took_s(narrow_products),
+            **facts,
+        }
+    )
+    return [json_ready(event) for event in events]
+
+
+def _computed(operations: Iterable[Operation]) -> list[Operation]:
+    return [operation for operation in operations if not operation.is_view]
 
 
 def _took_s(operations: Iterable[Operation]) -> float:
-    return sum((operation.took_s() for operation in operations), 0.0)
+    return sum(map(Operation.took_s, operations), 0.0)
+
+
+def _moved_bytes(operations: Iterable[Operation]) -> int:
+    return sum(operation.moved_bytes for operation in operations)
 
 
 def _site_event(site: Site, calls: int, operations: list[Operation]) -> dict[str, Any]:
     casts = [operation for operation in operations if operation.is_cast]
-    ran = [operation for operation in operations if not operation.is_view]
-    if not ran:
-        kind = "view"
-    elif any(operation.multiplies is not None for operation in ran):
-        kind = "product"
-    elif all(operation.is_cast for operation in ran):
-        kind = "cast"
-    else:
-        kind = "other" if site.inputs or site.outputs else "no floats"
     return {
         "event": "site",
         **site._asdict(),
-        "kind": kind,
+        "kind": _kind_of(site, operations),
         "calls": calls,
         "casts": len(casts),
-        "cast_bytes": sum(operation.moved_bytes for operation in casts),
+        "cast_bytes": _moved_bytes(casts),
         "duration_s": _took_s(operations),
     }
+
+
+def _kind_of(site: Site, operations: list[Operation]) -> str:
+    ran = _computed(operations)
+    if not ran:
+        return "view"
+    if any(operation.multiplies is not None for operation in ran):
+        return "product"
+    if all(operation.is_cast for operation in ran):
+        return "cast"
+    if site.inputs or site.outputs:
+        return "other"
+    return "no floats"

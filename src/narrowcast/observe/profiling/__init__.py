@@ -8,8 +8,8 @@ from narrowcast.observe.profiling._block import (
     seconds_between,
     stamp,
 )
+from narrowcast.observe.profiling._host_reads import HostReads
 from narrowcast.observe.profiling._steps import (
-    HostReads,
     is_product,
     same_size,
     summarize,

@@ -53,18 +53,27 @@ def profile(
     """
     if not isinstance(memory, bool):
         raise SettingError(f"expected memory to be True or False, got {memory!r}")
+    return _measured(_device_to_measure(device), memory=memory)
+
+
+def _device_to_measure(asked: str | torch.device | None) -> torch.device:
+    """Return the device, with its number on CUDA."""
+    if not asked:
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        given = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(asked)
     except RuntimeError as error:
-        raise DeviceError(f"expected a device, got {device!r}: {str(error).splitlines()[0]}") from None
-    if given.type not in ("cpu", "cuda"):
-        raise DeviceError(f'expected "cpu" or "cuda" to profile, got "{given}"')
-    if given.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (given.index or 0) >= count:
-            raise DeviceError(f'expected one of the {count} CUDA devices of this machine, got "{given}"')
-        given = torch.device("cuda", torch.cuda.current_device() if given.index is None else given.index)
-    return _measured(given, memory=memory)
+        raise DeviceError(f"expected a device, got {asked!r}: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f'expected "cpu" or "cuda" to profile, got "{device}"')
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise DeviceError(f'expected one of the {count} CUDA devices of this machine, got "{device}"')
+    if device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 @contextmanager
@@ -77,14 +86,14 @@ def _measured(device: torch.device, *, memory: bool) -> Iterator[Profile]:
             stack.callback(_measuring_memory.release)
             meter = _CudaMemory(device) if device.type == "cuda" else LiveTensorBytes()
             stack.enter_context(meter)
-        found = Profile(device, meter)
+        profiled = Profile(device, meter)
         _wait(device)
         started_s = time.perf_counter()
         try:
-            yield found
+            yield profiled
             _wait(device)  # not after an error, which may keep the device from synchronizing
         finally:
-            found._duration_s = time.perf_counter() - started_s
+            profiled._duration_s = time.perf_counter() - started_s
 
 
 def _wait(device: torch.device) -> None:
@@ -122,14 +131,18 @@ class Profile:
             OrderError: the block has not ended.
             UnsupportedError: on a CPU, another profiler ran in this thread meanwhile.
         """
-        _ = self.duration_s
-        return None if self._memory is None else self._memory.peak_bytes
+        _ = self.duration_s  # raises if the block has not ended
+        if self._memory is None:
+            return None
+        return self._memory.peak_bytes
 
     @property
     def added_bytes(self) -> int | None:
         """The peak above what was there at the start; the same on every device. None without ``memory``."""
         _ = self.duration_s
-        return None if self._memory is None else self._memory.added_bytes
+        if self._memory is None:
+            return None
+        return self._memory.added_bytes
 
     def __str__(self) -> str:
         if self._duration_s is None:
@@ -138,7 +151,8 @@ class Profile:
         peak, added = self.peak_bytes, self.added_bytes
         if peak is not None and added is not None:
             text += f", peak {bytes_text(peak)}"
-            text += f", {bytes_text(added)} of it added" if added != peak else ""
+            if added != peak:
+                text += f", {bytes_text(added)} of it added"
         return f"{text} ({self.device})"
 
 
@@ -199,17 +213,19 @@ class LiveTensorBytes:
         except UnsupportedError as error:
             self._problem = error
             return
-        found = [event for event in every_event(tree) if event.tag.name == "Allocation"]
-        alive: dict[int, int] = {}
+        allocations = [event for event in every_event(tree) if event.tag.name == "Allocation"]
+        allocations.sort(key=lambda event: event.start_time_ns)
+        alive: dict[int, int] = {}  # bytes of each block, by its address
         total = 0
-        for event in sorted(found, key=lambda event: event.start_time_ns):
+        for event in allocations:
             block = event.typed[1]  # of negative size if it is freed
-            if block.device.type == "cpu":
-                total -= alive.pop(block.ptr, 0)  # 0: allocated before
-                if block.alloc_size > 0:
-                    alive[block.ptr] = block.alloc_size
-                    total += block.alloc_size
-                self._peak = max(self._peak, total)
+            if block.device.type != "cpu":
+                continue
+            total -= alive.pop(block.ptr, 0)  # 0: allocated before
+            if block.alloc_size > 0:
+                alive[block.ptr] = block.alloc_size
+                total += block.alloc_size
+            self._peak = max(self._peak, total)
 
     @property
     def peak_bytes(self) -> int:
@@ -299,9 +315,13 @@ class Recorder:
         recording, self._profile = self._profile, None
         with suppress(RuntimeError):  # torch 2.11, if another profiler has stopped this one
             recording.__exit__(None, None, None)
-        results = recording.profiler.kineto_results if recording.profiler else None
-        tree = [] if results is None else results.experimental_event_tree()
-        if sum(event.name == MARK for event in every_event(tree)) != self._marks:
+        results: Any = None
+        tree: list[Any] = []
+        if recording.profiler and recording.profiler.kineto_results is not None:
+            results = recording.profiler.kineto_results
+            tree = results.experimental_event_tree()
+        marks = [event for event in every_event(tree) if event.name == MARK]
+        if len(marks) != self._marks:
             raise UnsupportedError("another profiler ran in this thread meanwhile: switch that one off")
         return tree, results
 

@@ -1,19 +1,17 @@
-"""Where the time of a training step goes, by torch's profiler, and where a script reads values of tensors."""
+"""Where the time of a training step goes, by torch's profiler."""
 
 from __future__ import annotations
 
 import math
 import re
 import statistics
-import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.profiling._block import MARK, every_event
@@ -30,23 +28,8 @@ _CASTING = ("aten::to", "aten::_to_copy", "aten::copy_")
 # A step that lasts longer than this times the median was disturbed by something else.
 _DISTURBED = 1.5
 
-
-def _kernels(events: Iterable[Any]) -> tuple[dict[int, int], list[tuple[int, int]]]:
-    """Return the time on the GPU by the op that launched it, and start and end of all that ran there."""
-    kernels: dict[int, int] = defaultdict(int)
-    intervals = []
-    for event in events:
-        # Annotations of the host appear on the GPU too, around the kernels that it launched.
-        on_gpu = event.device_type() == torch.profiler.DeviceType.CUDA and not event.is_user_annotation()
-        if on_gpu and event.duration_ns() > 0:
-            intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-            kernels[event.linked_correlation_id()] += event.duration_ns()
-    return kernels, intervals
-
-
-def _ops(events: Iterable[Any]) -> list[Any]:
-    """Return the ops and ranges among events, without allocations and calls of CUDA."""
-    return [event for event in events if event.tag.name in ("TorchOp", "Backend")]
+_Interval = tuple[int, int]
+"""Start and end, in nanoseconds."""
 
 
 def summarize(
@@ -76,45 +59,140 @@ def summarize(
     marks = [op for op in _ops(tree) if op.name == MARK]
     if not marks:
         raise UnsupportedError("a range of torch's profiler is open around the steps: end it before them")
-    kernels_ns, intervals_ns = _kernels(results.events())
-    on_gpu = device != "cpu" and bool(intervals_ns)
-    windows = list(pairwise(mark.start_time_ns for mark in marks))
-    if not windows:
-        raise UnsupportedError("no step was recorded")
-    usual = statistics.median_low([b - a for a, b in windows])
-    windows = [(a, b) for a, b in windows if b - a <= _DISTURBED * usual]
-    every = [op for op in _ops(tree) if any(a <= op.start_time_ns < b for a, b in windows) if op.name != MARK]
-    mine = [op for op in every if op.start_tid == marks[0].start_tid]
-    steps, wall = len(windows), sum(b - a for a, b in windows)
-    busy = sum(union_ns(intervals_ns, a, b) for a, b in windows) if on_gpu else None
-    sums = _Sums(kernels_ns if on_gpu else None, weights)
-    for op in every if on_gpu else mine:
-        sums.add(op)
-    loading_ns = sum(op.duration_time_ns for op in every_event(mine) if op.name.startswith(_LOADER))
-    shares, calls_ns = _shares(sums.parts_ns, wall, busy), sums.calls_ns
+    steps = _undisturbed([mark.start_time_ns for mark in marks])
+    steps_ns = sum(map(_length, steps))
+    on_gpu = _on_gpu(results.events())
+
+    # On a GPU the time of an op is that of its kernels, whatever thread launched them. On a CPU what another
+    # thread does is not waited for.
+    timed_on_gpu = device != "cpu" and bool(on_gpu.intervals)
+    script_thread = marks[0].start_tid
+    sums = _Sums(on_gpu.kernels_ns if timed_on_gpu else None, weights)
+    of_script: list[Any] = []
+    for op in _ops(tree):
+        if op.name == MARK or not _is_within(op.start_time_ns, steps):
+            continue
+        if op.start_tid == script_thread:
+            of_script.append(op)
+        if timed_on_gpu or op.start_tid == script_thread:
+            sums.add(op)
+
+    busy_ns: int | None = None
+    busy_share: float | None = None
+    if timed_on_gpu:
+        busy_ns = sum(union_ns(on_gpu.intervals, start, end) for start, end in steps)
+        busy_share = busy_ns / steps_ns
+    loading_ns = 0
+    for event in every_event(of_script):
+        if event.name.startswith(_LOADER):
+            loading_ns += event.duration_time_ns
+    shares = _shares(sums.parts_ns, steps_ns, busy_ns)
+    mean_s: float | None = None
+    if sums.calls_ns:
+        mean_s = statistics.fmean(sums.calls_ns) / 1e9
+    casts = {name: value / len(steps) for name, value in sums.casts.items()}
     return {
         "device": device,
-        "steps": steps,
-        "step_s": wall / steps / 1e9,
+        "steps": len(steps),
+        "step_s": steps_ns / len(steps) / 1e9,
         "shares": shares,
-        "products": sums.products(steps, shares[PRODUCTS]),
-        "casts": {name: value / steps for name, value in sums.casts.items()} | {"share": shares[CASTS]},
-        "ops": {
-            "count": len(calls_ns) / steps,
-            "mean_s": statistics.fmean(calls_ns) / 1e9 if calls_ns else None,
-        },
-        "loading_share": loading_ns / wall,
-        "gpu_busy_share": None if busy is None else busy / wall,
+        "products": sums.products(len(steps), shares[PRODUCTS]),
+        "casts": casts | {"share": shares[CASTS]},
+        "ops": {"count": len(sums.calls_ns) / len(steps), "mean_s": mean_s},
+        "loading_share": loading_ns / steps_ns,
+        "gpu_busy_share": busy_share,
     }
 
 
-def _shares(parts: dict[str, int], wall: int, busy: int | None) -> dict[str, float]:
+def _ops(events: Iterable[Any]) -> list[Any]:
+    """Return the ops and ranges among events, without allocations and calls of CUDA."""
+    return [event for event in events if event.tag.name in ("TorchOp", "Backend")]
+
+
+def _undisturbed(marks_ns: Sequence[int]) -> list[_Interval]:
+    """Return the steps between marks, without those that something else made longer."""
+    steps = list(pairwise(marks_ns))
+    if not steps:
+        raise UnsupportedError("no step was recorded")
+    usual_ns = statistics.median_low(list(map(_length, steps)))
+    return [step for step in steps if _length(step) <= _DISTURBED * usual_ns]
+
+
+def _length(interval: _Interval) -> int:
+    start, end = interval
+    return end - start
+
+
+def _is_within(time_ns: int, steps: Sequence[_Interval]) -> bool:
+    return any(start <= time_ns < end for start, end in steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnGpu:
+    """What ran on the GPU: when, and how long by the op that launched it."""
+
+    kernels_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    intervals: list[_Interval] = field(default_factory=list)
+
+
+def _on_gpu(events: Iterable[Any]) -> _OnGpu:
+    found = _OnGpu()
+    for event in events:
+        is_kernel = event.device_type() == torch.profiler.DeviceType.CUDA
+        # Annotations of the host appear on the GPU too, around the kernels that it launched.
+        if is_kernel and not event.is_user_annotation() and event.duration_ns() > 0:
+            found.intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+            found.kernels_ns[event.linked_correlation_id()] += event.duration_ns()
+    return found
+
+
+def union_ns(intervals: Iterable[_Interval], start: int, end: int) -> int:
+    """Return how much of the time from ``start`` to ``end`` is covered by any of ``intervals``."""
+    covered, reached = 0, start
+    for begins, ends in sorted(intervals):
+        fresh = min(ends, end) - max(begins, reached)
+        if fresh > 0:
+            covered += fresh
+            reached = min(ends, end)
+    return covered
+
+
+def _shares(parts_ns: Mapping[str, int], steps_ns: int, busy_ns: int | None) -> dict[str, float]:
     """Return shares of a step's time; kernels that ran side by side share the time that the GPU was busy."""
-    known = {part: time for part, time in parts.items() if part != PYTHON}
-    total = sum(known.values())
-    covered = min(total, wall) if busy is None else min(busy, wall)
-    shares = {part: covered * time / (total or 1) / wall for part, time in known.items()}
-    return shares | {PYTHON: 1.0 - sum(shares.values())}
+    known_ns = dict(parts_ns)
+    del known_ns[PYTHON]  # what is left, below
+    total_ns = sum(known_ns.values())
+    covered_ns = total_ns
+    if busy_ns is not None:
+        covered_ns = busy_ns
+    covered_ns = min(covered_ns, steps_ns)
+    shares: dict[str, float] = {}
+    for part, time_ns in known_ns.items():
+        shares[part] = covered_ns * time_ns / (total_ns or 1) / steps_ns
+    shares[PYTHON] = 1.0 - sum(shares.values())
+    return shares
+
+
+# ---- sums over ops
+
+
+@dataclass(slots=True)
+class _ProductTimes:
+    """The products of one size and format; kind and shape are those of the first."""
+
+    kind: str
+    shape: Shape
+    format: str
+    times_ns: list[int] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.times_ns)
+
+    @property
+    def each_ns(self) -> float:
+        """A median: on a busy machine one product out of hundreds lasts ten times as long."""
+        return statistics.median(self.times_ns)
 
 
 class _Sums:
@@ -131,29 +209,43 @@ class _Sums:
         # Bytes are read and written; ``weight_``: of parameters.
         self.casts = {"count": 0, "bytes": 0, "weight_count": 0, "weight_bytes": 0}
         self.calls_ns: list[int] = []  # of ops that Python or autograd called, not of those that ops called
-        self._products: dict[Any, tuple[tuple[str, Shape, str], list[int]]] = {}
+        self._products: dict[Any, _ProductTimes] = {}
 
     def add(self, op: Any, inherited: str = PYTHON, *, is_call: bool = True) -> bool:
         """Add an op and those that it called; return whether one of them is a product."""
-        part, children = _part_of(op, inherited), _ops(op.children)
+        part = _part_of(op, inherited)
         if part != LOADING:
             self._add_cast(op)
         if is_call and _is_op(op.name):
             self.calls_ns.append(op.duration_time_ns)
             is_call = False
+
         has_product = False
-        for child in children:
+        for child in _ops(op.children):
             has_product |= self.add(child, part, is_call=is_call)
-        self.parts_ns[OTHER if part == PYTHON and self._kernels_ns is not None else part] += self._own_ns(op)
-        if is_product(op.name) and not has_product:
-            operands = _operands(op)
-            shapes = [None if tensor is None else tuple(tensor.sizes) for tensor in operands]
-            kind, shape = product_size(op.name, shapes)
-            format_ = _narrowest_format(operands)
-            of_size = (*same_size(kind, shape), format_)
-            _, times = self._products.setdefault(of_size, ((kind, shape, format_), []))
-            times.append(self._total_ns(op))
-        return has_product or is_product(op.name)
+
+        # Kernels that Python launched itself, as of an extension, are an op's all the same.
+        if part == PYTHON and self._kernels_ns is not None:
+            part = OTHER
+        self.parts_ns[part] += self._own_ns(op)
+        if not is_product(op.name):
+            return has_product
+        # A linear layer calls a matmul, which is the one that counts.
+        if not has_product:
+            self._add_product(op)
+        return True
+
+    def _add_product(self, op: Any) -> None:
+        operands = _operands(op)
+        shapes: list[Shape | None] = []
+        for tensor in operands:
+            shapes.append(None if tensor is None else tuple(tensor.sizes))
+        kind, shape = product_size(op.name, shapes)
+        format_ = _narrowest_format(operands)
+        size = (*same_size(kind, shape), format_)
+        if size not in self._products:
+            self._products[size] = _ProductTimes(kind, shape, format_)
+        self._products[size].times_ns.append(self._total_ns(op))
 
     def _own_ns(self, op: Any) -> int:
         if self._kernels_ns is not None:
@@ -166,29 +258,34 @@ class _Sums:
 
     def _add_cast(self, op: Any) -> None:
         sides = _cast_sides(op)
-        if sides:
-            moved = sum(math.prod(side.sizes) * side.dtype.itemsize for side in sides)
-            for prefix in ("", "weight_") if sides[1].storage_data_ptr in self._weights else ("",):
-                self.casts[f"{prefix}count"] += 1
-                self.casts[f"{prefix}bytes"] += moved
+        if not sides:
+            return
+        moved_bytes = sum(math.prod(side.sizes) * side.dtype.itemsize for side in sides)
+        self.casts["count"] += 1
+        self.casts["bytes"] += moved_bytes
+        _, source = sides
+        if source.storage_data_ptr in self._weights:
+            self.casts["weight_count"] += 1
+            self.casts["weight_bytes"] += moved_bytes
 
     def products(self, steps: int, share: float) -> list[dict[str, Any]]:
         """Return the products of each size in one step, of which all take ``share``, the slowest first."""
-        # A median: on a busy machine one product out of hundreds lasts ten times as long.
-        sizes = [(*key, len(times), statistics.median(times)) for key, times in self._products.values()]
-        sizes.sort(key=lambda size: -size[-2] * size[-1])
-        total_ns = sum(count * each_ns for *_, count, each_ns in sizes) or 1
-        return [
-            {
-                "kind": kind,
-                "shape": list(shape),
-                "format": format_,
-                "count": count / steps,
-                "share": share * count * each_ns / total_ns,
-                "each_s": each_ns / 1e9,
-            }
-            for kind, shape, format_, count, each_ns in sizes
-        ]
+        sizes = list(self._products.values())
+        sizes.sort(key=lambda size: size.count * size.each_ns, reverse=True)
+        total_ns = sum(size.count * size.each_ns for size in sizes) or 1
+        rows = []
+        for size in sizes:
+            rows.append(
+                {
+                    "kind": size.kind,
+                    "shape": list(size.shape),
+                    "format": size.format,
+                    "count": size.count / steps,
+                    "share": share * size.count * size.each_ns / total_ns,
+                    "each_s": size.each_ns / 1e9,
+                }
+            )
+        return rows
 
 
 def _part_of(op: Any, inherited: str) -> str:
@@ -201,7 +298,9 @@ def _part_of(op: Any, inherited: str) -> str:
         return CASTS
     if is_product(op.name):
         return PRODUCTS
-    return OTHER if inherited == PYTHON and _is_op(op.name) else inherited
+    if inherited == PYTHON and _is_op(op.name):
+        return OTHER
+    return inherited
 
 
 def _is_op(name: str) -> bool:
@@ -211,35 +310,32 @@ def _is_op(name: str) -> bool:
 
 def _operands(op: Any) -> list[Any]:
     """Return metadata of its tensors by position; None for other arguments."""
-    given = op.typed[1].inputs if op.tag.name == "TorchOp" else ()
-    return [value if getattr(value, "sizes", None) is not None else None for value in given]
+    if op.tag.name != "TorchOp":
+        return []
+    return [argument if hasattr(argument, "sizes") else None for argument in op.typed[1].inputs]
 
 
 def _narrowest_format(operands: Sequence[Any]) -> str:
+    narrowest = torch.float32
     dtypes = [tensor.dtype for tensor in operands if tensor is not None and tensor.dtype.is_floating_point]
-    return format_name(min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32))
+    if dtypes:
+        narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+    return format_name(narrowest)
 
 
 def _cast_sides(op: Any) -> list[Any]:
     """Return destination and source of a copy between fp32, bf16 and fp16; nothing for other ops."""
-    sides = _operands(op)[:2] if op.name == "aten::copy_" else []
+    if op.name != "aten::copy_":
+        return []
+    sides = _operands(op)[:2]
     dtypes = {side.dtype for side in sides if side is not None}
-    return sides if len(dtypes) == 2 and dtypes <= _CAST_DTYPES else []
+    if len(dtypes) != 2 or not dtypes <= _CAST_DTYPES:
+        return []
+    return sides
 
 
 def _has_cast(op: Any) -> bool:
     return bool(_cast_sides(op)) or any(map(_has_cast, _ops(op.children)))
-
-
-def union_ns(intervals: Iterable[tuple[int, int]], start: int, end: int) -> int:
-    """Return how much of the time from ``start`` to ``end`` is covered by any of ``intervals``."""
-    covered, reached = 0, start
-    for begins, ends in sorted(intervals):
-        fresh = min(ends, end) - max(begins, reached)
-        if fresh > 0:
-            covered += fresh
-            reached = min(ends, end)
-    return covered
 
 
 # ---- products
@@ -260,8 +356,9 @@ _NAMES = frozenset((*_MATRICES, *_RECURRENT, *_LINEAR, *_SCALED, "einsum", "addb
 def is_product(name: str) -> bool:
     """Return whether the operator ``name``, such as ``"aten::mm"``, multiplies, in forward or backward."""
     space, _, op = name.partition("::")
-    is_one = op in _NAMES or op.startswith(_ATTENTION) or _CONVOLUTION.search(op) is not None
-    return space in ("aten", "mkldnn") and is_one
+    if space not in ("aten", "mkldnn"):
+        return False
+    return op in _NAMES or op.startswith(_ATTENTION) or _CONVOLUTION.search(op) is not None
 
 
 def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]:
@@ -271,20 +368,28 @@ def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]
     K))``, ``("convolution", input + weight)``, ``("attention", query + key)``, ``("recurrent layer", input)``
     """
     op = name.partition("::")[2]
-    # Backward of these gets the gradient of the output first.
+    is_attention = op.startswith(_ATTENTION)
     is_convolution = _CONVOLUTION.search(op) is not None
-    first = "backward" in op and (op.startswith(_ATTENTION) or is_convolution)
-    given = [shape or () for shape in shapes[int(first) :]]
-    one, two = [*given[_MATRICES.get(op, 0) :], (), ()][:2]
-    if op.startswith(_ATTENTION) or is_convolution:
-        return "convolution" if is_convolution else "attention", one + two
+    operands = [shape or () for shape in shapes]
+    # Backward of these gets the gradient of the output first.
+    if "backward" in op and (is_attention or is_convolution):
+        operands = operands[1:]
+    operands = operands[_MATRICES.get(op, 0) :]
+    first, second, *_ = [*operands, (), ()]
+
+    if is_convolution:
+        return "convolution", first + second
+    if is_attention:
+        return "attention", first + second
     if op in _RECURRENT:
-        return "recurrent layer", one
+        return "recurrent layer", first
     if op in _LINEAR:
-        two = two[::-1]  # the weight is stored N x K
-    if len(one) == 3 and len(two) == 3:
-        return "batched matmul", (one[0], one[1], two[2], one[2])
-    return "matmul", (math.prod(one[:-1]), two[-1] if len(two) > 1 else 1, one[-1] if one else 1)
+        second = second[::-1]  # the weight is stored N x K
+    if len(first) == 3 and len(second) == 3:
+        return "batched matmul", (first[0], first[1], second[2], first[2])
+    columns = second[-1] if len(second) > 1 else 1
+    inner = first[-1] if first else 1
+    return "matmul", (math.prod(first[:-1]), columns, inner)
 
 
 def same_size(kind: str, shape: Sequence[int]) -> tuple[str, Shape]:
@@ -294,76 +399,3 @@ def same_size(kind: str, shape: Sequence[int]) -> tuple[str, Shape]:
     if kind == "batched matmul":
         return kind, (shape[0], *sorted(shape[1:]))
     return kind, tuple(shape)
-
-
-# ---- reads by Python
-
-_READS = (
-    "item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", "to", "__bool__", "__int__",
-    "__float__", "__index__", "__repr__", "__format__", "__array__", "__getitem__",
-)  # fmt: skip
-# They read counters and indices of their own, which are on the CPU wherever the model is.
-_ON_CPU_ANYWHERE = ("torch.optim.", "torch.utils.data.", "narrowcast.")
-
-
-class HostReads(TorchFunctionMode):
-    """Counts each read of a tensor's values by Python, by the line that ``call_site`` returns::
-
-        with HostReads(call_site) as reads:
-            step()
-        reads.rows()  # [{"site": "train.py:42", "what": "item()", "device": "cpu", "count": 1}]
-
-    On a GPU each read waits until the GPU has computed the values. A read inside another is one: printing a
-    tensor reads it several times. Not counted: reads of CPU tensors by optimizers, samplers and narrowcast.
-    Models under ``torch.compile`` run eagerly within the block.
-    """
-
-    def __init__(self, call_site: Callable[[], str]) -> None:
-        super().__init__()
-        self._call_site = call_site
-        self._counts: Counter[tuple[str, str, str]] = Counter()
-        self._stance = ExitStack()
-
-    def __enter__(self) -> Self:
-        # Dynamo would compile each graph again, with this mode traced into it.
-        if "torch._dynamo" in sys.modules:
-            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._stance.close()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        tensor = args[0] if args else None
-        if name in _READS and isinstance(tensor, torch.Tensor) and _reads(name, tensor, args, kwargs):
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if tensor.device.type != "cpu" or not caller.startswith(_ON_CPU_ANYWHERE):
-                site = "narrowcast" if caller.startswith("narrowcast.") else self._call_site()
-                self._counts[site, f"{name.strip('_')}()", tensor.device.type] += 1
-        return func(*args, **kwargs)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return rows of ``site``, ``what``, ``device`` and ``count``, the most frequent first."""
-        return [
-            {"site": site, "what": what, "device": device, "count": count}
-            for (site, what, device), count in self._counts.most_common()
-        ]
-
-
-def _reads(name: str, tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
-    if name == "__getitem__":  # a mask must be counted to know the size of the result
-        index = args[1] if len(args) > 1 else None
-        parts = index if isinstance(index, tuple) else (index,)
-        return any(isinstance(p, torch.Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
-    if name != "to":
-        return True
-    if tensor.device.type == "cpu" or kwargs.get("non_blocking"):
-        return False
-    devices = [getattr(value, "device", value) for value in (*args[1:], kwargs.get("device"))]
-    return any(str(device).startswith("cpu") for device in devices)

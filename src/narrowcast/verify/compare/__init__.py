@@ -2,10 +2,10 @@
 
 from narrowcast.verify.compare._comparison import (
     ComparisonSettings,
-    compare,
+    compare_script,
     compared_instead,
     slow_here,
     stays_in_fp32,
 )
 
-__all__ = ["ComparisonSettings", "compare", "compared_instead", "slow_here", "stays_in_fp32"]
+__all__ = ["ComparisonSettings", "compare_script", "compared_instead", "slow_here", "stays_in_fp32"]

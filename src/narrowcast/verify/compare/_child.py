@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,20 +16,23 @@ from narrowcast.attach import Attachment, FileWatch, Script, run_attached
 from narrowcast.errors import ScaleCollapseError
 from narrowcast.observe.capture import RUN, CaptureWriter, start_event
 from narrowcast.scaling import Dynamic, parse
-from narrowcast.verify._diagnosis import ProfileProbe
-from narrowcast.verify._explain import ExplainProbe
-from narrowcast.verify.compare._probes import GradientProbe, MemoryProbe, OutputProbe, Probe, TimedProbe
+from narrowcast.verify.compare._probes import Probe
 from narrowcast.verify.compare._runs import Purpose, RunSettings, write_result
 
 _PR_SET_PDEATHSIG = 1
-_PROBES: dict[str, type[Probe]] = {
-    Purpose.TIMED: TimedProbe,
-    Purpose.MEMORY: MemoryProbe,
-    Purpose.OUTPUTS: OutputProbe,
-    Purpose.PROFILE: ProfileProbe,
-    Purpose.SHARES: ProfileProbe,
-    Purpose.EXPLAIN: ExplainProbe,
-    **dict.fromkeys((Purpose.REFERENCE, Purpose.EXACT, Purpose.MIXED), GradientProbe),
+# By name, since those of ``doctor`` and ``explain`` stand beside what they are for, above this package.
+_GRADIENTS = "narrowcast.verify.compare._probes:GradientProbe"
+_PROFILE = "narrowcast.verify._diagnosis:ProfileProbe"
+_PROBES: dict[str, str] = {
+    Purpose.TIMED: "narrowcast.verify.compare._probes:TimedProbe",
+    Purpose.MEMORY: "narrowcast.verify.compare._probes:MemoryProbe",
+    Purpose.OUTPUTS: "narrowcast.verify.compare._probes:OutputProbe",
+    Purpose.REFERENCE: _GRADIENTS,
+    Purpose.EXACT: _GRADIENTS,
+    Purpose.MIXED: _GRADIENTS,
+    Purpose.PROFILE: _PROFILE,
+    Purpose.SHARES: _PROFILE,
+    Purpose.EXPLAIN: "narrowcast.verify._explain:ExplainProbe",
 }
 
 
@@ -36,20 +40,23 @@ def main(words: Sequence[str]) -> int:
     """Run a script by the settings in the file ``words[0]``; its errors propagate."""
     end_with_parent()
     settings = RunSettings.read(Path(words[0]))
-    script, *arguments = settings.target
-    found = (Script.from_module if settings.is_module else Script.from_path)(script, arguments)
+    name, *arguments = settings.target
+    find = Script.from_module if settings.is_module else Script.from_path
+    script = find(name, arguments)
     folder = settings.folder
     writer = CaptureWriter(folder / RUN)
     scale, seed = settings.loss_scale, settings.seed
-    writer.write(start_event(found.argv, settings.policy, loss_scale=scale, rank=0, seed=seed))
+    writer.write(start_event(script.argv, settings.policy, loss_scale=scale, rank=0, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
-    rule = None if scale is None else parse(scale)
+    scale_rule = None if scale is None else parse(scale)
     if settings.start_scale is not None and not settings.at_steps[0]:
-        rule = Dynamic(scale=settings.start_scale)
-    probe = _PROBES[settings.purpose](settings, found.argv)
+        # Gradients are kept from the first step on, at a scale that an earlier run has found.
+        scale_rule = Dynamic(scale=settings.start_scale)
+    probe_class: type[Probe] = pkgutil.resolve_name(_PROBES[settings.purpose])
+    probe = probe_class(settings, script.argv)
     attachment = Attachment(
         settings.policy,
-        rule,
+        scale_rule,
         writer=writer,
         stop_after=settings.steps,
         observer=probe,
@@ -57,7 +64,7 @@ def main(words: Sequence[str]) -> int:
     )
     FileWatch(folder).install()
     try:
-        run_attached(found, attachment, seed=seed + settings.seed_shift, at_end=probe.finish)
+        run_attached(script, attachment, seed=seed + settings.seed_shift, at_end=probe.finish)
     except ScaleCollapseError as error:
         write_result(folder, {"collapsed": str(error)})
         raise

@@ -24,7 +24,7 @@ from narrowcast.observe.capture import (
 )
 from narrowcast.policy import as_policy
 from narrowcast.verify._certificate import FAIL
-from narrowcast.verify._reasons import Reason, from_profiles, not_looked_for
+from narrowcast.verify._reasons import Reason, TimedProfile, from_profiles, not_looked_for
 from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
 from narrowcast.verify.compare._runs import (
@@ -41,7 +41,7 @@ from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
 _STEPS_FOR_MEMORY = 3
 _SLOW_STEP_S = 2.0
 # Runs that are not timed, and how many steps of each format they take: 3 for memory, 7 for gradients.
-_RUNS_ASIDE, _ASIDE_STEPS = 5, 10
+_UNTIMED_RUNS, _UNTIMED_STEPS = 5, 10
 # The last step at which gradients are compared, and in a script that is too short for two later ones.
 _LATEST_STEP, _EARLY_STEP = 24, 8
 _MANY_STEPS_S = 0.1  # where a step takes longer, three dozen more would take the place of timed ones
@@ -89,7 +89,7 @@ def slow_here(policy: str) -> list[str]:
     return slow_formats([compute, *(rule.compute for rule in wanted.rules)], "cpu")
 
 
-def compare(
+def compare_script(
     settings: ComparisonSettings, *, progress: Callable[[str], None] = lambda _: None
 ) -> ComparisonCapture:
     """Run the script in FP32 and in mixed precision, and compare gradients or outputs.
@@ -118,14 +118,24 @@ class _Comparison:
         self.settings = settings
         self.runs = runs
         self.writer = writer
-        self.timed = TimedPairs(settings, runs, writer.write, runs_aside=_RUNS_ASIDE, aside_s=self._aside_s)
+        self.timed = TimedPairs(
+            settings, runs, writer.write, untimed_runs=_UNTIMED_RUNS, untimed_s=self._untimed_s
+        )
 
     def run(self) -> None:
         settings = self.settings
-        names = ("loss_scale", "seed", "steps", "repeats", "at_step", "min_speedup")
-        asked = {name: getattr(settings, name) for name in names}
-        options = list(settings.options)
-        start = start_event(settings.target, settings.policy, kind="compare", options=options, **asked)
+        start = start_event(
+            settings.target,
+            settings.policy,
+            kind="compare",
+            options=list(settings.options),
+            loss_scale=settings.loss_scale,
+            seed=settings.seed,
+            steps=settings.steps,
+            repeats=settings.repeats,
+            at_step=settings.at_step,
+            min_speedup=settings.min_speedup,
+        )
         self.writer.write(start)
         if settings.fp32_because:
             text = f"auto computes in fp32 here, since {settings.fp32_because}"
@@ -134,8 +144,9 @@ class _Comparison:
             self.timed.time_all()
             first = self.timed.captures["fp32"][0].totals()
             if first["stopped"]:
-                ended = f"{settings.steps} {'optimizer steps' if first['steps'] else 'calls of its modules'}"
-                self._write("note", text=f"each run was ended after {ended}; --steps 0 runs the whole script")
+                unit = "optimizer steps" if first["steps"] else "calls of its modules"
+                ended = f"each run was ended after {settings.steps} {unit}"
+                self._write("note", text=f"{ended}; --steps 0 runs the whole script")
             self._explain_speed()
             self._count_tensors()
             if self.timed.kind() == "training":
@@ -165,7 +176,7 @@ class _Comparison:
     def _write(self, event: str, **fields: Any) -> None:
         self.writer.write({"event": event, **fields})
 
-    def _aside_s(self) -> float:
+    def _untimed_s(self) -> float:
         """Return about how long the runs take that are not timed, and this process to end.
 
         The three runs that keep gradients train up to the last step of those; two go at a time. Their steps
@@ -173,12 +184,12 @@ class _Comparison:
         """
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
-        steps = _ASIDE_STEPS + 1.5 * (at_steps[-1] + held_steps)
-        starts = 1 + _RUNS_ASIDE - 2 * self.runs.beside
-        aside_s = 3 * steps * self.timed.step_s() + starts * self.timed.pair_besides_s() / 2
+        steps = _UNTIMED_STEPS + 1.5 * (at_steps[-1] + held_steps)
+        starts = 1 + _UNTIMED_RUNS - 2 * self.runs.beside
+        untimed_s = 3 * steps * self.timed.step_s() + starts * self.timed.pair_besides_s() / 2
         if self.timed.is_too_slow() and not self.timed.spawns:
-            aside_s += self._profile_s()
-        return aside_s
+            untimed_s += self._profile_s()
+        return untimed_s
 
     # ---- tensor memory
 
@@ -186,9 +197,14 @@ class _Comparison:
         """Count tensor bytes in a short run of each format; on CUDA the allocator counts in every run."""
         if any(capture.totals()["peak_tensor_bytes"] is not None for capture in self.timed.all_captures()):
             return
+        steps = _STEPS_FOR_MEMORY
         slowest_s = max(self.timed.step_times("mixed"), default=0.0)
-        fewest = _STEPS_FOR_MEMORY - (slowest_s > _SLOW_STEP_S) - (slowest_s > 5 * _SLOW_STEP_S)
-        steps = min(self.settings.steps or fewest, fewest)
+        if slowest_s > _SLOW_STEP_S:
+            steps -= 1
+        if slowest_s > 5 * _SLOW_STEP_S:
+            steps -= 1
+        if self.settings.steps:
+            steps = min(self.settings.steps, steps)
         self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, steps=steps)
         for format_ in ("fp32", "mixed"):
             reason = "the run that counts tensors was cut short"
@@ -198,7 +214,9 @@ class _Comparison:
                 found = read_result(folder)
             except ScriptError as error:
                 reason = f"the run that counts tensors failed: {in_short(error)}"
-            self._write("memory", format=format_, **found or {"peak_tensor_bytes": None, "reason": reason})
+            if not found:
+                found = {"peak_tensor_bytes": None, "reason": reason}
+            self._write("memory", format=format_, **found)
 
     # ---- speed
 
@@ -221,7 +239,7 @@ class _Comparison:
         self._write("not_worth_it", cause=reason.cause, reason=reason.text, share=reason.share)
 
     def _profiled(self) -> Reason:
-        found = {}
+        profiles: dict[str, TimedProfile] = {}
         self.runs.expected += 2
         for name in ("fp32", "mixed"):
             try:
@@ -229,10 +247,13 @@ class _Comparison:
             except ScriptError as error:
                 return Reason("unknown", f"the reason was not found, as a run failed: {in_short(error)}")
             if result is None or result["profile"] is None:
-                why = (result or {}).get("problem") or "the script ended before enough steps were profiled"
+                why = "the script ended before enough steps were profiled"
+                if result is not None and result["problem"]:
+                    why = result["problem"]
                 return Reason("unknown", f"the reason was not found: {why}")
-            found[name] = result["profile"] | self.timed.plain_times(name, result["profile"])
-        return from_profiles(found["fp32"], found["mixed"], self.timed.format())
+            plain = self.timed.plain_times(name, result["profile"])
+            profiles[name] = TimedProfile.of(result["profile"] | plain)
+        return from_profiles(profiles["fp32"], profiles["mixed"], self.timed.format())
 
     # ---- gradients
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from narrowcast.attach import Attachment, Observer, is_functorch_wrapped
 from narrowcast.casting import tensors_inside
 from narrowcast.errors import UnsupportedError
-from narrowcast.gradients import nonfinite_flags
+from narrowcast.gradients import nonfinite_flags, parameters_of
 from narrowcast.machine import memory_bytes
 from narrowcast.observe.profiling import LiveTensorBytes
 from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
@@ -31,6 +31,7 @@ from narrowcast.verify._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._runs import (
     MEMORY,
     MOVES,
+    MOVES_FILE,
     PAUSED,
     STEPS,
     STEPS_AFTER_THE_END,
@@ -52,6 +53,8 @@ _MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
 _OUTPUTS = 3
 _FEWEST_STEPS = 3
+# What changes by more than this share of itself in a few steps moves by more than roundoffs of fp32.
+_MOVES_CLEARLY = 1e-6
 _until_the_end = ExitStack()  # never closed
 
 
@@ -129,7 +132,7 @@ class StepProbe(Probe):
         """Drop what was seen, since the calls so far were not steps."""
 
     def pace_changed(self) -> None:
-        """Begin a step anew: that of the optimizer whose steps are counted from now on."""
+        """Start over with the optimizer whose steps count from now on."""
 
 
 class TimedProbe(StepProbe):
@@ -155,20 +158,32 @@ class TimedProbe(StepProbe):
 
         Waiting in Python would not do: workers of data loaders would go on, and load ahead.
         """
-        began, on_gpu = time.perf_counter(), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        share = peak / (memory_bytes() or math.inf)
+        began = time.perf_counter()
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        share = _resident_bytes() / (memory_bytes() or math.inf)
         if on_gpu:
             torch.cuda.synchronize()
-            share = max(share, torch.cuda.max_memory_reserved() / torch.cuda.mem_get_info()[1])
+            _, gpu_bytes = torch.cuda.mem_get_info()
+            share = max(share, torch.cuda.max_memory_reserved() / gpu_bytes)
         self.attachment.recorder.flush()
-        self._numbers[MEMORY], self._numbers[PAUSED] = int(1000 * share), 1
+        self._numbers[MEMORY] = int(1000 * share)
+        self._numbers[PAUSED] = 1
+
         stopped = time.perf_counter()
         # The parent may have sent SIGCONT too early, so it repeats it.
         while 0 < self._numbers[UNTIL] <= self._numbers[STEPS]:
             os.killpg(os.getpgrp(), signal.SIGSTOP)
         self._numbers[PAUSED] = 0
-        self.attachment.recorder.paused(time.perf_counter() - stopped, stopped - began if on_gpu else 0.0)
+        waited_s = stopped - began if on_gpu else 0.0
+        self.attachment.recorder.paused(time.perf_counter() - stopped, waited_s)
+
+
+def _resident_bytes() -> int:
+    """Return the most memory that this process had so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak
+    return 1024 * peak  # elsewhere it is in KiB
 
 
 class MemoryProbe(Probe):
@@ -183,16 +198,20 @@ class MemoryProbe(Probe):
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         on_cpu = all(parameter.is_cpu for parameter in module.parameters())
-        self._elsewhere |= not on_cpu or threading.get_ident() != self._counted
+        if not on_cpu or threading.get_ident() != self._counted:
+            self._elsewhere = True
 
     def finish(self) -> None:
+        peak: int | None = None
+        reason: str | None = None
         try:
-            peak, reason = self._live.peak_bytes, None
+            peak = self._live.peak_bytes
         except UnsupportedError as error:
-            peak, reason = None, str(error)
+            reason = str(error)
         if peak == 0 or self._elsewhere:
+            peak = None
             where = "in another thread or process than its first, or on another device than the CPU"
-            peak, reason = None, f"the script computes {where}"
+            reason = f"the script computes {where}"
         write_result(self.folder, {"peak_tensor_bytes": peak, "reason": reason})
 
 
@@ -221,7 +240,7 @@ class GradientProbe(Probe):
     def _wait_for_next(self) -> None:
         """Wait for the next step at which updates are held back; forget what belongs to the one before."""
         self._at_step = self._later.pop(0)
-        self._armed = False
+        self._is_holding = False
         self._calls = 0
         self._minibatches = Minibatches(lambda: self.attachment.optimizers)
         self._modules: list[torch.nn.Module] = []
@@ -239,21 +258,23 @@ class GradientProbe(Probe):
 
     def attached(self, attachment: Attachment) -> None:
         super().attached(attachment)
-        attachment.pause_regions(bool(self.settings.fp32_because))  # emulated steps take minutes
+        # Where a format is emulated, a step takes minutes: only the compared ones are made in it.
+        attachment.pause_regions(bool(self.settings.fp32_because))
         if not self._at_step:
-            self._arm()
+            self._begin_to_hold()
 
-    def _arm(self) -> None:
+    def _begin_to_hold(self) -> None:
         """Hold updates back from now on, and drop earlier gradients."""
-        self._armed = True
+        self._is_holding = True
         self.attachment.pause_regions(False)
-        self._armed_at = self.attachment.recorder.backwards
+        self._backwards_before = self.attachment.recorder.backwards
         # A compiled graph would hide draws of random numbers.
         torch.compiler.set_stance("force_eager")
         for optimizer in self.attachment.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
+
+        # The scale that training has reached goes on once the gradients are kept.
         self._exact.paused = False
         self._scale = self.attachment.scale.value
         if self._role != Purpose.MIXED:
@@ -270,19 +291,22 @@ class GradientProbe(Probe):
         self._wait_for_next()
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._armed:
+        if not self._is_holding:
             return
+        # Entered at the first call, and not when the script begins: what it draws before is the same anyway.
         if self._draws is None:
             self._draws = Fp32Draws()
             _until_the_end.enter_context(self._draws)
             if self._role == Purpose.EXACT:
                 _until_the_end.enter_context(self._exact)
+        # By the inputs of the first call runs are seen to have the same batch.
         if self._facts.batch is None:
             self._facts.batch = fingerprint([args, kwargs], floating=False)
             self._facts.batch_values = some_values([args, kwargs])
         self._minibatches.called(args, kwargs)
         if module not in self._modules:
             self._first_call(module)
+        # A script that trains without torch.optim would go on to its end.
         self._calls += torch.is_grad_enabled()
         if self._calls > _MOST_CALLS:
             if self._before is None:
@@ -306,25 +330,28 @@ class GradientProbe(Probe):
                 "cannot be compared at the same weights."
             )
             return
-        state = {
-            name: tensor
-            for name, tensor in {**parameters, **buffers}.items()
-            if id(tensor) not in self._tensors and not is_lazy(tensor) and each_once(tensor) is tensor
-        }
-        self._tensors |= {id(tensor): (name, tensor) for name, tensor in state.items()}
+        state: dict[str, torch.Tensor] = {}
+        for name, tensor in {**parameters, **buffers}.items():
+            # A lazy one has no values yet, and torch writes to none that repeats itself by ``expand``.
+            is_plain = not is_lazy(tensor) and each_once(tensor) is tensor
+            if is_plain and id(tensor) not in self._tensors:
+                state[name] = tensor
+        for name, tensor in state.items():
+            self._tensors[id(tensor)] = (name, tensor)
         if self._role == Purpose.REFERENCE:
             torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, file)
         else:
             self._load(state, file)
-        self._buffers += [(b, b.detach().clone()) for name, b in buffers.items() if name in state]
+        for name, buffer in buffers.items():
+            if name in state:
+                self._buffers.append((buffer, buffer.detach().clone()))
 
     def _load(self, tensors: dict[str, torch.Tensor], file: Path) -> None:
         try:
             kept = torch.load(file, weights_only=True, mmap=True)
         except (OSError, RuntimeError):
             kept = {}
-        shapes, of_reference = ({name: t.shape for name, t in side.items()} for side in (tensors, kept))
-        if shapes != of_reference:
+        if _shapes(tensors) != _shapes(kept):
             reason = "The FP32 and the mixed run did not call the same modules in the same order."
             self._facts.problem = reason
             return
@@ -332,7 +359,7 @@ class GradientProbe(Probe):
             put_back(tensor, kept[name].to(tensor.device))
 
     def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._armed and self._before is None
+        return self._is_holding and self._before is None
 
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._counts:
@@ -350,6 +377,7 @@ class GradientProbe(Probe):
             self._count_minibatches(optimizer)
         if self._role == Purpose.MIXED:
             self._see_overflow(optimizer)
+        # The next batch begins with the same statistics of norms, and needs no exact sums once all are kept.
         for buffer, before in self._buffers:
             put_back(buffer, before)
         self._exact.paused = not self._waiting_for(self._batches_kept)
@@ -361,34 +389,40 @@ class GradientProbe(Probe):
 
     @property
     def _batches_held(self) -> int:
-        """Return for how many batches updates are held back: before others, all runs for the same ones."""
+        """How many batches updates are held back for; as many in all runs that train on afterwards."""
         return FEWEST_BATCHES if self._later else self._batches_kept
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
-        if self._armed:
+        if self._is_holding:
             self._minibatches.returned(module, output)
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
-        if self._armed:
+        if self._is_holding:
             self._minibatches.backward_begins(roots)
 
     def backward_ended(self) -> None:
-        if self._armed:
+        if self._is_holding:
             self._minibatches.backward_ended()
 
     def _count_minibatches(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count those whose mean the gradients of this step are, and the samples in each."""
+        """Note how many minibatches this step averages, and how many samples each has."""
         facts = self._facts
         facts.backwards, facts.samples = self._minibatches.stepped(optimizer)
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        facts.ranks = torch.distributed.get_world_size() if distributed else 1
+        facts.ranks = 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            facts.ranks = torch.distributed.get_world_size()
+        facts.launched = 1
         launched = os.environ.get("WORLD_SIZE", "")
-        facts.launched = max(1, int(launched) if launched.isdecimal() else 1)
+        if launched.isdecimal():
+            facts.launched = max(1, int(launched))
 
     def _see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the first scale at which every optimizer's gradients are finite again."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        if any(nonfinite_flags([gradient for gradient in gradients if gradient is not None]).read()):
+        gradients: list[torch.Tensor] = []
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        if any(nonfinite_flags(gradients).read()):
             if self._counts[optimizer] <= FEWEST_BATCHES:
                 self._overflowed.add(optimizer)
         elif optimizer in self._overflowed:
@@ -398,23 +432,26 @@ class GradientProbe(Probe):
 
     def _keep_gradients(self, optimizer: torch.optim.Optimizer, place: int, batch: int) -> None:
         """Save name, shape and gradient of each parameter."""
-        names, rows = self.attachment.parameter_names(), []
+        names = self.attachment.parameter_names()
+        rows = []
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                if parameter.requires_grad:
-                    unnamed = f"optimizer {place}, group {number}, parameter {position}"
-                    gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
-                    rows.append((names.get(id(parameter), unnamed), tuple(parameter.shape), gradient))
+                if not parameter.requires_grad:
+                    continue
+                unnamed = f"optimizer {place}, group {number}, parameter {position}"
+                name = names.get(id(parameter), unnamed)
+                gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
+                rows.append((name, tuple(parameter.shape), gradient))
         torch.save(rows, self._kept / f"gradients-{place}-{batch}.pt")
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._first is None:
             self._first = optimizer
-        if not self._armed:
+        if not self._is_holding:
             self._steps += 1
             self._facts.steps_before = self._steps
             if self._steps >= self._at_step:
-                self._arm()
+                self._begin_to_hold()
         elif self._before is not None:
             self._moves += optimizer is next(iter(self._counts))
             if self._moves == MOVES:
@@ -427,47 +464,67 @@ class GradientProbe(Probe):
                 self._train_on()
                 return
             # After any rounding a line search goes elsewhere.
-            if self._role == Purpose.EXACT or any(isinstance(o, torch.optim.LBFGS) for o in self._counts):
+            searches = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._counts)
+            if self._role == Purpose.EXACT or searches:
                 self.attachment.stop()
-            else:
-                self._before, self._calls = self._weights(), 0
-                self._skipped = self.attachment.recorder.skipped_steps
+                return
+            self._before = self._weights()
+            self._calls = 0
+            self._skipped = self.attachment.recorder.skipped_steps
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """Copy floating parameters and buffers."""
-        names, state = self.attachment.parameter_names(), self._tensors.values()
-        return {names.get(id(t), n): t.detach().cpu().float() + 0 for n, t in state if t.is_floating_point()}
+        """Copy floating parameters and buffers, by the names that the script's model gives them."""
+        names = self.attachment.parameter_names()
+        weights = {}
+        for own_name, tensor in self._tensors.values():
+            if tensor.is_floating_point():
+                name = names.get(id(tensor), own_name)
+                weights[name] = tensor.detach().cpu().float() + 0
+        return weights
 
     def _keep_moves(self, before: dict[str, torch.Tensor]) -> None:
-        if self.attachment.recorder.skipped_steps == self._skipped:  # else at other weights, by an overflow
-            self._facts.passes = self.attachment.recorder.backwards - self._armed_at
-            moves = {name: w - before[name] for name, w in self._weights().items() if name in before}
-            if self._role == Purpose.REFERENCE:  # not by a few roundoffs
-                moves = {name: w for name, w in moves.items() if w.norm() > 1e-6 * before[name].norm()}
-            torch.save(moves, self._kept / "moves.pt")
-            self.finish()
+        if self.attachment.recorder.skipped_steps != self._skipped:
+            return  # an overflow: the other run's steps are at other weights
+        moves = {}
+        for name, weight in self._weights().items():
+            if name not in before:
+                continue
+            move = weight - before[name]
+            # What moves by a few roundoffs in FP32 itself tells nothing.
+            if self._role != Purpose.REFERENCE or move.norm() > _MOVES_CLEARLY * before[name].norm():
+                moves[name] = move
+        self._facts.passes = self.attachment.recorder.backwards - self._backwards_before
+        torch.save(moves, self._kept / MOVES_FILE)
+        self.finish()
 
     def _is_complete(self) -> bool:
-        most = max(self._counts.values(), default=0)
+        if not self._counts:
+            return False
+        most = max(self._counts.values())
         scale_moves = self.attachment.loss_scale not in (None, self._facts.scale)
         if self._overflowed and scale_moves and most < _MOST_OVERFLOWS:
             return False
-        return most >= _MOST_STEPS or (bool(self._counts) and not self._waiting_for(self._batches_held))
+        return most >= _MOST_STEPS or not self._waiting_for(self._batches_held)
 
     def _waiting_for(self, batches: int) -> int:
-        """Return how many optimizers have not stepped so often."""
-        expected = [o for o in self.attachment.optimizers if any(g["params"] for g in o.param_groups)]
-        return sum(self._counts.get(o, 0) < batches for o in expected or self._counts)
+        """Return how many optimizers have stepped for fewer batches."""
+        # One without parameters may never step.
+        expected = [optimizer for optimizer in self.attachment.optimizers if parameters_of(optimizer)]
+        return sum(self._counts.get(optimizer, 0) < batches for optimizer in expected or self._counts)
 
     def finish(self) -> None:
         """Write what is known so far: the script may end at any moment."""
         if os.getpid() != self._process:
             return
         facts = self._facts
-        facts.never_stepped = self._waiting_for(1) if self._armed else 0
+        facts.never_stepped = self._waiting_for(1) if self._is_holding else 0
         if self._draws is not None:
             facts.problem = facts.problem or self._draws.undecidable
         write_result(self.folder, {"steps": msgspec.to_builtins(self._all_facts)})
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 class OutputProbe(Probe):

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from narrowcast.errors import ScriptError, few
 from narrowcast.observe.capture import ENOUGH_ELEMENTS, OUTPUT_LIMIT
-from narrowcast.verify._certificate import CANNOT_TELL, FAIL, PASS
-from narrowcast.verify._sums import FEWEST_BATCHES, Batches, Measured, compared
+from narrowcast.verify._certificate import CANNOT_TELL, FAIL, PASS, Certificate
+from narrowcast.verify._sums import FEWEST_BATCHES, Batches, Measured, Sums, compared
 from narrowcast.verify._verdict import certificate_of
 from narrowcast.verify.compare._runs import (
+    MOVES_FILE,
     TENSORS,
     GradientFacts,
     Purpose,
@@ -29,6 +31,9 @@ from narrowcast.verify.compare._runs import (
 )
 
 _MOST_TRIES = 8
+# What a script trains in between the steps that are compared, in each of the runs that keep gradients. At
+# those steps all but the mixed one compute in FP32.
+_TRAINS_IN = "mixed"
 # How far the inputs of two runs may differ, as a share of how far they vary: a state that is carried in bf16
 # differs by 0.004 to 0.02, and another batch by 1.4.
 _CARRIED_STATE_LIMIT = 0.1
@@ -50,74 +55,97 @@ def certify_script(runs: ScriptRuns, *, format: str, at_steps: Sequence[int] = (
     """
     asked = {"at_steps": tuple(at_steps)}
     try:
-        reference = runs.start(Purpose.REFERENCE, "mixed", Purpose.REFERENCE, **asked)
-        runs.ahead(Purpose.EXACT, "mixed", Purpose.EXACT, **asked)
+        reference = runs.start(Purpose.REFERENCE, _TRAINS_IN, Purpose.REFERENCE, **asked)
+        runs.ahead(Purpose.EXACT, _TRAINS_IN, Purpose.EXACT, **asked)
         mixed = _run_mixed(runs, asked)
     except ScriptError as error:
         reason = f"A run whose updates were held back failed: {in_short(error)}."
         return [no_certificate(reason, policy=runs.settings.policy, format=format, at_step=at_steps[0])]
+
     exact: Path | None = None
     exact_failed: str | None = None
     try:
-        exact = runs.start(Purpose.EXACT, "mixed", Purpose.EXACT, **asked)
+        exact = runs.start(Purpose.EXACT, _TRAINS_IN, Purpose.EXACT, **asked)
     except ScriptError as error:
         exact_failed = f"{in_short(error)}."
+
+    kept = _KeptRuns(reference, mixed, exact, exact_failed)
     found: list[dict[str, Any]] = []
     for at_step in at_steps:
         is_reached = bool(_facts(reference, at_step).random)
         if is_reached or not found:
-            found.append(_certificate_at(at_step, reference, mixed, exact, exact_failed, runs, format))
+            found.append(_certificate_at(at_step, kept, policy=runs.settings.policy, format=format))
     return found
 
 
-def _certificate_at(
-    at_step: int,
-    reference: Path,
-    mixed: Path,
-    exact: Path | None,
-    exact_failed: str | None,
-    runs: ScriptRuns,
-    format: str,
-) -> dict[str, Any]:
-    """Return the certificate of one step, from what three runs kept; ``exact_failed``: why one did not."""
-    fp32, low = _facts(reference, at_step), _facts(mixed, at_step)
-    rounding_unknown = exact_failed
-    if exact is not None:
-        rounding_unknown = _difference(fp32, _facts(exact, at_step), at_step)
-    cannot_tell = _difference(fp32, low, at_step)
-    kept, kept_mixed = tensors_at(reference, at_step), tensors_at(mixed, at_step)
-    kept_exact = None if rounding_unknown or exact is None else tensors_at(exact, at_step)
-    measured, waiting = list[Measured](), fp32.never_stepped
+@dataclass(frozen=True, slots=True)
+class _KeptRuns:
+    """The folders of the runs that kept gradients; ``exact_failed``: why there is none by exact sums."""
+
+    reference: Path
+    mixed: Path
+    exact: Path | None
+    exact_failed: str | None
+
+
+def _certificate_at(at_step: int, runs: _KeptRuns, *, policy: str, format: str) -> dict[str, Any]:
+    """Return the certificate of one step, from what the runs kept."""
+    fp32, mixed = _facts(runs.reference, at_step), _facts(runs.mixed, at_step)
+    cannot_tell = _difference(fp32, mixed, at_step)
+    rounding_unknown = runs.exact_failed
+    exact_folder: Path | None = None
+    if runs.exact is not None:
+        rounding_unknown = _difference(fp32, _facts(runs.exact, at_step), at_step)
+        if not rounding_unknown:
+            exact_folder = tensors_at(runs.exact, at_step)
+    fp32_folder, mixed_folder = tensors_at(runs.reference, at_step), tensors_at(runs.mixed, at_step)
+
+    # Where runs cannot be compared the numbers are shown all the same.
+    measured: list[Measured] = []
     for place in range(len(fp32.random)):
-        pairs = zip(fp32.random[place], low.random[place] if place < len(low.random) else (), strict=False)
-        # How many batches began with the same random numbers: later ones may be other batches.
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        problem = _add_optimizer(measured, place, kept, kept_exact, kept_mixed, same)
+        batches = _batches_alike(fp32, mixed, place)
+        problem = _add_optimizer(measured, place, fp32_folder, exact_folder, mixed_folder, batches)
         cannot_tell = cannot_tell or problem
+
+    if rounding_unknown:
+        rounding_unknown = f"FP32's rounding could not be measured: {rounding_unknown}"
+    note: str | None = None
+    if fp32.never_stepped:
+        note = f"Left out: {fp32.never_stepped} of the optimizers, which did not step in time."
     averaged = fp32.backwards * fp32.ranks
-    found = certificate_of(
+    certificate = certificate_of(
         measured,
         minibatches=max(averaged, fp32.backwards * fp32.launched),
         averaged=averaged,
         samples=fp32.samples,
-        policy=runs.settings.policy,
+        policy=policy,
         format=format,
         at_step=at_step,
-        loss_scale=low.scale,
+        loss_scale=mixed.scale,
         cannot_tell=cannot_tell,
-        rounding_unknown=rounding_unknown and f"FP32's rounding could not be measured: {rounding_unknown}",
-        note=f"Left out: {waiting} of the optimizers, which did not step in time." if waiting else None,
+        rounding_unknown=rounding_unknown,
+        note=note,
     )
-    is_lost = found.verdict == FAIL and any(parameter.lost for parameter in found.parameters)
-    steps = None
-    if found.verdict == PASS and fp32.passes and low.passes:
-        moves, low_moves = (_load(folder / "moves.pt") or {} for folder in (kept, kept_mixed))
-        steps = _judge_steps(moves, low_moves, {p.name: p.judged for p in found.parameters})
-        if fp32.passes != low.passes:
-            counts = f"{fp32.passes} backward passes in FP32 and {low.passes} in mixed precision"
-            steps = {"verdict": CANNOT_TELL, "reason": f"The same steps took {counts}."}
-        is_lost = steps is not None and steps["verdict"] == FAIL
-    return found.to_dict() | (steps or {}) | {"is_lost": is_lost}
+
+    # Gradients that agree are not enough: a script may step otherwise in mixed precision.
+    is_lost = certificate.verdict == FAIL and any(parameter.lost for parameter in certificate.parameters)
+    by_steps: dict[str, str] = {}
+    if certificate.verdict == PASS and fp32.passes and mixed.passes:
+        by_steps = _verdict_of_steps(certificate, fp32, mixed, fp32_folder, mixed_folder)
+        is_lost = by_steps.get("verdict") == FAIL
+    return certificate.to_dict() | by_steps | {"is_lost": is_lost}
+
+
+def _batches_alike(fp32: GradientFacts, mixed: GradientFacts, place: int) -> int:
+    """Return how many batches of an optimizer began with the same random numbers; later ones may differ."""
+    if place >= len(mixed.random):
+        return 0
+    alike = 0
+    for fp32_state, mixed_state in zip(fp32.random[place], mixed.random[place], strict=False):
+        if fp32_state != mixed_state:
+            break
+        alike += 1
+    return alike
 
 
 def no_certificate(reason: str, **fields: Any) -> dict[str, Any]:
@@ -129,7 +157,7 @@ def _run_mixed(runs: ScriptRuns, asked: dict[str, Any]) -> Path:
     """Make the mixed run, again while a first batch overflows, as it does at a dynamic scale's start."""
     scale: float | None = None
     for tried in range(_MOST_TRIES):
-        folder = runs.start(Purpose.MIXED, "mixed", Purpose.MIXED, start_scale=scale, **asked)
+        folder = runs.start(Purpose.MIXED, _TRAINS_IN, Purpose.MIXED, start_scale=scale, **asked)
         good_scales = [facts.good_scale for facts in _all_facts(folder) if facts.good_scale is not None]
         if not good_scales:
             break
@@ -140,7 +168,9 @@ def _run_mixed(runs: ScriptRuns, asked: dict[str, Any]) -> Path:
 
 def _all_facts(folder: Path) -> list[GradientFacts]:
     """Read what a run that keeps gradients noted, for each step that it reached or waited for."""
-    result = read_result(folder) or {"steps": []}
+    result = read_result(folder)
+    if not result:
+        return []
     return msgspec.convert(result["steps"], list[GradientFacts])
 
 
@@ -151,62 +181,115 @@ def _facts(folder: Path, at_step: int) -> GradientFacts:
     return GradientFacts(at_step=at_step)
 
 
+class _KeptGradient(NamedTuple):
+    """A parameter's gradient as a probe kept it; None: it had none."""
+
+    name: str
+    shape: tuple[int, ...]
+    gradient: torch.Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        if self.gradient is None:
+            return None
+        return self.gradient.dtype
+
+
 def _add_optimizer(
-    measured: list[Measured], place: int, reference: Path, exact: Path | None, mixed: Path, same: int
+    measured: list[Measured], place: int, reference: Path, exact: Path | None, mixed: Path, batches: int
 ) -> str | None:
     """Add the parameters of one optimizer; return why they cannot be compared, if so.
 
-    The folders are those of one step; ``same``: of how many batches the mixed gradients are.
+    The folders are those of one step; ``batches``: of how many the mixed gradients are.
     """
-    of_fp32, of_mixed, of_exact = (
-        [] if folder is None else list(_kept(folder, place)) for folder in (reference, mixed, exact)
-    )
-    del of_mixed[max(1, same) :]
+    # FP32's batches are good for the noise even where the mixed run saw others later on.
+    of_fp32, of_mixed = _kept(reference, place), _kept(mixed, place)
+    of_exact: list[list[_KeptGradient]] = []
+    if exact is not None:
+        of_exact = _kept(exact, place)
+    del of_mixed[max(1, batches) :]
     if not of_fp32 or not of_mixed:
         return "The gradients of a run cannot be read."
-    rows = of_fp32[0]
-    if any([row[:2] for row in rows] != [row[:2] for row in others] for others in of_mixed):
-        return "The optimizers of the FP32 and of the mixed run do not have the same parameters."
-    kinds = [{None if row[2] is None else row[2].dtype for row in side} for side in (rows, of_mixed[0])]
-    if kinds[1] - kinds[0] - {None}:
+
+    first = of_fp32[0]
+    names = [(row.name, row.shape) for row in first]
+    for rows in of_mixed:
+        if [(row.name, row.shape) for row in rows] != names:
+            return "The optimizers of the FP32 and of the mixed run do not have the same parameters."
+    formats, mixed_formats = {row.dtype for row in first}, {row.dtype for row in of_mixed[0]}
+    if mixed_formats - formats - {None}:
         return (
             "The mixed run trains weights that it stores in another format than FP32's, without fp32 masters."
         )
-    for number, (name, shape, fp32) in enumerate(rows):
-        sums = Batches(math.prod(shape) * (2 if fp32 is not None and fp32.is_complex() else 1))
-        for batch, wide in enumerate(of_fp32):
-            gradient = wide[number][2] if number < len(wide) else None
+
+    for number, (name, shape, fp32) in enumerate(first):
+        sums = Batches(_elements(shape, fp32))
+        for batch, rows in enumerate(of_fp32):
+            gradient = rows[number].gradient if number < len(rows) else None
             if batch < len(of_mixed):
-                sums.add(gradient, of_mixed[batch][number][2])
+                sums.add(gradient, of_mixed[batch][number].gradient)
             else:
                 sums.add_fp32(gradient)
-        exactly = of_exact[0][number][2] if of_exact and number < len(of_exact[0]) else None
-        measured.append(sums.measured(name, shape, None if exactly is None else compared(fp32, exactly)))
+        rounding: Sums | None = None
+        if of_exact and number < len(of_exact[0]):
+            exact_gradient = of_exact[0][number].gradient
+            if exact_gradient is not None:
+                rounding = compared(fp32, exact_gradient)
+        measured.append(sums.measured(name, shape, rounding))
     return None
+
+
+def _elements(shape: tuple[int, ...], gradient: torch.Tensor | None) -> int:
+    """Return how many real numbers a gradient has."""
+    elements = math.prod(shape)
+    if gradient is not None and gradient.is_complex():
+        return 2 * elements
+    return elements
+
+
+def _verdict_of_steps(
+    certificate: Certificate, fp32: GradientFacts, mixed: GradientFacts, fp32_folder: Path, mixed_folder: Path
+) -> dict[str, str]:
+    """Return another verdict and its reason where steps of both formats do not do the same; else nothing."""
+    if fp32.passes != mixed.passes:
+        counts = f"{fp32.passes} backward passes in FP32 and {mixed.passes} in mixed precision"
+        return {"verdict": CANNOT_TELL, "reason": f"The same steps took {counts}."}
+    moves, mixed_moves = _load(fp32_folder / MOVES_FILE) or {}, _load(mixed_folder / MOVES_FILE) or {}
+    judged = {parameter.name: parameter.judged for parameter in certificate.parameters}
+    return _judge_steps(moves, mixed_moves, judged)
 
 
 def _judge_steps(
     fp32: Mapping[str, torch.Tensor], mixed: Mapping[str, torch.Tensor], judged: Mapping[str, bool]
-) -> dict[str, str] | None:
+) -> dict[str, str]:
     """Return a verdict where gradients agree, and steps move weights or buffers otherwise than in FP32."""
     along, size = 0.0, 0.0
-    far: dict[str, float] = {}
+    otherwise: dict[str, float] = {}
     for name, move in fp32.items():
         squared = float(move.square().sum())
         if not judged.get(name, True) or name not in mixed or not squared:
             continue
         projected = float((move * mixed[name]).sum())
-        if name in judged:
+        if name in judged:  # a parameter, and not a buffer
             along += projected
             size += squared
         if move.numel() >= ENOUGH_ELEMENTS and _moves_otherwise(projected / squared, move, mixed[name]):
-            far[name] = projected / squared
-    share = along / size if size else 1.0
-    where = f", {few([*far])} {next(iter(far.values())):.3g} times" if far else ""
+            otherwise[name] = projected / squared
+
+    # How far steps move all weights along their way in FP32.
+    share = 1.0
+    if size:
+        share = along / size
+    where = ""
+    if otherwise:
+        first = next(iter(otherwise.values()))
+        where = f", {few([*otherwise])} {first:.3g} times"
     reason = f"The gradients agree, but steps move the weights {share:.3g} times as far as in FP32{where}."
-    if far or abs(share - 1) > _MOVE_FAILS:
+    if otherwise or abs(share - 1) > _MOVE_FAILS:
         return {"verdict": FAIL, "reason": reason}
-    return {"verdict": CANNOT_TELL, "reason": reason} if abs(share - 1) > _MOVE_LIMIT else None
+    if abs(share - 1) > _MOVE_LIMIT:
+        return {"verdict": CANNOT_TELL, "reason": reason}
+    return {}
 
 
 def _moves_otherwise(share: float, fp32: torch.Tensor, mixed: torch.Tensor) -> bool:
@@ -223,13 +306,15 @@ def _moves_otherwise(share: float, fp32: torch.Tensor, mixed: torch.Tensor) -> b
     return turns_round or abs(length - 1) > _MOVE_FAILS
 
 
-def _kept(folder: Path, place: int) -> Iterator[Any]:
-    """Load the gradients of one optimizer for each batch."""
+def _kept(folder: Path, place: int) -> list[list[_KeptGradient]]:
+    """Load the gradients of one optimizer for each batch; they are mapped, so none is read yet."""
+    batches = []
     for batch in range(FEWEST_BATCHES):
         rows = _load(folder / f"gradients-{place}-{batch}.pt")
         if rows is None:
-            return
-        yield rows
+            break
+        batches.append([_KeptGradient(*row) for row in rows])
+    return batches
 
 
 def _load(path: Path) -> Any:
@@ -248,20 +333,32 @@ def _difference(fp32: GradientFacts, mixed: GradientFacts, at_step: int) -> str 
     if not fp32.random or not mixed.random:
         where = "in the runs that keep gradients"
         return f"No torch.optim.Optimizer stepped {where}: updates, if any, are made by hand."
-    cases = (
-        (len(fp32.random) != len(mixed.random), "Two runs did not step the same optimizers."),
-        (
-            not _is_same_batch(fp32, mixed),
+
+    # What a run noted itself says most.
+    reason = fp32.problem or mixed.problem
+    if reason:
+        return reason
+    if len(fp32.random) != len(mixed.random):
+        reason = "Two runs did not step the same optimizers."
+    elif not _is_same_batch(fp32, mixed):
+        reason = (
             "Two runs did not see the same batch, though they started with the same seed: the script draws "
-            "it from numbers that no seed fixes.",
-        ),
-        (
-            any(a[:1] != b[:1] for a, b in zip(fp32.random, mixed.random, strict=False)),
+            "it from numbers that no seed fixes."
+        )
+    elif not _drew_alike(fp32, mixed):
+        reason = (
             "Two runs drew different random numbers (as masks of dropout), so the difference of their "
-            "gradients is not that of the formats.",
-        ),
-    )
-    return fp32.problem or mixed.problem or next((reason for differs, reason in cases if differs), None)
+            "gradients is not that of the formats."
+        )
+    return reason
+
+
+def _drew_alike(fp32: GradientFacts, mixed: GradientFacts) -> bool:
+    """Return whether the random states were the same when each optimizer's first gradients were kept."""
+    for fp32_states, mixed_states in zip(fp32.random, mixed.random, strict=False):
+        if fp32_states[:1] != mixed_states[:1]:
+            return False
+    return True
 
 
 def _is_same_batch(fp32: GradientFacts, mixed: GradientFacts) -> bool:
@@ -272,12 +369,12 @@ def _is_same_batch(fp32: GradientFacts, mixed: GradientFacts) -> bool:
     """
     if fp32.batch != mixed.batch or len(fp32.batch_values) != len(mixed.batch_values):
         return False
-    pairs = zip(fp32.batch_values, mixed.batch_values, strict=True)
-    return all(_is_alike(values, others) for values, others in pairs)
+    return all(map(_is_alike, fp32.batch_values, mixed.batch_values))
 
 
 def _is_alike(values: list[float], others: list[float]) -> bool:
     """Return whether one tensor of two runs is the same but for rounding."""
+    # Infinities, as of a mask, have to be in the same places, and would make any difference look small.
     first = torch.tensor(values, dtype=torch.float64)
     second = torch.tensor(others, dtype=torch.float64)
     finite = first.isfinite()
@@ -295,7 +392,8 @@ def _is_alike(values: list[float], others: list[float]) -> bool:
 def compare_outputs(runs: ScriptRuns) -> dict[str, Any]:
     """Return the ``output`` event: the error of outputs of calls with the same inputs."""
     try:
-        fp32, mixed = (runs.start(f"outputs-{name}", name, Purpose.OUTPUTS) for name in ("fp32", "mixed"))
+        fp32 = runs.start("outputs-fp32", "fp32", Purpose.OUTPUTS)
+        mixed = runs.start("outputs-mixed", "mixed", Purpose.OUTPUTS)
     except ScriptError as error:
         return _output(CANNOT_TELL, f"a run that keeps outputs failed: {in_short(error)}", 0)
     return output_from_probes(fp32, mixed)
@@ -307,36 +405,64 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
     Outputs in the same place of several calls are taken together, and the worst place decides: a large
     output must not hide a small one.
     """
-    facts = [read_result(folder) or {"inputs": [], "problem": None} for folder in (fp32, mixed)]
-    same = [n for n, (a, b) in enumerate(zip(*(f["inputs"] for f in facts), strict=False)) if a == b]
-    problem = facts[0]["problem"] or facts[1]["problem"]
-    sums: dict[int, tuple[float, float]] = {}
-    for number in same:
-        wide, narrow = (_load(folder / TENSORS / f"outputs-{number}.pt") for folder in (fp32, mixed))
-        if wide is None or narrow is None:
+    # Calls with other inputs, as samples of random numbers, say nothing of the format.
+    nothing = {"inputs": [], "problem": None}
+    facts, mixed_facts = read_result(fp32) or nothing, read_result(mixed) or nothing
+    alike = []
+    for call, inputs in enumerate(zip(facts["inputs"], mixed_facts["inputs"], strict=False)):
+        if inputs[0] == inputs[1]:
+            alike.append(call)
+
+    problem = facts["problem"] or mixed_facts["problem"]
+    errors, signals = defaultdict[int, float](float), defaultdict[int, float](float)
+    for call in alike:
+        outputs = _load(fp32 / TENSORS / f"outputs-{call}.pt")
+        mixed_outputs = _load(mixed / TENSORS / f"outputs-{call}.pt")
+        if outputs is None or mixed_outputs is None:
             problem = problem or "the outputs of a run cannot be read"
-        elif [t.shape for t in wide] != [t.shape for t in narrow]:
+        elif [output.shape for output in outputs] != [output.shape for output in mixed_outputs]:
             problem = problem or "outputs of the same inputs have other shapes in mixed precision"
         else:
-            for place, pair in enumerate(zip(wide, narrow, strict=True)):
+            for place, pair in enumerate(zip(outputs, mixed_outputs, strict=True)):
                 error, signal = _error_and_signal(*pair)
-                before = sums.get(place, (0.0, 0.0))
-                sums[place] = (before[0] + error, before[1] + signal)
-    judged = {place: math.sqrt(e / s) for place, (e, s) in sums.items() if s > 0 and math.isfinite(s)}
-    if problem or not judged:
-        why = "the outputs are all zero or not finite in FP32 itself" if sums else "no output is floating"
-        if not same:
+                errors[place] += error
+                signals[place] += signal
+    relative_errors = _ratios(errors, signals)
+    if problem:
+        return _output(CANNOT_TELL, problem, len(alike))
+    if not relative_errors:
+        why = "the outputs are all zero or not finite in FP32 itself"
+        if not alike:
             why = "no two calls had the same inputs: they depend on numbers that no seed fixes"
-        return _output(CANNOT_TELL, problem or why, len(same))
-    worst = max(judged, key=judged.__getitem__)
-    relative, over = judged[worst], f"over {len(same)} call{'s' * (len(same) != 1)} with the same inputs"
-    verdict, reason = PASS, f"below {OUTPUT_LIMIT:g} {over}"
-    if not relative < OUTPUT_LIMIT:
+        elif not signals:
+            why = "no output is floating"
+        return _output(CANNOT_TELL, why, len(alike))
+    return _judge_outputs(relative_errors, places=len(signals), calls=len(alike))
+
+
+def _ratios(errors: Mapping[int, float], signals: Mapping[int, float]) -> dict[int, float]:
+    """Return the relative error of each output that FP32 has a finite signal for."""
+    ratios = {}
+    for place, signal in signals.items():
+        if signal > 0 and math.isfinite(signal):
+            ratios[place] = math.sqrt(errors[place] / signal)
+    return ratios
+
+
+def _judge_outputs(relative_errors: Mapping[int, float], *, places: int, calls: int) -> dict[str, Any]:
+    worst = max(relative_errors, key=relative_errors.__getitem__)
+    relative_error = relative_errors[worst]
+    plural = "s" if calls != 1 else ""
+    over = f"over {calls} call{plural} with the same inputs"
+    if relative_error < OUTPUT_LIMIT:
+        verdict, reason = PASS, f"below {OUTPUT_LIMIT:g} {over}"
+    elif math.isfinite(relative_error):
         verdict, reason = FAIL, f"{OUTPUT_LIMIT:g} or more {over}"
-    if not math.isfinite(relative):
-        reason = "finite in FP32 and not in mixed precision"
-    which = f", worst in output {worst + 1} of {len(sums)}" if len(sums) > 1 else ""
-    return _output(verdict, f"{reason}{which}", len(same), relative)
+    else:
+        verdict, reason = FAIL, "finite in FP32 and not in mixed precision"
+    if places > 1:
+        reason += f", worst in output {worst + 1} of {places}"
+    return _output(verdict, reason, calls, relative_error)
 
 
 def _error_and_signal(wide: torch.Tensor, narrow: torch.Tensor) -> tuple[float, float]:
@@ -344,12 +470,21 @@ def _error_and_signal(wide: torch.Tensor, narrow: torch.Tensor) -> tuple[float, 
     wide, finite = wide.double(), torch.isfinite(wide)
     signal = float(torch.where(finite, wide, 0.0).square().sum())
     error = torch.where(finite, narrow.double() - wide, 0.0)
-    return float(error.square().sum()) if bool(torch.isfinite(error).all()) else math.inf, signal
+    if not bool(torch.isfinite(error).all()):
+        return math.inf, signal
+    return float(error.square().sum()), signal
 
 
 def _output(verdict: str, reason: str, calls: int, relative_error: float | None = None) -> dict[str, Any]:
-    sqnr_db = None
+    sqnr_db: float | None = None
     if relative_error is not None:
-        sqnr_db = -20 * math.log10(relative_error) if relative_error > 0 else math.inf
-    numbers = {"relative_error": relative_error, "sqnr_db": sqnr_db, "calls": calls}
-    return {**numbers, "verdict": verdict, "reason": reason}
+        sqnr_db = math.inf
+        if relative_error > 0:
+            sqnr_db = -20 * math.log10(relative_error)
+    return {
+        "relative_error": relative_error,
+        "sqnr_db": sqnr_db,
+        "calls": calls,
+        "verdict": verdict,
+        "reason": reason,
+    }

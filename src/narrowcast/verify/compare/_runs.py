@@ -39,6 +39,9 @@ RESULT = "result.json"
 TENSORS = "narrowcast-tensors"
 """Folder, in that of a run, of tensors that are compared and then deleted."""
 
+MOVES_FILE = "moves.pt"
+"""Name of the file of how far the last steps of a run that keeps gradients move the weights."""
+
 STEPS_AFTER_THE_END = 20
 """Of another optimizer, without one of that whose steps are counted: then it has ended. A generator steps
 once in five steps of its critic."""
@@ -86,6 +89,7 @@ class Purpose(StrEnum):
     MIXED = "gradients-mixed"
 
 
+# What progress calls them.
 _PHASES = {
     Purpose.TIMED: "timing",
     Purpose.MEMORY: "counting tensors",
@@ -93,7 +97,9 @@ _PHASES = {
     Purpose.PROFILE: "profiling",
     Purpose.SHARES: "profiling",
     Purpose.EXPLAIN: "watching",
-    **dict.fromkeys((Purpose.REFERENCE, Purpose.EXACT, Purpose.MIXED), "comparing gradients"),
+    Purpose.REFERENCE: "comparing gradients",
+    Purpose.EXACT: "comparing gradients",
+    Purpose.MIXED: "comparing gradients",
 }
 
 
@@ -179,35 +185,66 @@ class ScriptRuns:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self, name: str, format_: str, purpose: Purpose, **more: Any) -> Path:
+    def start(self, name: str, trains_in: str, purpose: Purpose, **more: Any) -> Path:
         """Make one run in a fresh process, wait for its end, restore the user's files, and return its folder.
 
-        Without a name that is ``settings.folder`` itself; ``more`` are other fields of ``RunSettings``.
+        Without a name that is ``settings.folder`` itself. ``trains_in`` is ``"fp32"`` or ``"mixed"``, and
+        ``more`` are other fields of ``RunSettings``.
 
         Raises:
             ScriptError: the script failed.
             FileError: a file of the user cannot be put back.
         """
         begun = self._ahead.pop(name, None)
-        with folder_of_one(self.progress), begun or self.begin(name, format_, purpose, **more) as run:
+        with folder_of_one(self.progress), begun or self.begin(name, trains_in, purpose, **more) as run:
             run.go()
         return run.checked()
 
-    def ahead(self, name: str, format_: str, purpose: Purpose, **more: Any) -> None:
-        """Begin a run that ``start`` will wait for, so that another one can be made meanwhile."""
+    def ahead(self, name: str, trains_in: str, purpose: Purpose, **more: Any) -> None:
+        """Begin a run that ``start`` will wait for later, so that both go on at once."""
         if self.beside:
-            self._ahead[name] = self.begin(name, format_, purpose, **more)
+            self._ahead[name] = self.begin(name, trains_in, purpose, **more)
 
     def close(self) -> None:
-        """End what ``ahead`` began and ``start`` did not wait for, and what starts the processes."""
+        """End runs that ``ahead`` began and nobody waited for, and the process that forks runs."""
         for run in self._ahead.values():
             run.close()
         self._processes.close()
 
-    def begin(self, name: str, format_: str, purpose: Purpose, **more: Any) -> LiveRun:
-        """Begin a run, as ``start`` makes it; its process waits nowhere until ``LiveRun.go`` says so."""
-        asked = {name: getattr(self.settings, name) for name in ScriptSettings.__struct_fields__}
+    def begin(self, name: str, trains_in: str, purpose: Purpose, **more: Any) -> LiveRun:
+        """Begin a run, as ``start`` makes it; its process goes on until ``LiveRun.go`` names a step."""
         folder = self.settings.folder / name
+        self.folders.append(self._made_folder(name, folder))
+
+        # The settings of the script, with what is another one for this run.
+        fields = {key: getattr(self.settings, key) for key in ScriptSettings.__struct_fields__}
+        fields |= {"folder": folder, "purpose": purpose}
+        if trains_in == "fp32":
+            fields |= {"policy": "fp32", "loss_scale": None}
+        title, number = name or purpose, len(self.folders)
+
+        def tell(line: str = "") -> None:
+            text = f"run {number}"
+            if self.expected:
+                text += f" of {max(self.expected, number)}"
+            left_s = self.ends - time.monotonic()
+            if left_s > 0:
+                text += f", up to {left_s:.0f} s left"
+            text += f", {_PHASES[purpose]} ({title})"
+            if line:
+                text += f": {line}"
+            self.progress(text)
+
+        tell()
+        # An error of a script that ran in FP32 may be one of the format.
+        ran = title
+        if trains_in == "mixed" and purpose in (Purpose.TIMED, Purpose.PROFILE, Purpose.SHARES):
+            ran = f"{title}, after its FP32 run had succeeded"
+        run_settings = RunSettings(**fields, **more)
+        return LiveRun(run_settings, trains_in, ran, tell, self.written.update, self._processes)
+
+    def _made_folder(self, name: str, folder: Path) -> Path:
+        """Make the folder of a run, without what an earlier run left there."""
         if Path.cwd().is_relative_to(folder.resolve()):
             raise FileError(f"{folder} holds the working folder; name another one with --run-dir")
         restore_files(folder)  # of a run that was killed
@@ -217,25 +254,10 @@ class ScriptRuns:
             except OSError as error:
                 why = f"cannot delete what an earlier run left, {folder}: {error.strerror}"
                 raise FileError(why) from error
-        self.folders.append(make_run_folder(name, asked=folder))
+        made = make_run_folder(name, asked=folder)
         discard_captures(folder)
-        shutil.rmtree(folder / OUTPUTS, ignore_errors=True)  # of an earlier run
-        if format_ == "fp32":
-            asked |= {"policy": "fp32", "loss_scale": None}
-        asked |= {"folder": folder, "purpose": purpose}
-        title, number = name or purpose, len(self.folders)
-
-        def tell(line: str = "") -> None:
-            left_s = self.ends - time.monotonic()
-            of = f" of {max(self.expected, number)}" if self.expected else ""
-            left = f", up to {left_s:.0f} s left" if left_s > 0 else ""
-            self.progress(f"run {number}{of}{left}, {_PHASES[purpose]} ({title}){': ' * bool(line)}{line}")
-
-        tell()
-        alone = format_ == "fp32" or purpose not in (Purpose.TIMED, Purpose.PROFILE, Purpose.SHARES)
-        ran = title if alone else f"{title}, after its FP32 run had succeeded"
-        run_settings = RunSettings(**asked, **more)
-        return LiveRun(run_settings, format_, ran, tell, self.written.update, self._processes)
+        shutil.rmtree(folder / OUTPUTS, ignore_errors=True)
+        return made
 
 
 # ---- what a run leaves
@@ -258,7 +280,10 @@ def read_result(folder: Path) -> dict[str, Any] | None:
 
 def collapsed(folder: Path) -> str | None:
     """Return how the training of a run came to a stop, if its loss scale collapsed."""
-    return (read_result(folder) or {}).get("collapsed")
+    result = read_result(folder)
+    if not result:
+        return None
+    return result.get("collapsed")
 
 
 class GradientFacts(msgspec.Struct, kw_only=True):
@@ -334,7 +359,7 @@ def shared_numbers(folder: Path) -> memoryview[int]:
 
 
 class LiveRun(ExitStack):
-    """The process of a run, which goes on when ``go`` says so. To close it ends it and restores files.
+    """The process of a run, which goes on when ``go`` says so. Closing it ends it and restores files.
 
     Attributes:
         folder: of the run.
@@ -360,8 +385,9 @@ class LiveRun(ExitStack):
         self.numbers = shared_numbers(self.folder)
         self.code: int | None = None
         self.active_s = self.startup_s = 0.0
-        self.changes_files = self._is_aside = False
+        self.changes_files = self._files_made_way = False
         self._title, self._tell, self._full = title, tell, ""
+        # Files are restored last, once the process has ended that changes them.
         self.enter_context(registered(self.folder))
         self.callback(lambda: written(restore_files(self.folder)))
         try:
@@ -387,9 +413,9 @@ class LiveRun(ExitStack):
             patience_s: after which to return all the same; the run is stopped wherever it is.
             limit_s: of steps, after which the run is told to end.
         """
-        if self._is_aside:
+        if self._files_made_way:
             bring_back(self.folder)
-            self._is_aside = False
+            self._files_made_way = False
         began, before_s, told = time.monotonic(), self.active_s, 0.0
         self.numbers[UNTIL] = until
         while self.code is None:
@@ -400,6 +426,7 @@ class LiveRun(ExitStack):
             self.active_s = before_s + now - began
             if not self.steps:
                 self.startup_s = self.active_s
+
             if until and self.numbers[PAUSED] and self.steps >= until:
                 return True
             if now - began > patience_s:
@@ -421,9 +448,10 @@ class LiveRun(ExitStack):
         if not has_files_to_move(self.folder):
             return None
         self.changes_files = True
-        if why := self._why_not_still() or set_aside(self.folder):
+        why = self._why_not_still() or set_aside(self.folder)
+        if why:
             return why
-        self._is_aside = True
+        self._files_made_way = True
         return None
 
     def _why_not_still(self) -> str | None:
@@ -462,16 +490,24 @@ class LiveRun(ExitStack):
         """
         if not self.code:
             return self.folder
-        names = {-known.value: known.name for known in signal.Signals}
-        ended, guess = f"failed with exit code {self.code}", ""
+        ended = f"failed with exit code {self.code}"
         if self.code < 0:
-            ended = f"was killed by {names.get(self.code, f'signal {-self.code}')}"
-            guess = " (out of memory?)" * (self.code == -signal.SIGKILL)
+            # A kill that nobody asked for is most often the system's, for want of memory.
+            names = {known.value: known.name for known in signal.Signals}
+            ended = f"was killed by {names.get(-self.code, f'signal {-self.code}')}"
+            if self.code == -signal.SIGKILL:
+                ended += " (out of memory?)"
+        text = "; it wrote nothing to stderr"
         lines = _tail(self.folder / "stderr.txt", _ERROR_BYTES).splitlines()[-_ERROR_LINES:]
-        shown = ["".join(c if c.isprintable() else " " for c in line[:_LONGEST_LINE]) for line in lines]
-        text = "; it ended with:\n" + "\n".join(shown) if shown else "; it wrote nothing to stderr"
+        if lines:
+            text = "; it ended with:\n" + "\n".join(map(_printable, lines))
         where = f"in run {self._title}{self._full}"
-        raise ScriptError(f"the script {ended}{guess} {where}{text}\nall of its output: {self.folder}")
+        raise ScriptError(f"the script {ended} {where}{text}\nall of its output: {self.folder}")
+
+
+def _printable(line: str) -> str:
+    """Return a line of a script's output without control characters, and its end if it is very long."""
+    return "".join(character if character.isprintable() else " " for character in line[:_LONGEST_LINE])
 
 
 def _moves(group: int) -> bool:
@@ -482,7 +518,8 @@ def _moves(group: int) -> bool:
                 continue
             for thread in (process / "task").iterdir():
                 # The state stands after the name, which may have spaces and parentheses.
-                if (thread / "stat").read_text().rpartition(")")[2].split()[0] not in _STOPPED:
+                _, _, after_name = (thread / "stat").read_text().rpartition(")")
+                if after_name.split()[0] not in _STOPPED:
                     return True
     return False
 
@@ -499,8 +536,13 @@ def full_disk(folder: Path, name: str = "stderr.txt") -> str:
 def in_short(error: ScriptError) -> str:
     """Return what failed and why in one line: the first line of the message, and the last of stderr."""
     first, *rest = str(error).splitlines()
-    said = [line.strip() for line in rest if line.strip() and not line.startswith("all of its output")]
-    return f"{first.removesuffix('; it ended with:')}: {said[-1]}" if said else first
+    last = ""
+    for line in rest:
+        if line.strip() and not line.startswith("all of its output"):
+            last = line.strip()
+    if not last:
+        return first
+    return f"{first.removesuffix('; it ended with:')}: {last}"
 
 
 def _tail(path: Path, size: int) -> str:
@@ -515,7 +557,10 @@ def _tail(path: Path, size: int) -> str:
 def last_line(folder: Path) -> str:
     """Return the last line on stdout of the run in ``folder``."""
     lines = _tail(folder / "stdout.txt", 4096).replace("\r", "\n").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    for line in reversed(lines):
+        if line.strip():
+            return line.strip()
+    return ""
 
 
 # ---- two runs whose steps take turns, in blocks, so that a machine that gets slower slows both alike
@@ -543,65 +588,93 @@ def take_turns(
         steps: that each will take; 0: not known.
         limit_s: of a run and of the pair's first one, after how long to end it.
     """
-    with begin(formats[0]) as one:
-        warm = one.go(_WARM_UP)
-        why = _why_not(one) or one.make_way() if warm else _TOO_SHORT
+    # The second run begins only once the first one has shown that it can take turns.
+    first_format, second_format = formats
+    with begin(first_format) as one:
+        why = _why_no_turns(one)
         if why is None:
-            with begin(formats[1]) as two:
-                first, why = _alternate(one, two, steps, limit_s)
-                for run in (first, one if first is two else two):
+            with begin(second_format) as two:
+                to_end_first, why = _alternate(one, two, steps, limit_s)
+                to_end_last = one if to_end_first is two else two
+                for run in (to_end_first, to_end_last):
                     run.go(limit_s=limit_s(run, one))
                     run.close()
             failed = [run for run in (one, two) if run.code and not collapsed(run.folder)]
             if not failed:
+                # One that collapsed is a result of the comparison, once the other one is known.
                 for run in sorted((one, two), key=lambda run: run.code or 0):
                     ended(run)
                 return why
             why = f"{failed[0].name} failed beside the other run"
+            again = [first_format, second_format]
         else:
             one.go(limit_s=limit_s(one, one))
             one.close()
             ended(one)
-            formats = formats[1:]
-    for format_ in formats:
+            again = [second_format]
+
+    # One after the other, from the start for a pair that failed together.
+    for format_ in again:
         with begin(format_) as run:
             run.go(limit_s=limit_s(run, one))
         ended(run)
     return why
 
 
-def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple[LiveRun, str | None]:
-    """Let two runs take turns; return which one has to go on to its end first, and why, unless it ended.
+def _why_no_turns(run: LiveRun) -> str | None:
+    """Let the first run warm up; return why no other one can take turns with it, if so."""
+    if not run.go(_WARM_UP):
+        return _TOO_SHORT
+    return _why_not(run) or run.make_way()
 
-    The files of the other one have made way.
+
+def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple[LiveRun, str | None]:
+    """Let two runs take turns until one ends, or they no longer can.
+
+    Returns:
+        The run that goes on to its end first, while the files of the other one have made way, and why they
+        stopped taking turns; None: it has ended, or its time is over.
     """
-    order, block = [two, one], 0
+    order = [two, one]
+    block = 0  # steps of a turn; 0: the warm-up
     first_block = _FIRST_BLOCK
     if steps:  # runs of a few steps take shorter turns
         first_block = max(1, min(_FIRST_BLOCK, (steps - _WARM_UP) // _FEWEST_BLOCKS))
     while True:
         spent_s: list[float] = []
         for run, other in (order, order[::-1]):
-            before_s, patience_s = run.active_s, max(_PATIENCE_S, _PATIENCE * (spent_s or [one.active_s])[0])
             # The second one warms up first, as the other has done.
-            if block or run is two:
-                paused = run.go(run.steps + block if block else _WARM_UP, patience_s=patience_s)
-                spent_s.append(run.active_s - before_s)
-                if run.code is not None:
-                    return run, None
-                if why := _why_not(run) or run.make_way():
-                    return run, why
-                if not paused:
-                    return other, f"{run.name} took no step in {patience_s:.0f} s beside the other run"
-                if run.stepping_s > limit_s(run, one):
-                    return other, None
-        most = max(first_block, steps // _BLOCKS) if steps else math.inf
-        fitting = math.ceil(block * _BLOCK_S / max(min(spent_s), 1e-6))
-        if block:
-            block = int(min(max(fitting, 1), most))
-        else:  # the warm-up showed how long a step takes
-            block = first_block if one.stepping_s < (_WARM_UP - 1) * _BLOCK_S else 1
+            if not block and run is one:
+                continue
+            # What takes far longer than the other run's turn may wait for something that the other one holds.
+            usual_s = spent_s[0] if spent_s else one.active_s
+            patience_s = max(_PATIENCE_S, _PATIENCE * usual_s)
+            until = run.steps + block if block else _WARM_UP
+            before_s = run.active_s
+            paused = run.go(until, patience_s=patience_s)
+            spent_s.append(run.active_s - before_s)
+            if run.code is not None:
+                return run, None
+            why = _why_not(run) or run.make_way()
+            if why:
+                return run, why
+            if not paused:
+                return other, f"{run.name} took no step in {patience_s:.0f} s beside the other run"
+            if run.stepping_s > limit_s(run, one):
+                return other, None
+        block = _next_block(block, min(spent_s), one, steps, first_block)
         order.reverse()
+
+
+def _next_block(block: int, spent_s: float, one: LiveRun, steps: int, first_block: int) -> int:
+    """Return how many steps the next turns have, so that they last as long as a block should."""
+    if not block:  # the warm-up showed how long a step takes
+        is_fast = one.stepping_s < (_WARM_UP - 1) * _BLOCK_S
+        return first_block if is_fast else 1
+    fitting = max(1, math.ceil(block * _BLOCK_S / max(spent_s, 1e-6)))
+    if not steps:
+        return fitting
+    return min(fitting, max(first_block, steps // _BLOCKS))
 
 
 def _why_not(run: LiveRun) -> str | None:

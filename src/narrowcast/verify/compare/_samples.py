@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +22,15 @@ from narrowcast.verify._model_state import fingerprint, samples_in
 _CALL = "narrowcast: call"
 
 
-_Gradient = tuple[torch.Tensor | None, int]
-"""A gradient, and its version, which grows when it is added to in place."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gradient:
+    """What a parameter's ``.grad`` was; its version grows when it is added to in place."""
+
+    tensor: torch.Tensor | None
+    version: int
+
+    def is_same(self, other: _Gradient) -> bool:
+        return self.tensor is other.tensor and self.version == other.version
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,20 +50,35 @@ class _Call:
     samples: int | None
 
 
-class _Thread(threading.local):
+class _BeforePass(NamedTuple):
+    """An optimizer's gradients before a backward pass, and the calls behind the loss."""
+
+    optimizer: torch.optim.Optimizer
+    gradients: list[_Gradient]
+    calls: list[_Call]
+
+
+class _ScriptThread(threading.local):
     """What a thread of the script is in.
 
     Attributes:
         inputs: of the outermost call.
-        before: for each optimizer, its gradients before the backward pass, and the calls behind the loss.
+        before: of each optimizer, while a backward pass runs.
     """
 
     inputs: Any = None
-    before: Sequence[tuple[torch.optim.Optimizer, list[_Gradient], list[_Call]]] = ()
+    before: Sequence[_BeforePass] = ()
+
+
+class _OfStep(NamedTuple):
+    """How many minibatches the gradients of a step average, and the samples in all of them, if known."""
+
+    minibatches: int
+    samples: int | None
 
 
 class Minibatches:
-    """Count the minibatches, and the samples, whose mean the gradients of a step are.
+    """Count the minibatches that the gradients of a step average, and the samples in them.
 
     Of the calls in the graph of a loss those count that use parameters of the optimizer and that no later
     one of these builds on: an encoder and its decoder see the same samples. Two halves of a batch add up, and
@@ -70,8 +92,8 @@ class Minibatches:
     def __init__(self, optimizers: Callable[[], Iterable[torch.optim.Optimizer]]) -> None:
         self._optimizers = optimizers
         self._numbers = itertools.count()
-        self._thread = _Thread()
-        self._steps: dict[torch.optim.Optimizer, tuple[int, int | None]] = {}
+        self._thread = _ScriptThread()
+        self._largest_steps: dict[torch.optim.Optimizer, _OfStep] = {}
         self._passes: WeakKeyDictionary[torch.optim.Optimizer, list[list[_Call]]] = WeakKeyDictionary()
 
     # ---- events of the script
@@ -83,8 +105,10 @@ class Minibatches:
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         """Mark the nodes of the graph that made the outputs of that call."""
         inputs, self._thread.inputs = self._thread.inputs, None
-        made = [tensor.grad_fn for tensor in tensors_inside(output)]
-        nodes: list[Any] = [node for node in made if node is not None]
+        nodes: list[Any] = []
+        for tensor in tensors_inside(output):
+            if tensor.grad_fn is not None:
+                nodes.append(tensor.grad_fn)
         if inputs is None or not nodes:
             return
         # Inside torch.func a tensor is one of many, or its graph is not that of any loss.
@@ -97,29 +121,25 @@ class Minibatches:
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
         """Find the calls behind a loss, while its graph is whole."""
-        starts = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-        nodes = nodes_below([node for node in starts if node is not None])
-        made_by: dict[_Call, list[Any]] = {}
-        for node in nodes:
-            call = node.metadata.get(_CALL)
-            if call is not None:
-                made_by.setdefault(call, []).append(node)
+        nodes_of_calls = _nodes_of_calls(roots)
         before = []
         for optimizer in self._optimizers():
             passes: list[list[_Call]] = self._passes.setdefault(optimizer, [])
             if passes and not _holds_gradients(optimizer):
                 passes.clear()  # the script has dropped them
             parameters = set(map(id, parameters_of(optimizer)))
-            own = {call: at for call, at in made_by.items() if _uses(call.module, parameters)}
-            before.append((optimizer, _gradients(optimizer), _outermost(own)))
+            own: dict[_Call, list[Any]] = {}
+            for call, nodes in nodes_of_calls.items():
+                if _uses(call.module, parameters):
+                    own[call] = nodes
+            before.append(_BeforePass(optimizer, _gradients(optimizer), _outermost(own)))
         self._thread.before = before
 
     def backward_ended(self) -> None:
         """Note which optimizers have other gradients than before the pass."""
-        before, self._thread.before = self._thread.before, ()
-        for optimizer, gradients, calls in before:
-            pairs = zip(_gradients(optimizer), gradients, strict=True)
-            if any(now is not old or version != old_version for (now, version), (old, old_version) in pairs):
+        before_pass, self._thread.before = self._thread.before, ()
+        for optimizer, gradients, calls in before_pass:
+            if not all(map(_Gradient.is_same, _gradients(optimizer), gradients)):
                 self._passes[optimizer].append(calls)
 
     # ---- what is known of a step
@@ -129,43 +149,64 @@ class Minibatches:
 
         The samples are those of the optimizer whose steps see the fewest; None: not known of each.
         """
-        count, total = self._of_step(optimizer)
-        most_so_far, known_total = self._steps.get(optimizer, (0, None))
+        step = self._of_step(optimizer)
+        largest = self._largest_steps.get(optimizer, _OfStep(0, None))
         # The calls of a first step may be from before they were watched.
-        if count > most_so_far or (count == most_so_far and known_total is None):
-            self._steps[optimizer] = count, total
-        most = max(count for count, _ in self._steps.values())
-        totals = [total for _, total in self._steps.values()]
-        known = [total for total in totals if total is not None]
-        if len(known) < len(totals):
+        tells_more = step.minibatches == largest.minibatches and largest.samples is None
+        if step.minibatches > largest.minibatches or tells_more:
+            self._largest_steps[optimizer] = step
+
+        steps = self._largest_steps.values()
+        most = max(step.minibatches for step in steps)
+        samples = [step.samples for step in steps if step.samples is not None]
+        if len(samples) < len(steps):
             return most, None
-        return most, min(known) // most or None
+        return most, min(samples) // most or None
 
-    def _of_step(self, optimizer: torch.optim.Optimizer) -> tuple[int, int | None]:
-        """Return of how many minibatches and samples the gradients of ``optimizer`` are the mean.
+    def _of_step(self, optimizer: torch.optim.Optimizer) -> _OfStep:
+        """Return how many minibatches, and samples, the gradients of ``optimizer`` average.
 
-        Where the samples are not known (None), every backward pass counts as a minibatch.
+        Where the samples are not known, every backward pass counts as a minibatch.
         """
         passes = self._passes.get(optimizer, [])
         if not passes or not all(passes):
-            return max(1, len(passes)), None
-        batches: dict[torch.nn.Module, dict[str, int | None]] = {}
+            return _OfStep(max(1, len(passes)), None)
+        samples_of: dict[torch.nn.Module, dict[str, int | None]] = {}
         passes_of: dict[torch.nn.Module, set[frozenset[str]]] = {}
         for calls in passes:
-            seen: dict[torch.nn.Module, set[str]] = {}
+            batches_of: dict[torch.nn.Module, set[str]] = {}
             for call in calls:
-                batches.setdefault(call.module, {})[call.batch] = call.samples
-                seen.setdefault(call.module, set()).add(call.batch)
-            for module, of_pass in seen.items():
-                passes_of.setdefault(module, set()).add(frozenset(of_pass))
+                samples_of.setdefault(call.module, {})[call.batch] = call.samples
+                batches_of.setdefault(call.module, set()).add(call.batch)
+            for module, batches in batches_of.items():
+                passes_of.setdefault(module, set()).add(frozenset(batches))
 
         # Modules may see a batch side by side, as an actor and a critic do: it is the same samples.
-        count = max(map(len, passes_of.values()))
+        minibatches = max(map(len, passes_of.values()))
         totals = set()
-        for sizes in batches.values():
-            known = [size for size in sizes.values() if size is not None]
-            totals.add(sum(known) if len(known) == len(sizes) else None)
-        return count, totals.pop() if len(totals) == 1 else None
+        for samples_of_batches in samples_of.values():
+            known = [samples for samples in samples_of_batches.values() if samples is not None]
+            is_known = len(known) == len(samples_of_batches)
+            totals.add(sum(known) if is_known else None)
+        # Modules that see different numbers of samples do not tell how many there are.
+        if len(totals) != 1:
+            return _OfStep(minibatches, None)
+        return _OfStep(minibatches, totals.pop())
+
+
+def _nodes_of_calls(roots: Sequence[Any]) -> dict[_Call, list[Any]]:
+    """Return the calls whose outputs are in the graph of a loss, each with the nodes that made them."""
+    starts = []
+    for root in roots:
+        node = root.node if isinstance(root, GradientEdge) else root.grad_fn
+        if node is not None:
+            starts.append(node)
+    found: dict[_Call, list[Any]] = {}
+    for node in nodes_below(starts):
+        call = node.metadata.get(_CALL)
+        if call is not None:
+            found.setdefault(call, []).append(node)
+    return found
 
 
 def _samples_of(module: torch.nn.Module, inputs: Any) -> int | None:
@@ -175,24 +216,21 @@ def _samples_of(module: torch.nn.Module, inputs: Any) -> int | None:
         return None
     # A vector of floats may be one sample, as the state of an agent is.
     with_dimensions = [tensor for tensor in tensors_inside(inputs) if tensor.ndim]
-    if all(t.ndim == 1 for t in with_dimensions) and any(t.is_floating_point() for t in with_dimensions):
+    are_vectors = all(tensor.ndim == 1 for tensor in with_dimensions)
+    if are_vectors and any(tensor.is_floating_point() for tensor in with_dimensions):
         return None
     return samples_in(inputs)
 
 
-def _outermost(made_by: dict[_Call, list[Any]]) -> list[_Call]:
-    """Return the calls on which no later one builds.
-
-    Args:
-        made_by: the nodes of each call's outputs.
-    """
+def _outermost(nodes_of_calls: dict[_Call, list[Any]]) -> list[_Call]:
+    """Return the calls on which no later one builds, given the nodes of each call's outputs."""
     found = []
     covered: set[Any] = set()
     # A call builds only on earlier ones.
-    for call in sorted(made_by, key=lambda call: call.number, reverse=True):
-        if covered.isdisjoint(made_by[call]):
+    for call in sorted(nodes_of_calls, key=lambda call: call.number, reverse=True):
+        if covered.isdisjoint(nodes_of_calls[call]):
             found.append(call)
-        waiting = list(made_by[call])
+        waiting = list(nodes_of_calls[call])
         while waiting:
             for below, _ in waiting.pop().next_functions:
                 if below is not None and below not in covered:
@@ -202,21 +240,26 @@ def _outermost(made_by: dict[_Call, list[Any]]) -> list[_Call]:
 
 
 def _uses(module: torch.nn.Module, parameters: set[int]) -> bool:
-    return any(id(parameter) in parameters for parameter in module.parameters())
+    return not parameters.isdisjoint(map(id, module.parameters()))
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[_Gradient]:
-    gradients = [parameter.grad for parameter in parameters_of(optimizer)]
-    return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
+    gradients = []
+    for parameter in parameters_of(optimizer):
+        tensor = parameter.grad
+        version = 0 if tensor is None else tensor._version
+        gradients.append(_Gradient(tensor, version))
+    return gradients
 
 
 def _holds_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a gradient is not zero."""
     for parameter in parameters_of(optimizer):
-        gradient = parameter.grad
-        if gradient is None:
+        values = parameter.grad
+        if values is None:
             continue
-        values = gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+        if values.layout == torch.sparse_coo:
+            values = values.coalesce().values()
         if bool(values.count_nonzero()):
             return True
     return False

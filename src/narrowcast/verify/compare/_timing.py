@@ -8,6 +8,7 @@ pair of runs is followed by as many short ones as the time limit allows.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from narrowcast.observe.capture import (
     FEWEST_PAIRS,
     RUN,
     Capture,
+    Estimate,
     kind_of,
     median_of_runs,
     pace_of,
@@ -51,6 +53,10 @@ _LEAST_MIXED_S = 15.0
 # A later pair has the three steps of the warm-up and nine more; and no more than two seconds of steps, or 40.
 _FEWEST_STEPS = 12
 _ENOUGH_STEPS, _ENOUGH_S = 40, 2.0
+# Where gradients take all of the time limit, short pairs are timed all the same, of steps for about a second
+# each, unless together they take more than this share of the limit.
+_SHORT_S = 1.0
+_SHORT_PAIRS_SHARE = 0.4
 
 
 class TimingSettings(ScriptSettings, frozen=True, kw_only=True):
@@ -87,8 +93,8 @@ class TimedPairs:
 
     Attributes:
         write: gets the events ``run`` and ``note``.
-        runs_aside: how many runs follow that are not timed.
-        aside_s: returns how long those take.
+        untimed_runs: how many runs follow that are not timed.
+        untimed_s: returns about how long those take.
         captures: of each format, those of the runs that ended.
         spent: what each timed run took.
         spawns: whether the script trains in processes that it starts itself.
@@ -100,8 +106,8 @@ class TimedPairs:
     settings: TimingSettings
     runs: ScriptRuns
     write: Callable[[dict[str, Any]], None]
-    runs_aside: int = 0
-    aside_s: Callable[[], float] = lambda: 0.0
+    untimed_runs: int = 0
+    untimed_s: Callable[[], float] = lambda: 0.0
     captures: dict[str, list[Capture]] = field(default_factory=lambda: {"fp32": [], "mixed": []})
     spent: list[Spent] = field(default_factory=list)
     spawns: bool = False
@@ -109,6 +115,7 @@ class TimedPairs:
     memory: int = 0
     changes_files: bool = False
     _pair_s: list[float] = field(default_factory=list)
+    _why_alone: list[str] = field(default_factory=list)  # of pairs whose runs took no turns
 
     # ---- what is known so far
 
@@ -118,7 +125,7 @@ class TimedPairs:
     def kind(self) -> str | None:
         return kind_of(self.all_captures())
 
-    def speedup(self) -> tuple[float, float, float] | None:
+    def speedup(self) -> Estimate | None:
         """Return the speedup and the ends of its interval; None: not known."""
         return speedup_of(self.captures["fp32"], self.captures["mixed"], self.kind())
 
@@ -133,7 +140,7 @@ class TimedPairs:
     def step_times(self, format_: str) -> list[float]:
         """Return the times of steps or calls in one format."""
         runs = times_of_runs(self.captures[format_], self.kind())
-        return [step_s for times in runs for step_s in times]
+        return list(itertools.chain.from_iterable(runs))
 
     def plain_times(self, format_: str, profile: dict[str, Any]) -> dict[str, Any]:
         """Return the median time of a step and the ends of its interval, under the names of a profile.
@@ -143,21 +150,24 @@ class TimedPairs:
         trains nothing they are those of ``profile``, which is of whole calls, from one to the next; what is
         timed is what is inside them.
         """
-        if self.kind() == "inference":
-            step_s = profile["step_s"]
-            bounds = {"plain_step_s_low": step_s, "plain_step_s_high": step_s}
-            return {"plain_steps": profile["steps"], "plain_step_s": step_s, **bounds}
         kind = self.kind()
-        spreads = {
-            name: median_of_runs(times_of_runs(captures, kind)) for name, captures in self.captures.items()
-        }
-        fp32, own = spreads["fp32"], spreads[format_]
+        if kind == "inference":
+            step_s = profile["step_s"]
+            return {
+                "plain_steps": profile["steps"],
+                "plain_step_s": step_s,
+                "plain_step_s_low": step_s,
+                "plain_step_s_high": step_s,
+            }
+        fp32 = median_of_runs(times_of_runs(self.captures["fp32"], kind))
+        own = median_of_runs(times_of_runs(self.captures[format_], kind))
         assert fp32 is not None
         assert own is not None
-        found = self.speedup()
+
         scale = 1.0
+        found = self.speedup()
         if format_ == "mixed" and found is not None:
-            scale = fp32.median_s / found[0] / own.median_s
+            scale = fp32.median_s / found.value / own.median_s
         low_s, high_s = own.interval_s
         return {
             "plain_steps": len(self.step_times(format_)),
@@ -173,12 +183,15 @@ class TimedPairs:
 
     def format(self) -> str:
         """Return the formats that the mixed runs computed in, or else the policy."""
-        devices = [device["format"] for capture in self.captures["mixed"] for device in capture.of("device")]
-        return ", ".join(dict.fromkeys(devices)) or self.settings.policy
+        formats: dict[str, None] = {}
+        for capture in self.captures["mixed"]:
+            for device in capture.of("device"):
+                formats[device["format"]] = None
+        return ", ".join(formats) or self.settings.policy
 
     def step_s(self) -> float:
         """Return how long a step takes in both formats together, by the first pair of runs."""
-        return sum(run.stepping_s / run.steps for run in self.spent[:2])
+        return max(1e-6, sum(run.stepping_s / run.steps for run in self.spent[:2]))
 
     def pair_besides_s(self) -> float:
         """Return how long a pair of runs takes besides its steps: to start, to end, to be read."""
@@ -186,8 +199,11 @@ class TimedPairs:
 
     def limit_s(self) -> float:
         """Return how long all runs may take; by default after the first pair of runs."""
-        first_pair_s = sum(run.startup_s + run.stepping_s for run in self.spent[:2])
-        return self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * first_pair_s)
+        return self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * self._first_pair_s())
+
+    def _first_pair_s(self) -> float:
+        """Return how long the first pair of runs took."""
+        return sum(run.startup_s + run.stepping_s for run in self.spent[:2])
 
     # ---- pairs of runs
 
@@ -197,34 +213,42 @@ class TimedPairs:
         How many these are depends on time alone. To stop when the answer is clear would make it less certain
         than it looks.
         """
-        self.runs.expected = 2 * max(self.settings.repeats, FEWEST_PAIRS) + self.runs_aside
-        why_alone: list[str | None] = []
+        # Until the first pair has shown how long it takes, progress expects as few as an interval needs.
+        self.runs.expected = 2 * max(self.settings.repeats, FEWEST_PAIRS) + self.untimed_runs
         for repeat in range(self.settings.repeats):
-            why_alone.append(self._time_pair(repeat, self.settings.steps))
-            self._may_run_beside(alone=any(why_alone))
-        while len(why_alone) < MOST_PAIRS and self.has_times():
-            pairs, steps = self._pairs_that_fit(MOST_PAIRS - len(why_alone))
-            self.runs.expected = 2 * (len(why_alone) + pairs) + self.runs_aside
-            if not pairs:
-                break
-            why_alone.append(self._time_pair(0, steps))
-            self._may_run_beside(alone=any(why_alone))
-        self._note_how(next(filter(None, why_alone), None), len(why_alone))
+            self._time_pair(repeat, self.settings.steps)
+            self._may_run_beside()
 
-    def _may_run_beside(self, *, alone: bool) -> None:
+        # Each shorter pair shows once more how far two processes differ. What fits is known anew after each.
+        pairs = self.settings.repeats
+        while pairs < MOST_PAIRS and self.has_times():
+            fitting, steps = self._pairs_that_fit(MOST_PAIRS - pairs)
+            if fitting < FEWEST_PAIRS - pairs:
+                fitting, steps = self._short_pairs(FEWEST_PAIRS - pairs)
+            self.runs.expected = 2 * (pairs + fitting) + self.untimed_runs
+            if not fitting:
+                break
+            self._time_pair(0, steps)
+            self._may_run_beside()
+            pairs += 1
+        self._note_how(pairs)
+
+    def _may_run_beside(self) -> None:
         """Decide whether two of the runs that are not timed may go on at once.
 
         One with exact sums takes twice its memory, and two at a time would see each other's files.
         """
-        self.runs.beside = not alone and self.memory < LITTLE_MEMORY and not self.changes_files
-        first_pair_s = sum(run.startup_s + run.stepping_s for run in self.spent[:2])
-        self.runs.ends = self.began + max(self.limit_s(), 1.5 * first_pair_s)
+        took_turns = not self._why_alone
+        self.runs.beside = took_turns and self.memory < LITTLE_MEMORY and not self.changes_files
+        self.runs.ends = self.began + max(self.limit_s(), 1.5 * self._first_pair_s())
 
-    def _note_how(self, why_alone: str | None, pairs: int) -> None:
-        if why_alone is not None:
-            self._note(f"timed one after the other, at least in part, since {why_alone}")
+    def _note_how(self, pairs: int) -> None:
+        if self._why_alone:
+            self._note(f"timed one after the other, at least in part, since {self._why_alone[0]}")
         if pairs < FEWEST_PAIRS and self.has_times():
-            timed = "one pair of runs is" if pairs == 1 else f"{pairs} pairs of runs are"
+            timed = f"{pairs} pairs of runs are"
+            if pairs == 1:
+                timed = "one pair of runs is"
             self._note(
                 f"{timed} too few to show how far equal runs differ here, so that the interval is wide; the "
                 f"time limit had no room for more: --time-limit 0 times {MOST_PAIRS} pairs"
@@ -234,61 +258,97 @@ class TimedPairs:
         self.write({"event": "note", "text": text})
 
     def _pairs_that_fit(self, most: int) -> tuple[int, int]:
-        """Return how many more pairs of runs there is time for, at most ``most``, and after how many steps
-        each run of the next one ends; 0: by itself."""
-        steps_taken = max(run.steps for run in self.spent[:2])
-        before = self._steps_before_timed()
-        enough = max(_ENOUGH_STEPS, math.ceil(_ENOUGH_S / max(self.step_s(), 1e-6)))
-        enough = min(steps_taken, before + enough)
-        fewest = min(steps_taken, before + _FEWEST_STEPS)
+        """Return how many more pairs of runs there is time for, and the steps of each run of the next one.
+
+        Args:
+            most: pairs to return.
+
+        Returns:
+            Steps of 0: the runs end by themselves.
+        """
+        # A short run has enough steps for a median, after those of the script that are not timed.
+        step_s = self.step_s()
+        enough = self._steps_of_a_run(max(_ENOUGH_STEPS, math.ceil(_ENOUGH_S / step_s)))
+        fewest = self._steps_of_a_run(_FEWEST_STEPS)
+
+        # What is left of the time limit once the other runs are made.
         left_s = math.inf
         if self.settings.time_limit_s != 0:
             spent_s = time.monotonic() - self.began
-            left_s = self.limit_s() - spent_s - self.aside_s()
+            left_s = self.limit_s() - spent_s - self.untimed_s()
+
+        # As many pairs as possible, if need be short ones: the interval is of their spread.
         for pairs in range(most, 0, -1):
-            fit = (left_s / pairs - self.pair_besides_s()) / max(self.step_s(), 1e-6)
-            if fit >= fewest:
-                steps = int(min(fit, enough))
-                return pairs, steps if steps < steps_taken else self.settings.steps
+            fitting = (left_s / pairs - self.pair_besides_s()) / step_s
+            if fitting >= fewest:
+                return pairs, self._or_whole(int(min(fitting, enough)))
         return 0, 0
+
+    def _short_pairs(self, pairs: int) -> tuple[int, int]:
+        """Return ``pairs`` and the steps of their runs; zeros if they take too long."""
+        steps = self._steps_of_a_run(max(_FEWEST_STEPS, math.ceil(_SHORT_S / self.step_s())))
+        needed_s = pairs * (steps * self.step_s() + self.pair_besides_s())
+        if needed_s > _SHORT_PAIRS_SHARE * self.limit_s():
+            return 0, 0
+        return pairs, self._or_whole(steps)
+
+    def _steps_of_a_run(self, timed: int) -> int:
+        """Return how many steps a run takes that times so many, if the script has them."""
+        return min(self._steps_taken(), self._steps_before_timed() + timed)
+
+    def _steps_taken(self) -> int:
+        """Return how many steps the first pair of runs took."""
+        return max(run.steps for run in self.spent[:2])
+
+    def _or_whole(self, steps: int) -> int:
+        """Return ``steps``, or the setting of the first pair if that took no more."""
+        if steps < self._steps_taken():
+            return steps
+        return self.settings.steps
 
     def _steps_before_timed(self) -> int:
         """Return how many steps of other optimizers come before the first one that is timed."""
         steps = self.captures["fp32"][0].of("step")
         pace = pace_of(self.captures["fp32"])
-        timed = [place for place, step in enumerate(steps) if step["optimizer"] == pace]
-        if not timed or not timed[0]:
+        optimizers = [step["optimizer"] for step in steps]
+        if pace not in optimizers or optimizers[0] == pace:
             return 0
         # The run pauses at its steps when the others are known to have ended.
-        return timed[0] + STEPS_AFTER_THE_END + 1
+        return optimizers.index(pace) + STEPS_AFTER_THE_END + 1
 
-    def _time_pair(self, repeat: int, steps: int) -> str | None:
-        """Make a run of each format; return why their steps did not take turns, if so."""
+    def _time_pair(self, repeat: int, steps: int) -> None:
+        """Make a run of each format, whose steps take turns if they can."""
         seed = self.settings.seed + repeat
-
         begun: list[float] = []
 
         def begin(format_: str) -> LiveRun:
             name = f"{format_}-{len(self.captures[format_]) + 1}"
-            run = {"name": name, "format": format_, "seed": seed}
-            self.write({"event": "run", **run, "capture": f"{name}/{RUN}", "last_line": "", "ended": False})
+            # Written now too, so that a comparison that is killed has the run as far as it came.
+            self._write_run(name, format_, seed, capture=RUN, last_line="", ended=False)
             live = self.runs.begin(name, format_, Purpose.TIMED, seed_shift=repeat, steps=steps)
             begun.append(time.monotonic())
             return live
 
         # AB, BA, AB, so that a machine that slows down slows both alike.
-        pair = len(self.captures["fp32"])
-        formats = ("fp32", "mixed") if pair % 2 == 0 else ("mixed", "fp32")
+        formats = ["fp32", "mixed"]
+        if len(self.captures["fp32"]) % 2 == 1:
+            formats.reverse()
         ended = functools.partial(self._ended, seed=seed)
         with folder_of_one(self.runs.progress):
             why_alone = take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
         # From here on, since before its first run the process may have started that forks all runs.
         self._pair_s.append(time.monotonic() - begun[0])
-        return why_alone
+        if why_alone is not None:
+            self._why_alone.append(why_alone)
 
     def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
-        if (steps := self.settings.steps) and not self.spent:  # progress, as if the script took them all
-            both_s = sum(one.startup_s + one.stepping_s * steps / max(one.steps, 1) for one in (run, first))
+        """Return after how long to end a run of a pair; ``first`` is the one that began it."""
+        steps = self.settings.steps
+        if steps and not self.spent:
+            # Progress tells the time left already, as if the script took all of these steps.
+            both_s = 0.0
+            for live in (run, first):
+                both_s += live.startup_s + live.stepping_s * steps / max(live.steps, 1)
             expected_s = self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * both_s)
             self.runs.ends = self.began + expected_s
         if self.settings.longest_run_s is not None:
@@ -297,13 +357,18 @@ class TimedPairs:
             return math.inf
         if self.settings.fp32_because:
             return _LEAST_MIXED_S  # both: even FP32 may be slow there
-        first_s = sum(self.spent[0][:2]) if self.spent else first.active_s
+        # A mixed run that takes twice as long as FP32's has shown what it can show.
+        first_s = first.active_s
+        if self.spent:
+            first_s = self.spent[0].startup_s + self.spent[0].stepping_s
         return max(_LEAST_MIXED_S, 2 * first_s)
 
     def _ended(self, run: LiveRun, *, seed: int) -> None:
+        """Keep what a timed run left, or raise why there is nothing to compare."""
         try:
             folder = run.checked()
         except ScriptError:
+            # A loss scale that collapsed is a result; anything else is an error of the script.
             why = collapsed(run.folder)
             if why is None:
                 raise
@@ -320,21 +385,28 @@ class TimedPairs:
         self.changes_files |= run.changes_files
         self.captures[run.format].append(capture)
         self.spawns |= path.name != RUN
+
         totals = capture.totals()
         reached = len(capture.of("step")) or totals["backwards"] or totals["forwards"]
-        # The steps of a process that the script starts are in its capture alone.
-        stepping_s = run.stepping_s if run.steps else sum(times_s(capture, kind_of([capture])))
+        stepping_s = run.stepping_s
+        if not run.steps:
+            # The steps of a process that the script starts are in its capture alone.
+            stepping_s = sum(times_s(capture, kind_of([capture])))
         self.spent.append(Spent(run.active_s - stepping_s, stepping_s, max(reached, 1)))
+
         cut = bool(totals["stopped"]) and (not self.settings.steps or reached < self.settings.steps)
         was_to_be_whole = len(self.captures[run.format]) <= self.settings.repeats
         if cut and was_to_be_whole and self.settings.longest_run_s is None:
             self._note(
                 f"{run.name} was ended after {reached} steps, to keep to the time limit (--time-limit)"
             )
-        found = {"capture": f"{run.name}/{path.name}", "last_line": last_line(folder), "cut": cut}
-        self.write(
-            {"event": "run", "name": run.name, "format": run.format, "seed": seed, **found, "ended": True}
-        )
+        last = last_line(folder)
+        self._write_run(run.name, run.format, seed, capture=path.name, last_line=last, cut=cut, ended=True)
+
+    def _write_run(self, name: str, format_: str, seed: int, *, capture: str, **fields: Any) -> None:
+        """Write the event of a timed run, whose capture is a file in the folder of this name."""
+        run = {"event": "run", "name": name, "format": format_, "seed": seed}
+        self.write({**run, "capture": f"{name}/{capture}", **fields})
 
 
 def _check_comparable(capture: Capture) -> None:
@@ -357,5 +429,7 @@ def _trained_capture(folder: Path) -> Path:
     own = folder / RUN
     if read_capture(own).of("step"):
         return own
-    spawned = sorted(folder.glob("capture-process*.jsonl"))
-    return next((path for path in spawned if read_capture(path).of("step")), own)
+    for spawned in sorted(folder.glob("capture-process*.jsonl")):
+        if read_capture(spawned).of("step"):
+            return spawned
+    return own
