@@ -156,28 +156,6 @@ def test_steps_of_a_process_that_the_script_starts_are_timed(runs):
     assert all(0.4 < run.stepping_s < run.startup_s for run in timed.spent)
 
 
-def test_a_run_counts_no_steps_of_a_search_before_the_training(runs):
-    """As for the learning rate, on a copy of the model."""
-    before = """
-    search = torch.optim.SGD(torch.nn.Linear(8, 1).parameters(), 0.1)
-    for _ in range(15):
-        loss = net(torch.randn(4, 8)).square().mean()
-        loss.backward()
-        search.step()
-    """
-    text = trains("nn.Linear(8, 1)", "loss = net(torch.randn(4, 8)).square().mean()", steps=60)
-    text = text.replace("for step in range", textwrap.dedent(before) + "for step in range", 1)
-    made = runs(text)
-    run = made.begin("fp32-1", "fp32", "timed")
-    try:
-        run.go()
-        steps = run.steps
-    finally:
-        run.close()
-    # The first 20 steps after the search end no step of it.
-    assert steps == 15 + 60 - 20
-
-
 @pytest.mark.parametrize(
     ("optimizers", "boundaries"),
     [

@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -137,7 +138,7 @@ class ExponentHistogram:
                 "make it one by x.float()"
             )
         with torch.inference_mode(False), torch.no_grad():
-            values = tensor.detach()
+            values: Any = tensor.detach()
             if hasattr(values, "to_local"):
                 values = values.to_local()
             if values.layout == torch.sparse_coo:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
@@ -95,7 +95,8 @@ class StepTrace:
         """Register the hooks, and yield their handles."""
         yield self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         yield self._model.register_forward_hook(self._after_forward)
-        for parameter in self._parameters.values():
+        parameters: Iterable[Any] = self._parameters.values()
+        for parameter in parameters:
             if parameter.requires_grad and parameter.is_leaf:
                 yield parameter.register_post_accumulate_grad_hook(self._accumulated)
         for optimizer in self._optimizers:

@@ -127,7 +127,7 @@ def diagnose(
 
 def _profile_both(found: _Diagnosis, runs: ScriptRuns) -> str | None:
     """Profile the script in both formats; return why there is nothing to compare, if so."""
-    profiles = {}
+    profiles: dict[str, dict[str, Any]] = {}
     for name in _FORMATS:
         folder = runs.start(name, name, Purpose.PROFILE)
         result = read_result(folder)

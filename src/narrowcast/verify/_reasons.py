@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
@@ -106,14 +106,14 @@ class Products(NamedTuple):
         kept_s: what those take that mixed precision computes in FP32 too, by kind.
     """
 
-    fp32_s: Counter[str]
-    low_s: Counter[str]
-    kept_s: Counter[str]
+    fp32_s: dict[str, float]
+    low_s: dict[str, float]
+    kept_s: dict[str, float]
 
     @classmethod
     def of(cls, fp32: TimedProfile, mixed: TimedProfile) -> Products:
         """Match the products of two profiles by size."""
-        found = cls(Counter(), Counter(), Counter())
+        found = cls(defaultdict(float), defaultdict(float), defaultdict(float))
         low_each_s: dict[Any, float] = {}
         for product in mixed.products:
             if product.is_fp32:
@@ -188,27 +188,26 @@ def _of_matmuls(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> str:
         return "no matmuls were seen in a step"
     text = f"matmuls take {percent(share)} of a step in FP32"
     products = Products.of(fp32, mixed)
-    low_s, kept_s = products.low_s.total(), products.kept_s.total()
+    low_s, kept_s = sum(products.low_s.values()), sum(products.kept_s.values())
 
     # Most of them ran in FP32 all the same: a kernel is missing, or a rule keeps them.
     if kept_s > low_s:
-        most = products.kept_s.most_common()
-        kinds = ", ".join([kind for kind, kind_s in most if kind_s >= _WORTH_NAMING * kept_s])
+        longest_first = sorted(products.kept_s, key=products.kept_s.__getitem__, reverse=True)
+        kinds = [kind for kind in longest_first if products.kept_s[kind] >= _WORTH_NAMING * kept_s]
         which = "and ran in FP32"
         if low_s:
             which = f"and {percent(kept_s / (kept_s + low_s))} ran in FP32"
-        return f"{text}, {which} under {format_} too ({kinds})"
+        return f"{text}, {which} under {format_} too ({', '.join(kinds)})"
     if not low_s:
         return text
 
-    text += f", and ran {_speed(products.fp32_s.total(), low_s)} in {format_}"
+    text += f", and ran {_speed(sum(products.fp32_s.values()), low_s)} in {format_}"
     # One kind may be slower where all together are faster, as attention without a fused kernel.
-    slower_s = products.low_s - products.fp32_s  # keeps what is above zero
-    if slower_s and len(products.low_s) > 1:
-        ((kind, kind_s),) = slower_s.most_common(1)
-        if kind_s > _LITTLE * fp32.plain_step_s:
-            slower = _speed(products.fp32_s[kind], products.low_s[kind])
-            text += f" ({kind} {slower}, which a rule can keep in fp32: docs/policies.md)"
+    lost_s = {kind: kind_s - products.fp32_s[kind] for kind, kind_s in products.low_s.items()}
+    worst = max(lost_s, key=lost_s.__getitem__)
+    if len(lost_s) > 1 and lost_s[worst] > _LITTLE * fp32.plain_step_s:
+        slower = _speed(products.fp32_s[worst], products.low_s[worst])
+        text += f" ({worst} {slower}, which a rule can keep in fp32: docs/policies.md)"
     return text
 
 

@@ -87,7 +87,7 @@ def compared(first: torch.Tensor | None, second: torch.Tensor | None, *, scale: 
         y = second_values[start : start + _CHUNK].double() / scale
         difference = y - x
         totals += torch.stack([x.dot(x), y.dot(y), x.dot(y), difference.dot(difference)])
-    return Sums(*totals.tolist(), missing=missing)
+    return Sums(*totals.tolist())._replace(missing=missing)
 
 
 def _values(gradient: torch.Tensor | None) -> torch.Tensor | None:

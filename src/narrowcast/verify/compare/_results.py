@@ -406,7 +406,7 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
     output must not hide a small one.
     """
     # Calls with other inputs, as samples of random numbers, say nothing of the format.
-    nothing = {"inputs": [], "problem": None}
+    nothing: dict[str, Any] = {"inputs": [], "problem": None}
     facts, mixed_facts = read_result(fp32) or nothing, read_result(mixed) or nothing
     alike = []
     for call, inputs in enumerate(zip(facts["inputs"], mixed_facts["inputs"], strict=False)):
