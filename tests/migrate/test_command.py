@@ -12,6 +12,7 @@ import pytest
 from child_processes import finished
 from narrowcast.cli import main
 from narrowcast.migrate import diff_of, migrate_file
+from narrowcast.migrate.source._edits import Changes, Edit
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
 NEW = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
@@ -129,19 +130,21 @@ def test_a_file_that_cannot_be_parsed_is_reported(folder, narrowcast, content, w
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("made", "told"),
     [
-        (KeyError("none such"), "KeyError('none such')"),
-        (SyntaxError("in what was made"), "RuntimeError('broken.py: the migrated text does not parse;"),
+        (None, "KeyError('none such')"),
+        ("def (", "RuntimeError('broken.py: the migrated text does not parse;"),
     ],
 )
-def test_a_bug_in_a_stage_is_reported(folder, narrowcast, monkeypatch, error, told):
+def test_a_bug_in_a_stage_is_reported(folder, narrowcast, monkeypatch, made, told):
     from narrowcast.migrate import _migration
 
-    def stage(source, settings):
-        if source.path == "broken.py":
-            raise error
-        return renamed(source, settings)
+    def stage(source, target):
+        if source.path != "broken.py":
+            return renamed(source, target)
+        if made is None:
+            raise KeyError("none such")
+        return Changes(edits=[Edit(0, 0, made)])
 
     renamed = _migration.deprecated_names
     monkeypatch.setattr(_migration, "_STAGES", (stage,))

@@ -130,10 +130,6 @@ UNCLEAR = {
         "import functools, torch\nmake = functools.partial(torch.cuda.amp.GradScaler, 2.0)\n"
     ),
     "a device where the scale belongs": "import torch\ns = torch.cuda.amp.GradScaler('cuda')\n",
-    "which device it is for": (
-        "import torch\nx = isinstance(s, torch.cuda.amp.GradScaler)\n"
-        "y = isinstance(s, torch.cpu.amp.GradScaler)\n"
-    ),
     "a region in one of another format, whose own cannot be named": (
         "import torch as th\nth.set_autocast_gpu_dtype(th.bfloat16)\nwith th.cuda.amp.autocast():\n    pass\n"
     ),
@@ -211,9 +207,7 @@ def test_a_migrated_script_trains_alike_without_a_warning(target):
         warnings.simplefilter("ignore", FutureWarning)  # of the deprecated names
         before = numbers(NATIVE)
     text = migrated(NATIVE, target).text
-    assert ("scaler.clip_grad_norm_(optimizer, 0.5)" in text) == (target == "narrowcast")
-    rel = 1e-6 if target == "narrowcast" else 0.0  # a norm of one read is rounded in another order
-    assert numbers(text) == pytest.approx(before, rel=rel, abs=0.0)
+    assert numbers(text) == before
 
 
 TO_NARROWCAST = {
@@ -252,11 +246,6 @@ TO_NARROWCAST = {
         "import torch\nnc = 5\na = torch.autocast('cpu')\n",
         "import torch\nimport narrowcast\nnc = 5\na = narrowcast.autocast('cpu')\n",
     ),
-    "a name that hides narrowcast in a function": (
-        "import torch\nimport narrowcast as nc\ndef f(nc):\n    return torch.autocast('cpu')\n",
-        "import torch\nimport narrowcast as nc\nimport narrowcast\n"
-        "def f(nc):\n    return narrowcast.autocast('cpu')\n",
-    ),
     "a name that other files import from here": (
         "from torch.amp import GradScaler, autocast\n__all__ = ['GradScaler']\n"
         "s, a = GradScaler(), autocast('cpu')\n",
@@ -287,124 +276,3 @@ def test_the_call_that_unscales_and_clips_is_named():
     told = [finding.message for finding in migrated(text, "narrowcast").findings]
     assert len(told) == 1
     assert told[0].endswith("; its clip_grad_norm_(optimizer, max_norm) unscales and clips in one call")
-
-
-CLIPPING = """\
-import torch
-from torch import nn
-from torch.nn.utils import clip_grad_norm_
-model = nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = torch.amp.GradScaler("cpu", 4.0)
-for x in torch.eye(2):
-    optimizer.zero_grad()
-    scaler.scale(model(x).sum()).backward()
-    scaler.unscale_(optimizer)
-    clip_grad_norm_(model.parameters(), 1.0)  # why
-    scaler.step(optimizer)
-    scaler.update()
-print(*model.weight.flatten().tolist())
-"""
-CLIP = "clip_grad_norm_(model.parameters(), 1.0)"
-GROUPS = '[p for group in optimizer.param_groups for p in group["params"]]'
-ONE_CALL = {
-    CLIP: "scaler.clip_grad_norm_(optimizer, 1.0)",
-    "n = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1, norm_type=1)": (
-        "n = scaler.clip_grad_norm_(optimizer, max_norm=0.1, norm_type=1)"
-    ),
-    "nn.utils.clip_grad_value_(model.parameters(), clip_value=0.5)": (
-        "scaler.clip_grad_value_(optimizer, value=0.5)"
-    ),
-    f"torch.nn.utils.clip_grad_norm_({GROUPS}, 0.1)": "scaler.clip_grad_norm_(optimizer, 0.1)",
-}
-
-
-@pytest.mark.parametrize("clip", ONE_CALL)
-def test_unscaling_and_clipping_become_one_call_that_trains_alike(clip):
-    text = CLIPPING.replace(CLIP, clip)
-    outcome = migrated(text, "narrowcast")
-    assert f"backward()\n    {ONE_CALL[clip]}  # why\n    scaler.step" in outcome.text
-    assert "from torch.nn.utils" not in outcome.text or clip != CLIP
-    assert not any("in one call" in finding.message for finding in outcome.findings)
-    torch.manual_seed(0)
-    before = numbers(text)
-    torch.manual_seed(0)
-    assert numbers(outcome.text) == pytest.approx(before, rel=1e-6)
-
-
-MODEL, OPTIMIZER, SCALER = CLIPPING.splitlines(keepends=True)[3:6]
-TWO_CALLS = {
-    "an argument that the scaler's has not": (CLIP, CLIP.replace("1.0", "1.0, error_if_nonfinite=True")),
-    "by its place": (CLIP, CLIP.replace("1.0", "1.0, 2.0, True")),
-    "arguments from a list": (CLIP, "clip_grad_norm_(model.parameters(), *most)"),
-    "the value is used at once": (CLIP, f"print({CLIP})"),
-    "a statement before": (CLIP, f"print()\n    {CLIP}"),
-    "a statement behind": (CLIP, f"{CLIP}\n    print(model.weight.grad)"),
-    "in one line": (f"\n    {CLIP}", f"; {CLIP}"),
-    "the step of another optimizer": ("scaler.step(optimizer)", "scaler.step(other)"),
-    "another model": (CLIP, "clip_grad_norm_(other.parameters(), 1.0)"),
-    "a part of the model": (CLIP, "clip_grad_norm_(model[0].parameters(), 1.0)"),
-    "an optimizer of a part": ("SGD(model", "SGD(model[0]"),
-    "an optimizer of groups": ("SGD(model.parameters()", "SGD([{'params': model.parameters()}]"),
-    "an optimizer that is made twice": (OPTIMIZER, OPTIMIZER * 2),
-    "an optimizer that is an argument": (OPTIMIZER, f"{OPTIMIZER}def f(optimizer): pass\n"),
-    "an optimizer of another library": ("torch.optim", "nn"),
-    "an optimizer that gets more": (OPTIMIZER, f"{OPTIMIZER}optimizer.add_param_group(more)\n"),
-    "a model that is replaced": (OPTIMIZER, OPTIMIZER + MODEL),
-    "a model that gets a part": (OPTIMIZER, f"{OPTIMIZER}model.head = nn.Linear(1, 1)\n"),
-    "a model that is an argument": (MODEL, f"{MODEL}def f(model): pass\n"),
-    "a scaler of unknown kind": (SCALER, f"{SCALER}scaler = mine(scaler)\n"),
-}
-
-
-@pytest.mark.parametrize("name", TWO_CALLS)
-def test_what_may_not_be_the_same_as_one_call_stays(name):
-    assert "unscale_" not in migrated(CLIPPING, "narrowcast").text
-    text = CLIPPING.replace(*TWO_CALLS[name])
-    outcome = migrated(text, "narrowcast")
-    assert outcome.text.splitlines()[-7:] == text.splitlines()[-7:]
-    assert any("unscales and clips in one call" in finding.message for finding in outcome.findings)
-
-
-KEPT = {
-    "a module that it has not": (
-        "from apex.normalization import FusedLayerNorm as LN\n",
-        "from apex.normalization import FusedLayerNorm as LN\n",
-        "narrowcast.apex has no",
-    ),
-    "one name of several": (
-        "from apex.parallel import SyncBatchNorm as R, LARC\n",
-        "from apex.parallel import LARC\nfrom narrowcast.apex.parallel import SyncBatchNorm as R\n",
-        "narrowcast.apex has no",
-    ),
-    "a plain import": (
-        "import os, apex.contrib.xentropy as xe, apex.amp as a\n",
-        "import os, apex.contrib.xentropy as xe\nimport narrowcast.apex.amp as a\n",
-        "contrib.xentropy",
-    ),
-    "lists and the state, which are modules": (
-        "from apex.amp.lists import torch_overrides\nfrom apex.amp.lists.torch_overrides import CASTS\n"
-        "from apex.amp._amp_state import _amp_state, warn_or_err\n",
-        "from narrowcast.apex.amp.lists import torch_overrides\n"
-        "from narrowcast.apex.amp.lists.torch_overrides import CASTS\n"
-        "from narrowcast.apex.amp._amp_state import _amp_state, warn_or_err\n",
-        None,
-    ),
-}
-
-
-USED = (
-    "LN", "LARC", "a", "R", "mlp", "DistributedDataParallel", "flat_dist_call", "xe", "torch_overrides",
-    "CASTS", "_amp_state", "warn_or_err",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_narrowcast_apex_is_imported_for_what_it_has(name):
-    before, after, instead = KEPT[name]
-    rest = "from apex import amp\nm = amp.initialize(m, opt_level='O3')\n"
-    rest += f"use({', '.join(name for name in USED if name in before)})\n"
-    outcome = migrated(before + rest, "narrowcast")
-    assert outcome.text == after + rest.replace("from apex", "from narrowcast.apex")
-    left = [message for _, message in left_alone(outcome)]
-    assert not left if instead is None else any(instead in message for message in left)

@@ -1,4 +1,4 @@
-"""Run the stages of a migration until nothing changes, and report the result: a diff, findings, counts, JSON.
+"""Run the stages of a migration, and report the result: a diff, findings, counts, JSON.
 
 A stage is a function ``stage(source: Source, target: Target) -> Changes``. It gets one parsed file as the
 stages before it left it, and returns the edits of its text and the findings. A stage must find nothing to
@@ -30,11 +30,10 @@ from narrowcast.migrate.source._tree import Source
 
 Stage = Callable[[Source, Target], Changes]
 _STAGES: tuple[Stage, ...] = (apex, deprecated_names, lint, to_narrowcast)
-# Each round follows from the one before; more would be a stage that undoes another.
-_ROUNDS = 6
-_SCHEMA = 1
-_NAMED = 3
+_JSON_SCHEMA = 1
+_MOST_NOTEBOOKS = 3  # that are named
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+# ANSI colors of the lines of a diff, by how a line begins.
 _COLORS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
 
 
@@ -63,6 +62,7 @@ def migrate_file(path: Path, target: Target) -> FileOutcome:
         return FileOutcome(path=str(path), problem=f"cannot be read: {error.strerror}")
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
         return FileOutcome(path=str(path), problem=f"cannot be decoded: {error}")
+
     try:
         if not WORDS.search(data):
             Source(str(path), text)  # raises if it does not parse
@@ -82,37 +82,32 @@ def migrate_text(text: str, target: Target, path: str = "<text>") -> Outcome:
     Raises:
         SyntaxError: it does not parse.
     """
-    first = source = Source(path, text)
+    as_read = source = Source(path, text)
     trail: list[Applied] = []
-    changed: set[tuple[int, str, str, bool]] = set()
-    for _ in range(_ROUNDS):
-        left: set[tuple[int, str, str, bool]] = set()
-        before = source
-        for stage in _STAGES:
+    findings: list[Finding] = []
+    for stage in _STAGES:
+        changes = stage(source, target)
+        for report in changes.reports:
+            line, column = as_read.line_of(origin(trail, report.offset))
+            finding = Finding(
+                path=path,
+                line=line,
+                column=column,
+                rule=report.rule,
+                message=report.message,
+                fixed=report.fixed,
+            )
+            findings.append(finding)
+        if changes.edits:
+            trail.append(Applied(source.text, changes.edits))
             try:
-                changes = stage(source, target)
-                found = [
-                    (origin(trail, at), rule, message, fixed) for at, rule, message, fixed in changes.found
-                ]
-                changed |= {one for one in found if one[3]}
-                left |= {one for one in found if not one[3]}
-                if changes.edits:
-                    trail.append(Applied(source.text, changes.edits))
-                    source = Source(path, trail[-1].text)
+                source = Source(path, trail[-1].text)
             except SyntaxError as error:
-                # Of the output of a stage: that of the file itself was raised before.
-                raise RuntimeError(
-                    f"{path}: the migrated text does not parse; nothing was changed"
-                ) from error
-        if source is before:
-            break
-    else:
-        raise RuntimeError(f"{path}: the migration does not come to an end; nothing was changed")
-    findings = []
-    for at, rule, message, fixed in sorted(changed | left, key=lambda one: (one[0], not one[3], one[1:3])):
-        line, column = first.line_of(at)
-        findings.append(Finding(path=path, line=line, column=column, rule=rule, message=message, fixed=fixed))
-    return Outcome(text=source.text, findings=tuple(findings))
+                told = f"{path}: the migrated text does not parse; nothing was changed"
+                raise RuntimeError(told) from error
+
+    findings.sort(key=lambda found: (found.line, found.column, not found.fixed, found.rule, found.message))
+    return Outcome(text=source.text, findings=tuple(dict.fromkeys(findings)))
 
 
 # ---- reports
@@ -123,16 +118,19 @@ def diff_of(outcome: FileOutcome, *, color: bool = False) -> str:
     before, after = _LINE.findall(outcome.before), _LINE.findall(outcome.after)
     lines = []
     for line in unified_diff(before, after, outcome.path, outcome.path):
-        ended = line.endswith(("\n", "\r"))
-        text = line if ended else f"{line}\n\\ No newline at end of file\n"
+        is_ended = line.endswith(("\n", "\r"))
+        text = line if is_ended else f"{line}\n\\ No newline at end of file\n"
         lines.append(_colored(text) if color else text)
     return "".join(lines)
 
 
 def _colored(line: str) -> str:
-    code = next((code for start, code in _COLORS.items() if line.startswith(start)), None)
     text = line.rstrip("\r\n")
-    return line if code is None else f"\x1b[{code}m{text}\x1b[0m{line[len(text) :]}"
+    line_end = line[len(text) :]
+    for start, code in _COLORS.items():
+        if line.startswith(start):
+            return f"\x1b[{code}m{text}\x1b[0m{line_end}"
+    return line
 
 
 def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
@@ -141,23 +139,25 @@ def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
     for outcome in outcomes:
         if outcome.problem is not None:
             lines.append(f"{outcome.path}: {outcome.problem}")
-        places: dict[tuple[str, bool, str], list[Finding]] = defaultdict(list)
+        numbers: dict[tuple[str, bool, str], list[str]] = defaultdict(list)
         for finding in outcome.findings:
-            places[finding.rule, finding.fixed, finding.message].append(finding)
-        for (rule, fixed, message), found in places.items():
-            numbers = ",".join(dict.fromkeys(str(one.line) for one in found))
-            state = "changed" if fixed else "left alone"
-            lines.append(f"{outcome.path}:{numbers}: {rule}: {state}: {message}")
+            numbers[finding.rule, finding.fixed, finding.message].append(str(finding.line))
+        for (rule, is_fixed, message), places in numbers.items():
+            state = "changed" if is_fixed else "left alone"
+            places_text = ",".join(dict.fromkeys(places))
+            lines.append(f"{outcome.path}:{places_text}: {rule}: {state}: {message}")
     return lines
 
 
 def passed_over_text(paths: Sequence[Path]) -> list[str]:
     """Return a line for each folder of ``paths`` without Python files, and one for all notebooks."""
     lines = [f"no Python file in {folder}" for folder in folders_without_python(paths)]
-    if found := notebooks(paths):
-        names = ", ".join(map(str, found[:_NAMED]))
-        more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        lines.append(f"{_counted(len(found), 'notebook')} not looked at: {names}{more}")
+    found = notebooks(paths)
+    if found:
+        names = ", ".join(str(path) for path in found[:_MOST_NOTEBOOKS])
+        if len(found) > _MOST_NOTEBOOKS:
+            names += f", and {len(found) - _MOST_NOTEBOOKS} more"
+        lines.append(f"{_counted(len(found), 'notebook')} not looked at: {names}")
     return lines
 
 
@@ -174,15 +174,22 @@ def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept
     for outcome in outcomes:
         for finding in outcome.findings:
             counts[finding.rule][finding.fixed] += 1
-    width = max([len(rule) for rule in counts] + [4])
-    lines = [f"{'rule':<{width}}  {'changed':>8}  {'left alone':>10}"] if counts else []
-    for rule, count in sorted(counts.items()):
-        lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
-    changed = sum(one.changes for one in outcomes) - kept
-    problems = sum(one.problem is not None for one in outcomes)
-    missed = (f", {kept} not written" if kept else "") + (f", {problems} not looked at" if problems else "")
-    files = _counted(len(outcomes), "file")
-    lines.append(f"{files}, {changed} {'changed' if written else 'to change'}{missed}")
+
+    lines = []
+    if counts:
+        width = max(len(rule) for rule in [*counts, "rule"])
+        lines.append(f"{'rule':<{width}}  {'changed':>8}  {'left alone':>10}")
+        for rule, count in sorted(counts.items()):
+            lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
+
+    changed = sum(outcome.changes for outcome in outcomes) - kept
+    last = f"{_counted(len(outcomes), 'file')}, {changed} {'changed' if written else 'to change'}"
+    if kept:
+        last += f", {kept} not written"
+    problems = sum(outcome.problem is not None for outcome in outcomes)
+    if problems:
+        last += f", {problems} not looked at"
+    lines.append(last)
     return "\n".join(lines)
 
 
@@ -197,12 +204,18 @@ def as_json(
 
     ``paths`` are those that the run was given, ``written`` the files that it wrote if it writes.
     """
-    shown = [one for one in outcomes if one.changes or one.findings or one.problem is not None]
-    state = {} if written is None else {one.path: {"written": one.path in written} for one in shown}
+    files = []
+    for outcome in outcomes:
+        if not outcome.changes and not outcome.findings and outcome.problem is None:
+            continue
+        entry = outcome.as_dict() | {"diff": diff_of(outcome)}
+        if written is not None:
+            entry["written"] = outcome.path in written
+        files.append(entry)
     return {
-        "schema": _SCHEMA,
+        "schema": _JSON_SCHEMA,
         "target": target,
         "files_looked_at": len(outcomes),
-        "notebooks_not_looked_at": [str(one) for one in notebooks(paths)],
-        "files": [one.as_dict() | {"diff": diff_of(one)} | state.get(one.path, {}) for one in shown],
+        "notebooks_not_looked_at": [str(path) for path in notebooks(paths)],
+        "files": files,
     }

@@ -4,55 +4,78 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 
-from narrowcast.migrate.source._tree import Function, Source, argument, is_constant, method_of, receiver_of
+from narrowcast.migrate.source._tree import (
+    Function,
+    Source,
+    argument,
+    called_name,
+    is_constant,
+    method_of,
+    receiver_of,
+)
 
-_AMP = re.compile(
+# Names of conditions that hold where mixed precision is on, as use_amp and self.scaler.
+_IS_MIXED = re.compile(
     r"^(use|with|do|is|enable|enabled)?_*(amp|fp16|half|mixed|autocast|grad_?scaler|scaler|mixed_precision|"
     r"lr_scheduler|scheduler|sched)(_enabled|_on)?$",
     re.IGNORECASE,
 )
 _OPTIMIZER = re.compile(r"(?<![a-z])opt(im(izers?)?)?(?![a-z])|optim", re.IGNORECASE)
 _SCALER = re.compile(r"scaler$", re.IGNORECASE)
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+_REGIONS = ("torch.autocast", "torch.amp.autocast", "narrowcast.autocast")
+_HALF = ("torch.float16", "torch.half")
 
 
 class Scalers:
-    """The scalers and optimizers of one file, and the values that conditions have with mixed precision."""
+    """The scalers and optimizers of one file, known by the text of their names.
+
+    Attributes:
+        scalers: what is made as a scaler, or used as only a scaler is.
+        made: the values that each name is given.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
-        for node in source.nodes:
-            if isinstance(node, Function):
-                self._functions.setdefault(node.name, []).append(node)
-        self._made: dict[str, list[ast.expr]] = {}
+        self.made: dict[str, list[ast.expr]] = defaultdict(list)
         for node in source.nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
-                    for one, value in _pairs(target, node.value):
-                        self._made.setdefault(source.code(one), []).append(value)
+                    self._add_assigned(target, node.value)
+        self._own_functions = {node.name for node in source.nodes if isinstance(node, Function)}
         # Attributes of self that are objects, such as a model: self.model.parameters().
         self._objects = {
             source.code(node.value)
             for node in source.nodes
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute)
         }
-        self._scalers = self._find_scalers()
-        self._scaled_names = self._find_scaled_names()
+        self.scalers = self._find_scalers()
+        self._scaled_losses = self._find_scaled_losses()
+
+    def _add_assigned(self, target: ast.expr, value: ast.expr) -> None:
+        both_listed = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+        if both_listed and len(target.elts) == len(value.elts):  # type: ignore[attr-defined]
+            for inner_target, inner_value in zip(target.elts, value.elts, strict=True):  # type: ignore[attr-defined]
+                self._add_assigned(inner_target, inner_value)
+        else:
+            self.made[self.source.code(target)].append(value)
 
     def _find_scalers(self) -> set[str]:
-        """Return the texts of scalers: made as one and not disabled, or used as only a scaler is."""
         found = set()
-        for text, values in self._made.items():
+        for text, values in self.made.items():
             if any(self._makes_scaler(value) for value in values):
                 found.add(text)
+
+        # A scaler may be handed over by its name: self.scaler = scaler.
         for call in self.source.all_calls:
-            if method_of(call) in ("scale", "unscale_", "step") and len(call.args) == 1:
-                text = self.source.code(receiver_of(call))
-                # Handed over by name: self.scaler = scaler.
-                made_here = any(isinstance(value, ast.Call) for value in self._made.get(text, []))
-                if not made_here and _SCALER.search(text):
-                    found.add(text)
+            if method_of(call) not in ("scale", "unscale_", "step") or len(call.args) != 1:
+                continue
+            text = self.source.code(receiver_of(call))
+            is_made_here = any(isinstance(value, ast.Call) for value in self.made.get(text, []))
+            if _SCALER.search(text) and not is_made_here:
+                found.add(text)
         return found
 
     def _makes_scaler(self, value: ast.expr) -> bool:
@@ -61,85 +84,129 @@ class Scalers:
             return self._makes_scaler(value.body) or self._makes_scaler(value.orelse)
         if not isinstance(value, ast.Call):
             return False
-        name = self.source.names.full(value.func) or ""
-        known = name.startswith(("torch.", "narrowcast.", "apex.")) and name.endswith("GradScaler")
-        return known and not is_constant(argument(value, 5, "enabled"), False)
+        full = self.source.names.full(value.func) or ""
+        is_known = full.startswith(("torch.", "narrowcast.", "apex.")) and full.endswith("GradScaler")
+        return is_known and not is_constant(argument(value, 5, "enabled"), False)
 
-    def _find_scaled_names(self) -> dict[str, str]:
+    def _find_scaled_losses(self) -> dict[str, str]:
         """Return the names of scaled losses, each with its scaler: ``scaled = scaler.scale(loss)``."""
         found = {}
         for node in self.source.nodes:
-            value = node.value if isinstance(node, ast.Assign) else getattr(node, "iter", None)
-            if value is not None:
-                value = self._chosen(value)
-            if isinstance(value, ast.Call) and (scaler := self._scaler_of(value, "scale")):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[union-attr]
-                found.update({self.source.code(target): scaler for target in targets})
+            if isinstance(node, ast.Assign):
+                targets, value = node.targets, self.chosen(node.value)
+            elif isinstance(node, ast.For):
+                targets, value = [node.target], node.iter
+            else:
+                continue
+            scaler = self.scaler_of(value, "scale")
+            if scaler is not None:
+                for target in targets:
+                    found[self.source.code(target)] = scaler
         return found
 
-    def _scaler_of(self, node: ast.AST, *methods: str) -> str | None:
+    # ---- what a call is
+
+    def scaler_of(self, node: ast.AST, *methods: str) -> str | None:
         """Return the scaler on which one of these methods is called."""
         if method_of(node) not in methods:
             return None
-        text = self.source.code(receiver_of(node))  # type: ignore[arg-type]
-        return text if text in self._scalers else None
+        text = self.source.code(receiver_of(node))
+        return text if text in self.scalers else None
 
-    def _is_optimizer(self, node: ast.expr) -> bool:
+    def is_backward(self, call: ast.Call) -> bool:
+        """Return whether a call is a backward pass, and no method of this file that is called so."""
+        if method_of(call) != "backward":
+            return False
+        return "backward" not in self._own_functions or self.source.code(receiver_of(call)) != "self"
+
+    def scaler_of_loss(self, backward: ast.Call) -> str | None:
+        """Return the scaler by which the loss of a backward pass was scaled."""
+        loss = receiver_of(backward)
+        if self.source.code(loss) == "torch.autograd" and backward.args:
+            loss = backward.args[0]
+        loss = self.chosen(loss)
+        return self.scaler_of(loss, "scale") or self._scaled_losses.get(self.source.code(loss))
+
+    def is_optimizer(self, node: ast.expr) -> bool:
+        """Return whether an expression is an optimizer: made as one, or else called so."""
         code = self.source.code(node)
-        made = [one.func for one in self._made.get(code, []) if isinstance(one, ast.Call)]
-        names = [name for one in made if (name := self.source.names.full(one)) is not None]
-        if names:
-            return all(name.startswith("torch.optim.") and "lr_scheduler" not in name for name in names)
+        full_names = []
+        for value in self.made.get(code, []):
+            full = self.source.names.full(value.func) if isinstance(value, ast.Call) else None
+            if full is not None:
+                full_names.append(full)
+        if full_names:
+            return all(full.startswith("torch.optim.") and "lr_scheduler" not in full for full in full_names)
         return bool(_OPTIMIZER.search(code)) and "sched" not in code.lower()
+
+    def is_clip(self, call: ast.Call) -> bool:
+        """Return whether a call clips gradients, to a limit that is not multiplied by the scale."""
+        full = self.source.names.full(call.func) or self.source.code(call.func)
+        code = self.source.code(call)
+        uses_scaler = any(f"{scaler}." in code for scaler in self.scalers)
+        return full.rpartition(".")[2] in _CLIPS and not uses_scaler
+
+    def may_decide(self, call: ast.Call) -> bool:
+        """Return whether a call may scale, unscale or step out of sight."""
+        name = called_name(call)
+        is_of_self = method_of(call) != "" and self.source.code(receiver_of(call)) == "self"
+        is_own = name in self._own_functions and (is_of_self or isinstance(call.func, ast.Name))
+        # Of self a method, perhaps of another file, and not an object such as a model or a loss.
+        is_object = f"self.{name}" in self.made or f"self.{name}" in self._objects
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        takes_scaler = any(self.source.code(value) in self.scalers for value in given)
+        return is_own or (is_of_self and not is_object) or takes_scaler
 
     def optimizer_after(self, node: ast.AST) -> str:
         """Return the optimizer that steps next after ``node``, for the corrected line."""
-        if method_of(node) == "step" and self._scaler_of(node, "step") is None:
-            return self.source.code(receiver_of(node))  # type: ignore[arg-type]
-        begin = self.source.start(node)
+        if method_of(node) == "step" and self.scaler_of(node, "step") is None:
+            return self.source.code(receiver_of(node))
         for call in self.source.all_calls:
-            if self._scaler_of(call, "step") and call.args and self.source.start(call) > begin:
+            is_later = self.source.start(call) > self.source.start(node)
+            if is_later and call.args and self.scaler_of(call, "step"):
                 return self.source.code(call.args[0])
         return "optimizer"
 
-    def _is_object(self, text: str) -> bool:
-        """Return whether ``self.model`` is an attribute, such as a model or a loss, and not a method."""
-        return text in self._made or text in self._objects
-
-    def _stepped_texts(self) -> set[str]:
+    def stepped_optimizers(self) -> set[str]:
         """Return the texts of all optimizers that scalers of this file step or unscale."""
-        calls = [call for call in self.source.all_calls if self._scaler_of(call, "step", "unscale_")]
+        calls = [call for call in self.source.all_calls if self.scaler_of(call, "step", "unscale_")]
         return {self.source.code(call.args[0]) for call in calls if call.args}
 
-    def _assumed(self, test: ast.expr) -> bool | None:
+    def is_region(self, value: ast.expr) -> bool:
+        """Return whether an expression makes an autocast region that is not off."""
+        if not isinstance(value, ast.Call) or self.source.names.full(value.func) not in _REGIONS:
+            return False
+        return not is_constant(argument(value, 2, "enabled"), False)
+
+    def is_fp16_region(self, call: ast.Call) -> bool:
+        """Return whether a call makes a region in fp16, by name or because that is CUDA's default."""
+        if not self.is_region(call):
+            return False
+        dtype = argument(call, 1, "dtype")
+        if dtype is None:
+            return is_constant(argument(call, 0, "device_type"), "cuda")
+        return self.source.names.full(dtype) in _HALF
+
+    # ---- conditions on mixed precision, which are taken to hold
+
+    def assumed(self, test: ast.expr) -> bool | None:
         """Return the value of a condition where mixed precision is on; None if that does not decide it."""
-        if isinstance(test, ast.Name | ast.Attribute):
-            name = test.id if isinstance(test, ast.Name) else test.attr
-            return True if _AMP.match(name) else None
+        if isinstance(test, ast.Name):
+            return True if _IS_MIXED.match(test.id) else None
+        if isinstance(test, ast.Attribute):
+            return True if _IS_MIXED.match(test.attr) else None
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            value = self._assumed(test.operand)
+            value = self.assumed(test.operand)
             return None if value is None else not value
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_constant(test.comparators[0], None):
-            value = self._assumed(test.left)
+        if isinstance(test, ast.Compare) and is_constant(test.comparators[0], None):
+            value = self.assumed(test.left)
             return value if isinstance(test.ops[0], ast.IsNot) or value is None else not value
-        if isinstance(test, ast.BoolOp):
-            values = [self._assumed(one) for one in test.values]
-            # One True decides "or", and one False "and".
-            decides = isinstance(test.op, ast.Or)
-            undecided = None if None in values else not decides
-            return decides if decides in values else undecided
         return None
 
-    def _chosen(self, value: ast.expr) -> ast.expr:
+    def chosen(self, value: ast.expr) -> ast.expr:
         """Return the part of ``a if use_amp else b`` that holds where mixed precision is on."""
-        while isinstance(value, ast.IfExp) and (assumed := self._assumed(value.test)) is not None:
-            value = value.body if assumed else value.orelse
+        if isinstance(value, ast.IfExp):
+            holds = self.assumed(value.test)
+            if holds is not None:
+                return value.body if holds else value.orelse
         return value
-
-
-def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Return each target of an assignment with its value: of a tuple, one after the other."""
-    both_listed = isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List)
-    if both_listed and len(target.elts) == len(value.elts):  # type: ignore[attr-defined]
-        return list(zip(target.elts, value.elts, strict=True))  # type: ignore[attr-defined]
-    return [(target, value)]

@@ -1,0 +1,212 @@
+"""Write the canonical training step of apex with a ``GradScaler`` and an autocast region of torch.
+
+apex casts wherever a listed function is called; a region has a beginning and an end. apex's gradients are
+unscaled when a block ends, torch's when the scaler steps, unless ``unscale_`` is called before.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from narrowcast.migrate.apex._shape import Shape, refuse
+from narrowcast.migrate.source._edits import (
+    Changes,
+    Target,
+    insert_after,
+    insert_before,
+    is_text,
+    unwrap,
+    wrap,
+)
+from narrowcast.migrate.source._tree import Function, Reference, Source, is_plain, receiver_of
+
+RULE = "apex"
+_SCALER_NAMES = ("scaler", "grad_scaler", "amp_scaler", "loss_scaler")
+_CLIPS = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
+_CLIP_KEYWORDS = {"max_norm", "norm_type"}
+_IN_BLOCK = "clipping in the block clipped gradients that were still scaled; now they are unscaled before"
+_FINDS_ITSELF = "leave this line out once, and the scale adapts again"
+_OF_APEX: dict[Target, str] = {
+    "torch": f"a state that apex saved does not load: {_FINDS_ITSELF}",
+    "narrowcast": "a state that apex saved does not load: make the scaler once with "
+    f"loss_scale=nc.scaling.from_state(state)[0], or {_FINDS_ITSELF}",
+}
+
+
+class Writer:
+    """Collects the edits of one file that has the canonical shape."""
+
+    def __init__(self, source: Source, target: Target, shape: Shape, changes: Changes) -> None:
+        self._source = source
+        self._target = target
+        self._shape = shape
+        self._changes = changes
+        self._device = _device_type(source)
+        self._scaler = _free_name(source)
+        self._states = _references(source, "state_dict", "load_state_dict")
+
+    def write(self) -> None:
+        """Rewrite all uses of ``amp`` in the file."""
+        is_always_on = self._write_setup()
+        self._write_step()
+        self._write_region("" if is_always_on else f", enabled={self._scaler}.is_enabled()")
+        masters = _references(self._source, "master_params")
+        if self._target != "narrowcast" or not self._write_clip(masters):
+            self._write_unscaling()
+            for reference in masters:
+                self._write_master_params(reference)
+        for reference in self._states:
+            self._write_state(reference)
+
+    def _note(self, node: ast.AST, message: str) -> None:
+        self._changes.report(self._source.start(node), RULE, message, fixed=True)
+
+    def _write_setup(self) -> bool:
+        """Make a scaler in place of ``amp.initialize``; return whether it is on at every training step."""
+        source, setup = self._source, self._shape.setup
+        made = f"{self._scaler} = torch.amp.GradScaler({self._device}"
+        self._changes.replace(source.span(setup.statement), f"{made})")
+
+        function = source.function(setup.statement)
+        block = self._shape.block.statement
+        users = [block, *(reference.node for reference in self._states)]
+        is_local = all(source.function(user) is function for user in users)
+        if setup.condition is not None or not (is_local or function is None):
+            # Code that runs without amp.initialize needs a scaler too, one that is off.
+            self._insert_at_top(f"{made}, enabled=False)")
+            if function is not None:
+                has_docstring = is_text(function.body[0]) and len(function.body) > 1
+                first = function.body[1 if has_docstring else 0]
+                insert_before(source, self._changes, first, f"global {self._scaler}")
+        return setup.condition is None and source.function(block) is function
+
+    def _insert_at_top(self, line: str) -> None:
+        """Insert a line after the imports of the module that precede its first definition."""
+        source = self._source
+        at = 0
+        for statement in source.tree.body:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                at = source.lines(statement)[1]
+            elif isinstance(statement, ast.ClassDef | Function):
+                break
+        blank = "" if source.text.startswith(source.newline, at) else source.newline
+        self._changes.insert(at, source.newline + line + source.newline + blank)
+
+    def _write_step(self) -> None:
+        """Scale the loss where the block was, and let the scaler step."""
+        source, block, step = self._source, self._shape.block, self._shape.step
+        backward = block.statement.body[0].value  # type: ignore[attr-defined]
+        self._changes.replace(source.span(receiver_of(backward)), f"{self._scaler}.scale({block.loss})")
+        unwrap(source, self._changes, block.statement)
+        self._note(block.call, "amp.scale_loss is the scaler's scale; the step unscales")
+        if block.clips:
+            self._note(block.clips[0], _IN_BLOCK)
+
+        self._changes.replace(source.span(step), f"{self._scaler}.step({self._shape.setup.optimizer})")
+        insert_after(source, self._changes, step, f"{self._scaler}.update()")
+
+    def _write_region(self, enabled: str) -> None:
+        """Put the region around the forward pass and the loss, and report other calls of the model."""
+        source, forward = self._source, self._shape.forward
+        header = f"with torch.autocast({self._device}, dtype=torch.float16{enabled}):"
+        wrap(source, self._changes, forward[0], forward[-1], header)
+        self._note(forward[0], "the region in which operators are cast: the forward pass and the loss")
+        begin, end = source.lines(forward[0], forward[-1])
+        for call in source.all_calls:
+            is_inside = begin <= source.start(call) < end
+            if source.code(call.func) == self._shape.setup.model and not is_inside:
+                self._note(call, "this runs in fp32 now: an autocast region around it casts it too")
+
+    # ---- the gradients between the backward pass and the step
+
+    def _write_clip(self, masters: list[Reference]) -> bool:
+        """Write one call of narrowcast's scaler that unscales and clips; False if anything else is there."""
+        source = self._source
+        statements = [*self._shape.block.clips, *self._shape.between]
+        call = getattr(statements[0], "value", None) if len(statements) == 1 else None
+        if not isinstance(call, ast.Call) or source.names.full(call.func) not in _CLIPS or not is_plain(call):
+            return False
+        if len(masters) != 1 or call.args[:1] != [source.call_of(masters[0].node)]:
+            return False
+        if len(call.args) > 3 or any(keyword.arg not in _CLIP_KEYWORDS for keyword in call.keywords):
+            return False
+        self._changes.replace(source.span(call.func), f"{self._scaler}.clip_grad_norm_")
+        self._changes.replace(source.span(call.args[0]), self._shape.setup.optimizer)
+        self._note(call, "the scaler unscales and clips in one call")
+        return True
+
+    def _write_unscaling(self) -> None:
+        """Unscale right after the backward pass, if anything stands between it and the step."""
+        source, block = self._source, self._shape.block
+        line = f"{self._scaler}.unscale_({self._shape.setup.optimizer})"
+        if block.clips:
+            # The block is dissolved, and what it held moves out to its indentation.
+            at = source.lines(block.clips[0])[0]
+            self._changes.insert(at, source.indent(block.statement) + line + source.newline)
+        elif self._shape.between:
+            insert_after(source, self._changes, block.statement, line)
+
+    def _write_master_params(self, reference: Reference) -> None:
+        """Write the parameters of the model, or where that is not plain those of the optimizer's groups."""
+        source, setup = self._source, self._shape.setup
+        call = source.call_of(reference.node)
+        if call is None or len(call.args) != 1 or call.keywords:
+            refuse(reference.node, "amp.master_params without its optimizer written out")
+        optimizer = source.code(call.args[0])
+        parameters = f"{setup.model}.parameters()"
+        # Beside the block the model is known to be in reach.
+        is_beside = source.function(call) is source.function(self._shape.block.statement)
+        if is_beside and optimizer == setup.optimizer and _is_made_of(source, optimizer, parameters):
+            code = parameters
+        else:
+            code = f'[p for group in {optimizer}.param_groups for p in group["params"]]'
+        self._changes.replace(source.span(call), code)
+        self._note(call, "amp.master_params is the parameters of the model, which stay in fp32")
+
+    def _write_state(self, reference: Reference) -> None:
+        method = reference.full.rpartition(".")[2]
+        self._changes.replace(self._source.span(reference.node), f"{self._scaler}.{method}")
+        told = "the state is the scaler's"
+        if method == "load_state_dict":
+            told += f"; {_OF_APEX[self._target]}"
+        self._note(reference.node, told)
+
+
+def _references(source: Source, *names: str) -> list[Reference]:
+    """Return the uses of these names of ``amp``."""
+    wanted = [f"apex.amp.{name}" for name in names]
+    return [reference for reference in source.references if reference.full in wanted]
+
+
+def _is_made_of(source: Source, optimizer: str, parameters: str) -> bool:
+    """Return whether each optimizer of this name is made of these parameters."""
+    made = []
+    for node in source.nodes:
+        if isinstance(node, ast.Assign) and source.code(node.targets[0]) == optimizer:
+            call = node.value
+            first = call.args[0] if isinstance(call, ast.Call) and call.args else None
+            made.append(first is not None and source.code(first) == parameters)
+    return bool(made) and all(made)
+
+
+def _free_name(source: Source) -> str:
+    """Return a name for the scaler that the file does not use."""
+    attributes = {node.attr for node in source.nodes if isinstance(node, ast.Attribute)}
+    taken = source.names.taken() | attributes
+    free = [name for name in _SCALER_NAMES if name not in taken]
+    if not free:
+        refuse(source.tree.body[0], f"all of {', '.join(_SCALER_NAMES)} are names of something else")
+    return free[0]
+
+
+def _device_type(source: Source) -> str:
+    """Return the device type of a script for apex, as an expression.
+
+    apex ran only on CUDA. The script uses another device only if it checks for CUDA, or names the CPU and no
+    other device.
+    """
+    if "cuda.is_available" in source.text:
+        return '"cuda" if torch.cuda.is_available() else "cpu"'
+    names_cpu = re.search(r"""["']cpu["']""", source.text)
+    return '"cpu"' if names_cpu and "cuda" not in source.text else '"cuda"'

@@ -1,0 +1,383 @@
+"""Find the canonical training step of apex's documentation in a file, or say why it is not there.
+
+::
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+
+``amp.initialize`` may stand under an ``if``, and the block under another with the same condition, whose
+``else`` trains without mixed precision. Nothing is followed into functions: the model and the optimizer are
+known by the text of their names.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from narrowcast.migrate.source._edits import is_one_line
+from narrowcast.migrate.source._tree import (
+    Function,
+    Source,
+    called_name,
+    is_constant,
+    is_plain,
+    method_of,
+    receiver_of,
+)
+
+_INITIALIZE_ORDER = ("models", "optimizers", "enabled", "opt_level")
+_SCALE_LOSS_ORDER = ("loss", "optimizers")
+# Arguments of amp.initialize whose default may be written out.
+_DEFAULTS = {"enabled": True, "loss_scale": "dynamic", "num_losses": 1}
+_LEVELS = {
+    "O0": "opt_level O0 is fp32: remove apex from this script, or choose O1",
+    "O2": "opt_level O2 keeps half weights and fp32 masters, as narrowcast.apex does",
+    "O3": "opt_level O3 trains a half model without a loss scale, which has no equivalent: choose O1 first",
+}
+_JUMPS = (ast.Continue, ast.Break, ast.Return, ast.Raise, ast.Yield, ast.YieldFrom)
+
+
+class NotCanonicalError(Exception):
+    """Why a file stays on apex's API: the place, and the reason with what to write instead."""
+
+    def __init__(self, node: ast.AST, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+        self.reason = reason
+
+
+def refuse(node: ast.AST, reason: str) -> NoReturn:
+    """Leave the file on apex's API, for this reason."""
+    raise NotCanonicalError(node, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The statement of ``amp.initialize``, the names it is given, and the test of the ``if`` around it."""
+
+    statement: ast.stmt
+    model: str
+    optimizer: str
+    condition: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The ``with amp.scale_loss(...)``, its loss, and the statements in it that clip."""
+
+    statement: ast.With
+    call: ast.Call
+    loss: str
+    clips: list[ast.stmt]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The canonical training step of one file.
+
+    Attributes:
+        between: the statements from the block to the step.
+        step: the statement ``optimizer.step()``.
+        forward: the statements of the forward pass and the loss.
+    """
+
+    setup: Setup
+    block: Block
+    between: list[ast.stmt]
+    step: ast.stmt
+    forward: list[ast.stmt]
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A suite around the block: its statements before and after the one that is the block or holds it."""
+
+    before: list[ast.stmt]
+    statement: ast.stmt
+    after: list[ast.stmt]
+
+
+def read_shape(source: Source) -> Shape:
+    """Return the canonical training step of a file.
+
+    Raises:
+        NotCanonicalError: the file has another shape.
+    """
+    setup = _read_setup(source)
+    block = _read_block(source, setup)
+    levels = _levels(source, setup, block)
+    step, between = _find_step(source, setup, levels)
+    shape = Shape(setup, block, between, step, _find_forward(source, setup, block, levels))
+    _check_flow(source, shape)
+    _check_rest(source, shape, levels)
+    _check_cleared(source, shape, levels)
+    return shape
+
+
+def _only_call(source: Source, name: str) -> ast.Call:
+    """Return the one call of a function of ``apex.amp`` in the file."""
+    uses = [reference.node for reference in source.references if reference.full == f"apex.amp.{name}"]
+    if not uses:
+        others = [one.node for one in source.references if one.full.startswith("apex.amp.")]
+        refuse(others[0], f"amp.{name} is not in this file: only a training loop in one file is rewritten")
+    if len(uses) > 1:
+        refuse(uses[1], f"a second amp.{name}: only a training loop with one is rewritten")
+    call = source.call_of(uses[0])
+    if call is None or not is_plain(call):
+        refuse(uses[0], f"amp.{name} with arguments that are not written out here")
+    return call
+
+
+def _arguments(call: ast.Call, order: tuple[str, ...]) -> dict[str, ast.expr]:
+    """Return the arguments of a call by their names."""
+    if len(call.args) > len(order):
+        refuse(call, f"{called_name(call)} with settings by their places: write them by name")
+    given = dict(zip(order, call.args, strict=False))
+    for keyword in call.keywords:
+        given[str(keyword.arg)] = keyword.value
+    return given
+
+
+def _name(source: Source, call: ast.Call, given: dict[str, ast.expr], argument: str) -> str:
+    """Return the text of an argument that has to be a name."""
+    value = given.get(argument)
+    if not isinstance(value, ast.Name | ast.Attribute):
+        told = f"expected one name as {argument} of amp.{called_name(call)}"
+        refuse(call, f"{told}: take it out of its list, or compute it before")
+    return source.code(value)
+
+
+# ---- amp.initialize
+
+
+def _read_setup(source: Source) -> Setup:
+    call = _only_call(source, "initialize")
+    given = _arguments(call, _INITIALIZE_ORDER)
+    model = _name(source, call, given, "models")
+    optimizer = _name(source, call, given, "optimizers")
+
+    # The two objects stay what they are, so that the statement may go.
+    statement = source.statement(call)
+    assigned = source.code(statement).partition("=")[0].strip(" ()")
+    names = [name.strip() for name in assigned.split(",")]
+    is_assigned = isinstance(statement, ast.Assign) and names == [model, optimizer]
+    is_alone = isinstance(statement, ast.Expr) or is_assigned
+    if not is_alone or statement.value is not call or not source.stands_alone(statement):  # type: ignore[attr-defined]
+        refuse(
+            call,
+            f"expected {model}, {optimizer} = amp.initialize({model}, {optimizer}, ...) alone on its line",
+        )
+
+    _check_level(source, call, given.pop("opt_level", None))
+    for name in given.keys() - {"models", "optimizers", "verbosity"}:
+        if name not in _DEFAULTS or not is_constant(given[name], _DEFAULTS[name]):
+            refuse(given[name], f"{name} of amp.initialize has no equivalent in torch.amp")
+    return Setup(statement, model, optimizer, _condition_around(source, statement))
+
+
+def _check_level(source: Source, call: ast.Call, level: ast.expr | None) -> None:
+    """Refuse every level but O1, written out or as the one value of a name."""
+    if isinstance(level, ast.Name):
+        values = []
+        for node in source.nodes:
+            if isinstance(node, ast.Name) and node.id == level.id and isinstance(node.ctx, ast.Store):
+                values.append(getattr(source.parents[node], "value", None))
+        if len(values) == 1 and isinstance(values[0], ast.Constant):
+            level = values[0]
+    if level is None or is_constant(level, "O1"):
+        return
+    if not isinstance(level, ast.Constant):
+        refuse(call, "opt_level is read when the script runs, and may be one that keeps half weights")
+    unknown = f"opt_level {level.value!r} is none of O0, O1, O2 and O3 (with the letter O)"
+    refuse(call, _LEVELS.get(str(level.value), unknown))
+
+
+def _condition_around(source: Source, statement: ast.stmt) -> str | None:
+    """Return the test of the ``if`` around ``amp.initialize``; None outside of an ``if``."""
+    condition = None
+    inner: ast.AST = statement
+    for outer in source.around(statement):
+        if isinstance(outer, ast.Module | Function):
+            break
+        is_if = isinstance(outer, ast.If) and inner in outer.body
+        test = source.code(outer.test) if isinstance(outer, ast.If) else ""
+        if not is_if or (condition is not None and "__name__" not in test):
+            refuse(statement, "amp.initialize stands in another block than one if")
+        if "__name__" not in test:
+            condition = test
+        inner = outer
+    return condition
+
+
+# ---- the block and its step
+
+
+def _read_block(source: Source, setup: Setup) -> Block:
+    call = _only_call(source, "scale_loss")
+    item = source.parents[call]
+    block = source.parents[item]
+    if not isinstance(item, ast.withitem) or not isinstance(block, ast.With):
+        refuse(call, "amp.scale_loss outside a with statement")
+    if len(block.items) > 1 or not source.stands_alone(block) or is_one_line(block):
+        refuse(call, "amp.scale_loss shares its line or with statement: split it first")
+
+    given = _arguments(call, _SCALE_LOSS_ORDER)
+    loss = _name(source, call, given, "loss")
+    optimizer = _name(source, call, given, "optimizers")
+    further = given.keys() - {*_SCALE_LOSS_ORDER}
+    if further:
+        refuse(
+            call,
+            f"{' and '.join(sorted(further))} of amp.scale_loss: only one backward pass a step is rewritten",
+        )
+    if optimizer != setup.optimizer:
+        refuse(call, f"amp.initialize was given {setup.optimizer}, and amp.scale_loss {optimizer}")
+
+    scaled = "" if item.optional_vars is None else source.code(item.optional_vars)
+    first, *clips = block.body
+    is_backward = source.code(first).startswith(f"{scaled}.backward(") and isinstance(first, ast.Expr)
+    if not is_backward or not all(_clips(statement) for statement in clips):
+        refuse(
+            first,
+            f"expected {scaled}.backward() in the block of amp.scale_loss, and nothing else but clipping",
+        )
+    uses = [node for node in source.nodes if isinstance(node, ast.Name) and node.id == scaled]
+    if len(uses) > 2:
+        refuse(call, f"{scaled} is used outside of the block of amp.scale_loss")
+    return Block(block, call, loss, clips)
+
+
+def _clips(statement: ast.stmt) -> bool:
+    """Return whether a statement clips gradients, by the name of what it calls."""
+    call = getattr(statement, "value", None)
+    return isinstance(call, ast.Call) and "clip_grad" in called_name(call)
+
+
+def _levels(source: Source, setup: Setup, block: Block) -> list[_Level]:
+    """Return the suite of the block, and that around the ``if`` for mixed precision in which it stands."""
+    statements: list[ast.stmt] = [block.statement]
+    outer = source.parents[block.statement]
+    if isinstance(outer, ast.If):
+        if block.statement not in outer.body or source.code(outer.test) != setup.condition:
+            refuse(outer, "the backward pass is in an if, whose condition is not that of amp.initialize")
+        statements.append(outer)
+
+    levels = []
+    for statement in statements:
+        suite = source.suite(statement)
+        index = suite.index(statement)
+        levels.append(_Level(suite[:index], statement, suite[index + 1 :]))
+    return levels
+
+
+def _find_step(source: Source, setup: Setup, levels: list[_Level]) -> tuple[ast.stmt, list[ast.stmt]]:
+    """Return the step behind the block, and the statements between the two."""
+    between = []
+    for level in levels:
+        for statement in level.after:
+            is_step = source.code(statement) == f"{setup.optimizer}.step()"
+            if is_step and source.stands_alone(statement):
+                return statement, between
+            between.append(statement)
+    told = f"no {setup.optimizer}.step() follows this block in its suite, alone on its line"
+    refuse(levels[0].statement, f"{told}: write the block and the step in one loop body")
+
+
+def _find_forward(source: Source, setup: Setup, block: Block, levels: list[_Level]) -> list[ast.stmt]:
+    """Return the statements from the first that uses the model to the last that sets the loss."""
+    forward: list[ast.stmt] = []
+    for level in levels:
+        forward = list(level.before)
+        while forward and not _has(source, forward[-1], block.loss, ast.Store):
+            forward.pop()
+        if forward:
+            break
+    # model.train() and model.zero_grad() stand alone, and compute nothing.
+    while forward and (
+        isinstance(forward[0], ast.Expr) or not _has(source, forward[0], setup.model, ast.Load)
+    ):
+        forward.pop(0)
+    if not forward:
+        told = f"no statement before this block computes {block.loss} with {setup.model}"
+        refuse(block.statement, f"{told}, by these names and in its suite")
+    for statement in forward:
+        if not source.stands_alone(statement):
+            refuse(statement, "the forward pass shares its line with another statement")
+    return forward
+
+
+def _has(source: Source, statement: ast.stmt, name: str, context: type[ast.expr_context]) -> bool:
+    """Return whether a statement loads or stores a name."""
+    for node in ast.walk(statement):
+        is_used = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, context)
+        if is_used and source.code(node) == name:
+            return True
+    return False
+
+
+# ---- what would make a scaler train otherwise than apex
+
+
+def _nodes(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
+    for statement in statements:
+        yield from ast.walk(statement)
+
+
+def _check_flow(source: Source, shape: Shape) -> None:
+    """Refuse what may leave between the backward pass and the scaler's update."""
+    for node in _nodes(shape.between):
+        if isinstance(node, _JUMPS):
+            told = "this may leave between the backward pass and the step, which a scaler refuses"
+            refuse(node, f"{told}: step in an if instead")
+    for outer in source.around(shape.block.statement):
+        if isinstance(outer, Function):
+            break
+        if isinstance(outer, ast.Try) and outer.handlers:
+            told = "an exception that is caught here may skip the scaler's update"
+            refuse(outer, f"{told}: put the try into the caller")
+
+
+def _check_rest(source: Source, shape: Shape, levels: list[_Level]) -> None:
+    """Refuse other backward passes and steps, and gradients that are used where they may be scaled."""
+    # The else of the block's if trains without mixed precision.
+    outer = levels[-1].statement
+    known = set(_nodes(outer.orelse)) if isinstance(outer, ast.If) else set()
+    known |= set(ast.walk(shape.block.statement)) | set(ast.walk(shape.step))
+    unscaled = set(_nodes(shape.between))
+    for node in source.nodes:
+        if node in known or not isinstance(node, ast.Attribute):
+            continue
+        if node.attr == "backward" and source.call_of(node) is not None:
+            refuse(node, "a backward pass without amp.scale_loss: put it into a block of amp.scale_loss")
+        if node.attr == "step" and source.code(node.value) == shape.setup.optimizer:
+            refuse(
+                node, "another step of this optimizer, or one that is passed on: step once, behind the block"
+            )
+        if node.attr == "grad" and node not in unscaled:
+            told = "gradients are used here, and those of a scaler may be scaled"
+            refuse(node, f"{told}: use them between the backward pass and the step")
+
+
+def _check_cleared(source: Source, shape: Shape, levels: list[_Level]) -> None:
+    """Refuse gradients that are not cleared for each step: scaled and unscaled ones would add up."""
+    owners = (shape.setup.optimizer, shape.setup.model)
+    for level in levels:
+        for statement in [*level.before, *level.after]:
+            is_alone = isinstance(statement, ast.Expr) and method_of(statement.value) == "zero_grad"
+            if (
+                is_alone
+                and statement not in shape.between
+                and source.code(receiver_of(statement.value)) in owners
+            ):  # type: ignore[attr-defined]
+                return
+    told = f"{shape.setup.optimizer}.zero_grad() does not stand beside this step"
+    refuse(shape.step, f"{told}: clear the gradients once for each step, in its suite")
