@@ -96,7 +96,7 @@ def _is_ignored(source: Source, mistake: Mistake) -> bool:
     begin, end = source.lines(mistake.node)
     for comment in _IGNORE.finditer(source.text[begin:end]):
         names = comment[1]
-        if names is None or mistake.rule in [name.strip() for name in names.split(",")]:
+        if names is None or mistake.rule in re.split(r"[\s,]+", names):
             return True
     return False
 
@@ -106,7 +106,9 @@ def _backward_in_regions(scalers: Scalers) -> Iterator[Mistake]:
     source = scalers.source
     seen: list[ast.AST] = []
     for call in source.all_calls:
-        region = _region_around(scalers, call) if method_of(call) == "backward" else None
+        if method_of(call) != "backward":
+            continue
+        region = _region_around(scalers, call)
         if region is not None and region not in seen:
             seen.append(region)
             code = source.code(source.statement(call)).splitlines()[0]
@@ -115,61 +117,66 @@ def _backward_in_regions(scalers: Scalers) -> Iterator[Mistake]:
 
 def _region_around(scalers: Scalers, call: ast.AST) -> ast.AST | None:
     """Return the ``with`` or the decorated function that opens the innermost region around a call."""
-    source = scalers.source
-    for outer in source.around(call):
-        opened: list[ast.expr] = []
-        if isinstance(outer, ast.With):
-            opened = [item.context_expr for item in outer.items]
-        elif isinstance(outer, Function):
-            opened = outer.decorator_list
-        for opening in opened:
-            # A region may be made before, under a name.
-            values = [opening, *scalers.made.get(source.code(opening), [])]
-            values = [scalers.chosen(value) for value in values]
-            if any(scalers.is_region(value) for value in values):
-                return outer
-            if any(isinstance(value, ast.Call) and "autocast" in source.code(value) for value in values):
-                return None  # a region that is off
+    for outer in scalers.source.around(call):
+        for opening in _openings(outer):
+            is_on = scalers.region_state(opening)
+            if is_on is not None:
+                return outer if is_on else None
         if isinstance(outer, DEFINITIONS):
             return None
     return None
 
 
+def _openings(node: ast.AST) -> list[ast.expr]:
+    """Return the expressions that may open a region around what is inside a node."""
+    if isinstance(node, ast.With):
+        return [item.context_expr for item in node.items]
+    return node.decorator_list if isinstance(node, Function) else []
+
+
 def _backward_without_scale(scalers: Scalers) -> Iterator[Mistake]:
-    """Report backward passes beside the step of a scaler that scales no loss in this file."""
+    """Report backward passes beside the step of a scaler, in a file that scales no loss."""
     source = scalers.source
-    scaling = [call for call in source.all_calls if scalers.scaler_of(call, "scale")]
-    used = [call for call in scaling if not isinstance(source.parents[call], ast.Expr)]
-    if used:
-        return
-    for step in source.all_calls:
-        scaler = scalers.scaler_of(step, "step")
-        if scaler is None or len(step.args) > 1 or scaler not in scalers.made:
-            continue
-        function = source.function(step)
-        for call in source.all_calls:
-            is_here = source.function(call) is function
-            # engine.backward(loss) may scale it, and so may the caller of this function.
-            if is_here and scalers.is_backward(call) and not call.args and not _may_be_scaled(scalers, call):
-                yield Mistake("backward-without-scale", call, scaler)
+    for call in source.all_calls:
+        # scaler.scale(loss) alone on its line scales nothing.
+        if scalers.scaler_of(call, "scale") and not isinstance(source.parents[call], ast.Expr):
+            return
+
+    stepping = {}
+    for call in source.all_calls:
+        scaler = scalers.scaler_of(call, "step")
+        # A closure may scale, and a scaler of another file may belong to another loss.
+        if scaler is not None and len(call.args) == 1 and scaler in scalers.made:
+            stepping[source.function(call)] = scaler
+    for call in source.all_calls:
+        function = source.function(call)
+        # engine.backward(loss) may scale it.
+        is_of_tensor = scalers.is_backward(call) and not call.args
+        if function in stepping and is_of_tensor and not _may_be_scaled(scalers, call):
+            yield Mistake("backward-without-scale", call, stepping[function])
 
 
 def _may_be_scaled(scalers: Scalers, backward: ast.Call) -> bool:
-    """Return whether the loss of a backward pass may have been scaled out of sight."""
+    """Return whether the loss of a backward pass may have been scaled by the caller, or out of sight."""
     source = scalers.source
-    loss = source.code(receiver_of(backward))
+    loss = receiver_of(backward)
     function = source.function(backward)
-    parameters = [] if function is None else [parameter.arg for parameter in function.args.args]
-    values = [receiver_of(backward), *scalers.made.get(loss, [])]
-    return loss in parameters or any(_SCALED_ELSEWHERE.search(source.code(value)) for value in values)
+    if function is not None:
+        for parameter in function.args.args:
+            if parameter.arg == source.code(loss):
+                return True
+    for value in [loss, *scalers.made.get(source.code(loss), [])]:
+        if _SCALED_ELSEWHERE.search(source.code(value)):
+            return True
+    return False
 
 
 def _fp16_without_scaler(scalers: Scalers) -> Iterator[Mistake]:
     """Report a backward pass of a loss that was computed in fp16, in a file that scales none."""
     source = scalers.source
-    code = "\n".join(line.partition("#")[0] for line in source.text.splitlines())
-    if _SCALED_ELSEWHERE.search(code):
-        return
+    for line in source.text.splitlines():
+        if _SCALED_ELSEWHERE.search(line.partition("#")[0]):
+            return
     in_fp16 = []
     stepping = []
     for call in source.all_calls:

@@ -43,24 +43,17 @@ class Scalers:
         for node in source.nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
-                    self._add_assigned(target, node.value)
-        self._own_functions = {node.name for node in source.nodes if isinstance(node, Function)}
+                    self.made[source.code(target)].append(node.value)
+        self._own_functions: set[str] = set()
         # Attributes of self that are objects, such as a model: self.model.parameters().
-        self._objects = {
-            source.code(node.value)
-            for node in source.nodes
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute)
-        }
+        self._objects: set[str] = set()
+        for node in source.nodes:
+            if isinstance(node, Function):
+                self._own_functions.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+                self._objects.add(source.code(node.value))
         self.scalers = self._find_scalers()
         self._scaled_losses = self._find_scaled_losses()
-
-    def _add_assigned(self, target: ast.expr, value: ast.expr) -> None:
-        both_listed = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-        if both_listed and len(target.elts) == len(value.elts):  # type: ignore[attr-defined]
-            for inner_target, inner_value in zip(target.elts, value.elts, strict=True):  # type: ignore[attr-defined]
-                self._add_assigned(inner_target, inner_value)
-        else:
-            self.made[self.source.code(target)].append(value)
 
     def _find_scalers(self) -> set[str]:
         found = set()
@@ -80,28 +73,23 @@ class Scalers:
 
     def _makes_scaler(self, value: ast.expr) -> bool:
         """Return whether a value is a new scaler that is not off for good, perhaps under a condition."""
-        if isinstance(value, ast.IfExp):
-            return self._makes_scaler(value.body) or self._makes_scaler(value.orelse)
-        if not isinstance(value, ast.Call):
-            return False
-        full = self.source.names.full(value.func) or ""
-        is_known = full.startswith(("torch.", "narrowcast.", "apex.")) and full.endswith("GradScaler")
-        return is_known and not is_constant(argument(value, 5, "enabled"), False)
+        for node in ast.walk(value):
+            if not isinstance(node, ast.Call):
+                continue
+            full = self.source.names.full(node.func) or ""
+            is_scaler = full.startswith(("torch.", "narrowcast.", "apex.")) and full.endswith("GradScaler")
+            if is_scaler and not is_constant(argument(node, 5, "enabled"), False):
+                return True
+        return False
 
     def _find_scaled_losses(self) -> dict[str, str]:
         """Return the names of scaled losses, each with its scaler: ``scaled = scaler.scale(loss)``."""
         found = {}
-        for node in self.source.nodes:
-            if isinstance(node, ast.Assign):
-                targets, value = node.targets, self.chosen(node.value)
-            elif isinstance(node, ast.For):
-                targets, value = [node.target], node.iter
-            else:
-                continue
-            scaler = self.scaler_of(value, "scale")
-            if scaler is not None:
-                for target in targets:
-                    found[self.source.code(target)] = scaler
+        for name, values in self.made.items():
+            for value in values:
+                scaler = self.scaler_of(self.chosen(value), "scale")
+                if scaler is not None:
+                    found[name] = scaler
         return found
 
     # ---- what a call is
@@ -128,15 +116,8 @@ class Scalers:
         return self.scaler_of(loss, "scale") or self._scaled_losses.get(self.source.code(loss))
 
     def is_optimizer(self, node: ast.expr) -> bool:
-        """Return whether an expression is an optimizer: made as one, or else called so."""
+        """Return whether an expression is called as an optimizer is."""
         code = self.source.code(node)
-        full_names = []
-        for value in self.made.get(code, []):
-            full = self.source.names.full(value.func) if isinstance(value, ast.Call) else None
-            if full is not None:
-                full_names.append(full)
-        if full_names:
-            return all(full.startswith("torch.optim.") and "lr_scheduler" not in full for full in full_names)
         return bool(_OPTIMIZER.search(code)) and "sched" not in code.lower()
 
     def is_clip(self, call: ast.Call) -> bool:
@@ -148,14 +129,15 @@ class Scalers:
 
     def may_decide(self, call: ast.Call) -> bool:
         """Return whether a call may scale, unscale or step out of sight."""
+        for value in [*call.args, *(keyword.value for keyword in call.keywords)]:
+            if self.source.code(value) in self.scalers:
+                return True
         name = called_name(call)
-        is_of_self = method_of(call) != "" and self.source.code(receiver_of(call)) == "self"
-        is_own = name in self._own_functions and (is_of_self or isinstance(call.func, ast.Name))
-        # Of self a method, perhaps of another file, and not an object such as a model or a loss.
-        is_object = f"self.{name}" in self.made or f"self.{name}" in self._objects
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        takes_scaler = any(self.source.code(value) in self.scalers for value in given)
-        return is_own or (is_of_self and not is_object) or takes_scaler
+        if method_of(call) and self.source.code(receiver_of(call)) == "self":
+            # A method, perhaps of another file, and not an object such as a model or a loss.
+            text = f"self.{name}"
+            return name in self._own_functions or (text not in self.made and text not in self._objects)
+        return isinstance(call.func, ast.Name) and name in self._own_functions
 
     def optimizer_after(self, node: ast.AST) -> str:
         """Return the optimizer that steps next after ``node``, for the corrected line."""
@@ -172,15 +154,18 @@ class Scalers:
         calls = [call for call in self.source.all_calls if self.scaler_of(call, "step", "unscale_")]
         return {self.source.code(call.args[0]) for call in calls if call.args}
 
-    def is_region(self, value: ast.expr) -> bool:
-        """Return whether an expression makes an autocast region that is not off."""
-        if not isinstance(value, ast.Call) or self.source.names.full(value.func) not in _REGIONS:
-            return False
-        return not is_constant(argument(value, 2, "enabled"), False)
+    def region_state(self, opening: ast.expr) -> bool | None:
+        """Return whether an expression opens a region that is on; None if it opens none."""
+        # A region may be made before, under a name.
+        for value in [opening, *self.made.get(self.source.code(opening), [])]:
+            chosen = self.chosen(value)
+            if isinstance(chosen, ast.Call) and self.source.names.full(chosen.func) in _REGIONS:
+                return not is_constant(argument(chosen, 2, "enabled"), False)
+        return None
 
     def is_fp16_region(self, call: ast.Call) -> bool:
         """Return whether a call makes a region in fp16, by name or because that is CUDA's default."""
-        if not self.is_region(call):
+        if not self.region_state(call):
             return False
         dtype = argument(call, 1, "dtype")
         if dtype is None:
@@ -191,17 +176,15 @@ class Scalers:
 
     def assumed(self, test: ast.expr) -> bool | None:
         """Return the value of a condition where mixed precision is on; None if that does not decide it."""
-        if isinstance(test, ast.Name):
-            return True if _IS_MIXED.match(test.id) else None
-        if isinstance(test, ast.Attribute):
-            return True if _IS_MIXED.match(test.attr) else None
+        is_negated = False
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            value = self.assumed(test.operand)
-            return None if value is None else not value
-        if isinstance(test, ast.Compare) and is_constant(test.comparators[0], None):
-            value = self.assumed(test.left)
-            return value if isinstance(test.ops[0], ast.IsNot) or value is None else not value
-        return None
+            test, is_negated = test.operand, True
+        elif isinstance(test, ast.Compare) and is_constant(test.comparators[0], None):
+            test, is_negated = test.left, isinstance(test.ops[0], ast.Is)
+        if not isinstance(test, ast.Name | ast.Attribute):
+            return None
+        name = self.source.code(test).rpartition(".")[2]
+        return not is_negated if _IS_MIXED.match(name) else None
 
     def chosen(self, value: ast.expr) -> ast.expr:
         """Return the part of ``a if use_amp else b`` that holds where mixed precision is on."""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from narrowcast.migrate.source._edits import Changes, Target, reaches, remove, require_import
-from narrowcast.migrate.source._imports import GONE, argument_spans, move_imports, open_bracket
+from narrowcast.migrate.source._imports import GONE, move_imports, open_bracket
 from narrowcast.migrate.source._tree import Reference, Source, argument, is_constant
 
 DEPRECATED = "deprecated-amp"
@@ -84,13 +84,7 @@ def _report_unused(source: Source, changes: Changes) -> None:
     for imported in source.imports:
         if _split(imported.full) is None or imported.name == "torch" or imported.name in used:
             continue
-        if imported.name == "*":
-            why = "a star import does not show which of its names are used: import them by name"
-        elif source.names.is_only(imported.name):
-            why = "not used here"
-        else:
-            why = "bound to something else too"
-        message = f"{imported.full} is deprecated, and {why}"
+        message = f"{imported.full} is deprecated, and which uses it has here is not clear"
         changes.report(source.start(imported.statement), DEPRECATED, message, fixed=False)
 
 
@@ -180,41 +174,57 @@ def _is_type_test(source: Source, node: ast.expr) -> bool:
 
 
 def _name_device(source: Source, changes: Changes, call: ast.Call, device: str, name: str) -> bool:
-    """Add the device to a call, and names before arguments whose position changes; False if unclear."""
-    keywords = {keyword.arg for keyword in call.keywords}
+    """Add the device to a call; False where that is not certain."""
     first = call.args[0] if call.args else None
-    is_named = "device_type" in keywords or "device" in keywords
     # A device where another argument belongs.
-    is_misplaced = isinstance(first, ast.Constant) and isinstance(first.value, str)
-    if is_named or is_misplaced:
+    is_named = isinstance(first, ast.Constant) and isinstance(first.value, str)
+    for keyword in call.keywords:
+        is_named = is_named or keyword.arg in ("device", "device_type")
+    if is_named:
         return False
+    if name == "autocast":
+        return _name_region(source, changes, call, device)
 
-    spans = argument_spans(source, call)
-    end = spans[-1][1] if spans else open_bracket(source, call)
-    comma = ", " if spans else ""
-    if name.startswith("custom_"):
-        changes.insert(end, f'{comma}device_type="{device}"')
-        return True
-    begin = spans[0][0] if spans else end
+    at = open_bracket(source, call)
+    comma = ", " if call.args or call.keywords else ""
     if name == "GradScaler":
-        changes.insert(begin, f'"{device}"{comma}')
+        changes.insert(at, f'"{device}"{comma}')
         return True
+    if call.args:  # a function that is decorated by hand
+        return False
+    changes.insert(at, f'device_type="{device}"{comma}')
+    return True
 
-    if any(isinstance(value, ast.Starred) for value in call.args) or len(call.args) > len(_AUTOCAST_ORDER):
+
+def _name_region(source: Source, changes: Changes, call: ast.Call, device: str) -> bool:
+    """Add the device to a region, and names before arguments whose position changes."""
+    if not _can_be_named(source, call):
         return False
     # Inside a region of another dtype, the new region would keep that dtype.
     is_on = not is_constant(argument(call, 0, "enabled"), False)
-    is_default = is_on and argument(call, 1, "dtype") is None
-    needs_dtype = is_default and _NAMES_A_DTYPE.search(source.text) is not None
-    if needs_dtype and (None in keywords or not reaches(source, "torch", "torch")):
-        return False
-
-    changes.insert(begin, f'"{device}"{comma}')
-    for word, span, _ in zip(_AUTOCAST_ORDER, spans, call.args, strict=False):
-        changes.insert(span[0], f"{word}=")
-    if needs_dtype:
-        changes.insert(end, f", dtype={_DEFAULT_DTYPES[device]}")
+    has_default = is_on and argument(call, 1, "dtype") is None
+    added = f'"{device}"'
+    if has_default and _NAMES_A_DTYPE.search(source.text):
+        may_have_dtype = any(keyword.arg is None for keyword in call.keywords)
+        if may_have_dtype or not reaches(source, "torch", "torch"):
+            return False
+        added += f", dtype={_DEFAULT_DTYPES[device]}"
+    if call.args or call.keywords:
+        added += ", "
+    changes.insert(open_bracket(source, call), added)
+    for word, value in zip(_AUTOCAST_ORDER, call.args, strict=False):
+        changes.insert(source.start(value), f"{word}=")
     return True
+
+
+def _can_be_named(source: Source, call: ast.Call) -> bool:
+    """Return whether a name can stand before each argument of a region, since no bracket does."""
+    end = open_bracket(source, call)
+    for value in call.args:
+        if source.text[end : source.start(value)].strip() not in ("", ",") or isinstance(value, ast.Starred):
+            return False
+        end = source.span(value)[1]
+    return len(call.args) <= len(_AUTOCAST_ORDER)
 
 
 # ---- from torch.amp to narrowcast
@@ -259,11 +269,11 @@ def _turn_off_without_cuda(source: Source, changes: Changes, node: ast.expr) -> 
     call = source.call_of(node)
     if call is None or not _FALLS_BACK.search(source.text):
         return False
-    may_be_set = len(call.args) > 2 or any(keyword.arg in ("enabled", None) for keyword in call.keywords)
-    is_for_cuda = is_constant(argument(call, 0, "device"), "cuda")
-    if may_be_set or not is_for_cuda or not reaches(source, "torch", "torch"):
+    first = call.args[0] if len(call.args) == 1 else None
+    may_be_set = any(keyword.arg in ("enabled", None) for keyword in call.keywords)
+    if not is_constant(first, "cuda") or may_be_set or not reaches(source, "torch", "torch"):
         return False
-    changes.insert(argument_spans(source, call)[-1][1], ", enabled=torch.cuda.is_available()")
+    changes.insert(source.span(call.args[0])[1], ", enabled=torch.cuda.is_available()")
     return True
 
 

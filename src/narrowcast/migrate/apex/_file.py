@@ -17,17 +17,20 @@ from narrowcast.migrate.apex._shape import NotCanonicalError, read_shape, refuse
 from narrowcast.migrate.source._edits import Changes, Target, remove, require_import
 from narrowcast.migrate.source._imports import GONE, move_imports, replace_names, set_module
 from narrowcast.migrate.source._tree import (
+    Imported,
     ImportStatement,
     Reference,
     Source,
-    is_constant,
     is_plain,
 )
 
-_AMP_CALLS = {
-    f"apex.amp.{name}"
-    for name in ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
-}
+_AMP_CALLS = (
+    "apex.amp.initialize",
+    "apex.amp.scale_loss",
+    "apex.amp.master_params",
+    "apex.amp.state_dict",
+    "apex.amp.load_state_dict",
+)
 _DDP = ("apex.parallel.DistributedDataParallel", "apex.parallel.distributed.DistributedDataParallel")
 _TORCH_DDP = "torch.nn.parallel.DistributedDataParallel"
 # Arguments of apex's DDP that say how it sends gradients, and change no number.
@@ -78,7 +81,7 @@ _LACKING = (
 def apex(source: Source, target: Target) -> Changes:
     """Rewrite what ``source`` does with apex, or import it from ``narrowcast.apex``."""
     changes = Changes()
-    if not any(_is_apex(imported.full) for imported in source.imports):
+    if not _apex_imports(source):
         return changes
     try:
         _rewrite(source, target, changes)
@@ -91,6 +94,10 @@ def _is_apex(full: str) -> bool:
     return full == "apex" or full.startswith("apex.")
 
 
+def _apex_imports(source: Source) -> list[Imported]:
+    return [imported for imported in source.imports if _is_apex(imported.full)]
+
+
 def _rewrite(source: Source, target: Target, changes: Changes) -> None:
     """Rewrite all of the file.
 
@@ -100,47 +107,49 @@ def _rewrite(source: Source, target: Target, changes: Changes) -> None:
     _check_imports(source)
     references = [reference for reference in source.references if _is_apex(reference.full)]
     _check_names(source, references)
-    if any(reference.full in _AMP_CALLS for reference in references):
+
+    # A file may have apex's DDP alone, and the training loop elsewhere.
+    if source.uses_of(*_AMP_CALLS):
         shape = read_shape(source)
         Writer(source, target, shape, changes).write()
         require_import(source, changes, "torch", "torch")
-    for reference in references:
-        if reference.full in _DDP or reference.full == _SYNCBN:
-            _write_parallel(source, changes, reference)
+    for reference in source.uses_of(*_DDP):
+        _write_ddp(source, changes, reference)
+    for reference in source.uses_of(_SYNCBN):
+        _write_syncbn(source, changes, reference)
     _move_imports(source, changes)
 
 
 def _check_imports(source: Source) -> None:
     """Refuse imports whose uses may not all be in sight."""
-    for imported in source.imports:
-        if not _is_apex(imported.full):
-            continue
+    for imported in _apex_imports(source):
         if PurePath(source.path).name == "__init__.py" or imported.name in source.exported:
-            told = "other files may import this name of apex from here"
-        elif imported.full.endswith(".*"):
-            told = "a star import of apex: import what is used by name, or remove it"
-        elif not source.names.is_only(imported.name):
+            refuse(imported.statement, "other files may import this name of apex from here")
+        if imported.full.endswith(".*"):
+            refuse(imported.statement, "a star import of apex: import what is used by name, or remove it")
+        if not source.names.is_only(imported.name):
             told = f"{imported.name} is bound to something else too: which one is used is not known"
-        else:
-            continue
-        refuse(imported.statement, told)
+            refuse(imported.statement, told)
 
 
 def _check_names(source: Source, references: list[Reference]) -> None:
     """Refuse names of apex that have no equivalent in torch, and say what to write."""
     has_scaler = any(_GRAD_SCALER.match(reference.full) for reference in source.references)
     for reference in references:
+        node, full = reference.node, reference.full
         if has_scaler:
-            refuse(reference.node, _BESIDE_TORCH)
-        if reference.full.startswith("apex.amp.lists."):
-            call = source.call_of(reference.node)
+            refuse(node, _BESIDE_TORCH)
+        if full.startswith("apex.amp.lists."):
+            # The edit names a function: FP16_FUNCS.append("softmax").
+            call = source.call_of(node)
             name = source.code(call.args[0]) if call is not None and call.args else '"..."'
-            refuse(reference.node, _EDITED_LISTS.format(name=name))
-        if reference.full not in _AMP_CALLS and reference.full not in (*_DDP, _SYNCBN):
-            refuse(reference.node, _why(reference.full))
+            refuse(node, _EDITED_LISTS.format(name=name))
+        if full not in (*_AMP_CALLS, *_DDP, _SYNCBN):
+            refuse(node, _why(full))
 
 
 def _why(full: str) -> str:
+    """Return why a name of apex is not rewritten, and what to write in its place."""
     name = full.rpartition(".")[2]
     if full.startswith("apex.amp.") and name in _FUNCTIONS:
         return f"amp.{name} has no equivalent: {_FUNCTIONS[name]}"
@@ -152,64 +161,73 @@ def _why(full: str) -> str:
     return f"{full} has no equivalent that computes the same{advice}"
 
 
-def _write_parallel(source: Source, changes: Changes, reference: Reference) -> None:
-    """Write torch's DistributedDataParallel, or its conversion of batch norms."""
+# ---- apex.parallel
+
+
+def _write_ddp(source: Source, changes: Changes, reference: Reference) -> None:
     call = source.call_of(reference.node)
-    is_ddp = reference.full in _DDP
     if call is not None:
-        known = _DDP_ARGUMENTS if is_ddp else set()
-        unknown = [keyword.arg for keyword in call.keywords if keyword.arg not in known]
-        if not is_plain(call) or len(call.args) != 1 or unknown:
-            told = f"{reference.full} with arguments that torch's does not have"
-            refuse(reference.node, told)
-        end = source.span(call)[1] - 1
+        keywords = {keyword.arg for keyword in call.keywords}
+        if not is_plain(call) or len(call.args) != 1 or keywords - _DDP_ARGUMENTS:
+            refuse(call, f"{reference.full} with arguments that torch's does not have")
         if call.keywords:
-            changes.replace((source.span(call.args[0])[1], end), "")
-        changes.report(source.start(call), RULE, _DDP_NOTE if is_ddp else _SYNCBN_NOTE, fixed=True)
-    elif not is_ddp or "isinstance" not in source.code(source.parents[reference.node]):
+            after_model = source.span(call.args[0])[1]
+            changes.replace((after_model, source.span(call)[1] - 1), "")
+        changes.report(source.start(call), RULE, _DDP_NOTE, fixed=True)
+    elif "isinstance" not in source.code(source.parents[reference.node]):
         refuse(reference.node, f"{reference.full} is passed on: call it here")
 
-    # The import of DDP alone moves to torch, and its uses keep the name.
-    if not is_ddp or "." in source.code(reference.node):
-        changes.replace(source.span(reference.node), _TORCH_DDP if is_ddp else _TORCH_SYNCBN)
+    # Imported by its name it keeps that, and the import moves to torch.
+    if "." in source.code(reference.node):
+        changes.replace(source.span(reference.node), _TORCH_DDP)
         require_import(source, changes, "torch", "torch")
+
+
+def _write_syncbn(source: Source, changes: Changes, reference: Reference) -> None:
+    call = source.call_of(reference.node)
+    if call is None or len(call.args) != 1 or call.keywords:
+        refuse(reference.node, f"{reference.full} with arguments that torch's does not have")
+    changes.replace(source.span(reference.node), _TORCH_SYNCBN)
+    changes.report(source.start(reference.node), RULE, _SYNCBN_NOTE, fixed=True)
+    require_import(source, changes, "torch", "torch")
+
+
+# ---- imports of a file that is rewritten
 
 
 def _move_imports(source: Source, changes: Changes) -> None:
     """Remove the imports of apex, or move them to torch."""
-    used = {reference.name for reference in source.references}
-    moved = {imported.name for imported in source.imports if _is_apex(imported.full)}
-    unused_ddp = {one.full for one in source.imports if one.full in _DDP and one.name not in used}
-
-    def home(full: str) -> str | None:
-        if full in _DDP and full not in unused_ddp:
-            return _TORCH_DDP
-        return GONE if _is_apex(full) else None
-
-    gone = move_imports(source, changes, moved, home)
+    moved = {imported.name for imported in _apex_imports(source)}
+    gone = move_imports(source, changes, moved, _new_home)
     for node in source.nodes:
-        if isinstance(node, ast.Try) and any(statement in gone for statement in node.body):
+        if not isinstance(node, ast.Try):
+            continue
+        imports_of_apex = [statement for statement in node.body if statement in gone]
+        if imports_of_apex:
             _check_try(node)
-            # Without its imports the try holds nothing.
-            if all(statement in gone for statement in node.body):
-                gone = [statement for statement in gone if statement not in node.body]
-                gone.append(node)
+        # Without its imports the try holds nothing.
+        if imports_of_apex == node.body:
+            gone = [statement for statement in gone if statement not in node.body]
+            gone.append(node)
     remove(source, changes, gone)
 
 
+def _new_home(full: str) -> str | None:
+    if full in _DDP:
+        return _TORCH_DDP
+    return GONE if _is_apex(full) else None
+
+
 def _check_try(node: ast.Try) -> None:
-    """Refuse a ``try`` around an import of apex that does anything but import, raise or print."""
+    """Refuse a ``try`` that does more than to say that apex is missing."""
     for statement in [*node.body, *node.orelse, *node.finalbody]:
         if not isinstance(statement, ast.Import | ast.ImportFrom):
-            told = "apex is imported in a try with other statements: import it on its own first"
-            refuse(node, told)
+            refuse(node, "apex is imported in a try with other statements: import it on its own first")
     for handler in node.handlers:
         for statement in handler.body:
             prints = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-            clears = isinstance(statement, ast.Assign) and is_constant(statement.value, None)
-            if not isinstance(statement, ast.Raise | ast.Pass) and not prints and not clears:
-                told = "this checks for apex: import it without try, and set the flag to True"
-                refuse(node, told)
+            if not prints and not isinstance(statement, ast.Raise | ast.Pass):
+                refuse(node, "this checks for apex: import it without try, and set the flag to True")
 
 
 # ---- files that keep their calls of apex
@@ -218,12 +236,14 @@ def _check_try(node: ast.Try) -> None:
 def _keep(source: Source, target: Target, why: NotCanonicalError) -> Changes:
     """Leave the calls as they are; for narrowcast import them from ``narrowcast.apex``."""
     changes = Changes()
+    message = why.reason
     if target == "narrowcast":
         _import_from_narrowcast(source, changes)
-    is_kept = bool(changes.edits)
-    message = f"kept, with narrowcast.apex: {why.reason}" if is_kept else why.reason
-    if target == "torch":
+    else:
         message += "; migrate --to narrowcast keeps the calls, with narrowcast.apex"
+    is_kept = bool(changes.edits)
+    if is_kept:
+        message = f"kept, with narrowcast.apex: {message}"
     changes.report(source.start(why.node), RULE, message, fixed=is_kept)
     return changes
 
@@ -237,21 +257,17 @@ def _import_from_narrowcast(source: Source, changes: Changes) -> None:
             lacking[reference.name].append(reference.full)
 
     moved: dict[ImportStatement, list[ast.alias]] = defaultdict(list)
-    for imported in source.imports:
-        if not _is_apex(imported.full):
-            continue
+    for imported in _apex_imports(source):
         missing = lacking[imported.name] if _has(imported.full) else [imported.full]
         if not missing:
             moved[imported.statement].append(imported.alias)
         for full in dict.fromkeys(missing):
-            name = full.removeprefix("apex.")
-            message = (
-                f"narrowcast.apex has no {name}: this still asks for apex itself (see docs/from-apex.md)"
-            )
-            message += " (see docs/from-apex.md)"
-            changes.report(source.start(imported.statement), RULE, message, fixed=False)
+            told = f"narrowcast.apex has no {full.removeprefix('apex.')}: this still asks for apex itself"
+            told += " (see docs/from-apex.md)"
+            changes.report(source.start(imported.statement), RULE, told, fixed=False)
 
     for statement, aliases in moved.items():
+        # Where all names move, only the module is replaced, so that comments and brackets stay.
         if isinstance(statement, ast.ImportFrom) and len(aliases) == len(statement.names):
             set_module(source, changes, statement, f"narrowcast.{statement.module}")
         else:
@@ -261,21 +277,21 @@ def _import_from_narrowcast(source: Source, changes: Changes) -> None:
 
 def _has(full: str) -> bool:
     """Return whether narrowcast.apex has a name: its packages have all public names of apex but a few."""
-    parts = full.split(".")
-    is_known = len(parts) < 2 or parts[1] in narrowcast.apex.__all__ or parts[1] == "*"
+    package = full.split(".")[1:2]
+    is_known = not package or package[0] in (*narrowcast.apex.__all__, "*")
     return is_known and not f"{full}.".startswith(_LACKING)
 
 
 def _narrowcast_imports(statement: ImportStatement, aliases: list[ast.alias]) -> list[str]:
     """Return the statements that import these names of apex from narrowcast."""
-    if isinstance(statement, ast.ImportFrom):
-        names = ", ".join(ast.unparse(alias) for alias in aliases)
-        return [f"from narrowcast.{statement.module} import {names}"]
     lines = []
     for alias in aliases:
-        if alias.asname or alias.name != "apex":
-            lines.append(f"import narrowcast.{ast.unparse(alias)}")
-        # "import apex.amp" binds apex.
-        if not alias.asname and "from narrowcast import apex" not in lines:
+        code = ast.unparse(alias)
+        if isinstance(statement, ast.ImportFrom):
+            lines.append(f"from narrowcast.{statement.module} import {code}")
+        elif code != "apex":
+            lines.append(f"import narrowcast.{code}")
+        # "import apex.amp" binds apex too.
+        if isinstance(statement, ast.Import) and not alias.asname:
             lines.append("from narrowcast import apex")
-    return lines
+    return list(dict.fromkeys(lines))

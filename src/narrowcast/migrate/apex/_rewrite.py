@@ -19,7 +19,7 @@ from narrowcast.migrate.source._edits import (
     unwrap,
     wrap,
 )
-from narrowcast.migrate.source._tree import Function, Reference, Source, is_plain, receiver_of
+from narrowcast.migrate.source._tree import Function, Reference, Source, receiver_of
 
 RULE = "apex"
 _SCALER_NAMES = ("scaler", "grad_scaler", "amp_scaler", "loss_scaler")
@@ -44,14 +44,14 @@ class Writer:
         self._changes = changes
         self._device = _device_type(source)
         self._scaler = _free_name(source)
-        self._states = _references(source, "state_dict", "load_state_dict")
+        self._states = source.uses_of("apex.amp.state_dict", "apex.amp.load_state_dict")
 
     def write(self) -> None:
         """Rewrite all uses of ``amp`` in the file."""
         is_always_on = self._write_setup()
         self._write_step()
         self._write_region("" if is_always_on else f", enabled={self._scaler}.is_enabled()")
-        masters = _references(self._source, "master_params")
+        masters = self._source.uses_of("apex.amp.master_params")
         if self._target != "narrowcast" or not self._write_clip(masters):
             self._write_unscaling()
             for reference in masters:
@@ -69,17 +69,20 @@ class Writer:
         self._changes.replace(source.span(setup.statement), f"{made})")
 
         function = source.function(setup.statement)
-        block = self._shape.block.statement
-        users = [block, *(reference.node for reference in self._states)]
-        is_local = all(source.function(user) is function for user in users)
-        if setup.condition is not None or not (is_local or function is None):
-            # Code that runs without amp.initialize needs a scaler too, one that is off.
+        is_beside = source.function(self._shape.block.statement) is function
+        is_local = is_beside
+        for reference in self._states:
+            is_local = is_local and source.function(reference.node) is function
+
+        # Code that other functions run, or that runs without amp.initialize, needs a scaler that is off.
+        is_out_of_reach = function is not None and not is_local
+        if setup.condition is not None or is_out_of_reach:
             self._insert_at_top(f"{made}, enabled=False)")
             if function is not None:
                 has_docstring = is_text(function.body[0]) and len(function.body) > 1
-                first = function.body[1 if has_docstring else 0]
+                first = function.body[1] if has_docstring else function.body[0]
                 insert_before(source, self._changes, first, f"global {self._scaler}")
-        return setup.condition is None and source.function(block) is function
+        return setup.condition is None and is_beside
 
     def _insert_at_top(self, line: str) -> None:
         """Insert a line after the imports of the module that precede its first definition."""
@@ -124,12 +127,16 @@ class Writer:
         """Write one call of narrowcast's scaler that unscales and clips; False if anything else is there."""
         source = self._source
         statements = [*self._shape.block.clips, *self._shape.between]
-        call = getattr(statements[0], "value", None) if len(statements) == 1 else None
-        if not isinstance(call, ast.Call) or source.names.full(call.func) not in _CLIPS or not is_plain(call):
+        if len(statements) != 1 or len(masters) != 1:
             return False
-        if len(masters) != 1 or call.args[:1] != [source.call_of(masters[0].node)]:
+        call = getattr(statements[0], "value", None)
+        if not isinstance(call, ast.Call) or source.names.full(call.func) not in _CLIPS:
             return False
-        if len(call.args) > 3 or any(keyword.arg not in _CLIP_KEYWORDS for keyword in call.keywords):
+        is_of_masters = bool(call.args) and call.args[0] is source.call_of(masters[0].node)
+        has_known_arguments = len(call.args) <= 3
+        for keyword in call.keywords:
+            has_known_arguments = has_known_arguments and keyword.arg in _CLIP_KEYWORDS
+        if not is_of_masters or not has_known_arguments:
             return False
         self._changes.replace(source.span(call.func), f"{self._scaler}.clip_grad_norm_")
         self._changes.replace(source.span(call.args[0]), self._shape.setup.optimizer)
@@ -173,27 +180,25 @@ class Writer:
         self._note(reference.node, told)
 
 
-def _references(source: Source, *names: str) -> list[Reference]:
-    """Return the uses of these names of ``amp``."""
-    wanted = [f"apex.amp.{name}" for name in names]
-    return [reference for reference in source.references if reference.full in wanted]
-
-
 def _is_made_of(source: Source, optimizer: str, parameters: str) -> bool:
-    """Return whether each optimizer of this name is made of these parameters."""
-    made = []
+    """Return whether each optimizer of this name is made of these parameters, and gets no more."""
+    is_made = "add_param_group" not in source.text
+    makers = 0
     for node in source.nodes:
-        if isinstance(node, ast.Assign) and source.code(node.targets[0]) == optimizer:
-            call = node.value
-            first = call.args[0] if isinstance(call, ast.Call) and call.args else None
-            made.append(first is not None and source.code(first) == parameters)
-    return bool(made) and all(made)
+        if not isinstance(node, ast.Assign) or source.code(node.targets[0]) != optimizer:
+            continue
+        makers += 1
+        call = node.value
+        is_first = isinstance(call, ast.Call) and call.args and source.code(call.args[0]) == parameters
+        is_made = is_made and bool(is_first)
+    return is_made and makers > 0
 
 
 def _free_name(source: Source) -> str:
     """Return a name for the scaler that the file does not use."""
-    attributes = {node.attr for node in source.nodes if isinstance(node, ast.Attribute)}
-    taken = source.names.taken() | attributes
+    taken = source.names.taken()
+    # self.scaler is another object too, and one name for both would mislead.
+    taken |= {node.attr for node in source.nodes if isinstance(node, ast.Attribute)}
     free = [name for name in _SCALER_NAMES if name not in taken]
     if not free:
         refuse(source.tree.body[0], f"all of {', '.join(_SCALER_NAMES)} are names of something else")

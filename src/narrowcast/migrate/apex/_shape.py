@@ -125,15 +125,17 @@ def read_shape(source: Source) -> Shape:
 
 def _only_call(source: Source, name: str) -> ast.Call:
     """Return the one call of a function of ``apex.amp`` in the file."""
-    uses = [reference.node for reference in source.references if reference.full == f"apex.amp.{name}"]
+    uses = source.uses_of(f"apex.amp.{name}")
     if not uses:
-        others = [one.node for one in source.references if one.full.startswith("apex.amp.")]
-        refuse(others[0], f"amp.{name} is not in this file: only a training loop in one file is rewritten")
+        for reference in source.references:
+            if reference.full.startswith("apex.amp."):
+                told = f"amp.{name} is not in this file: only a training loop in one file is rewritten"
+                refuse(reference.node, told)
     if len(uses) > 1:
-        refuse(uses[1], f"a second amp.{name}: only a training loop with one is rewritten")
-    call = source.call_of(uses[0])
+        refuse(uses[1].node, f"a second amp.{name}: only a training loop with one is rewritten")
+    call = source.call_of(uses[0].node)
     if call is None or not is_plain(call):
-        refuse(uses[0], f"amp.{name} with arguments that are not written out here")
+        refuse(uses[0].node, f"amp.{name} with arguments that are not written out here")
     return call
 
 

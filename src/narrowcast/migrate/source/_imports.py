@@ -13,7 +13,6 @@ from narrowcast.migrate.source._tree import ImportStatement, Source
 GONE = ""
 """The new module of an import that is removed."""
 
-_BLANKS = " \t\f\r\n\\"
 _MODULE = re.compile(r"from\b(.*?)\bimport\b", re.DOTALL)
 
 
@@ -103,39 +102,4 @@ def replace_names(
 
 def open_bracket(source: Source, call: ast.Call) -> int:
     """Return the character after the opening bracket of a call."""
-    at = _skip(source.text, source.span(call.func)[1])
-    while source.text[at] != "(":
-        at = _skip(source.text, at + 1)  # brackets around what is called
-    return at + 1
-
-
-def argument_spans(source: Source, call: ast.Call) -> list[tuple[int, int]]:
-    """Return the span of the text of each argument, in their order, brackets around it included."""
-    nodes: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-    nodes.sort(key=lambda node: (node.lineno, node.col_offset))
-    text = source.text
-    close = source.span(call)[1] - 1
-    spans = []
-    begin = _skip(text, open_bracket(source, call))
-    for node in nodes:
-        end = source.span(node)[1]
-        after = _skip(text, end)
-        while after < close and text[after] == ")":
-            end = after + 1
-            after = _skip(text, end)
-        spans.append((begin, end))
-        begin = _skip(text, after + 1)
-    return spans
-
-
-def _skip(text: str, at: int) -> int:
-    """Return the next character that is neither blank nor in a comment."""
-    while at < len(text):
-        if text[at] == "#":
-            while text[at] not in "\r\n":
-                at += 1
-        elif text[at] in _BLANKS:
-            at += 1
-        else:
-            break
-    return at
+    return source.text.index("(", source.span(call.func)[1]) + 1

@@ -187,6 +187,10 @@ class Source:
                 found.append(Reference(whole, full, node.id))
         return found
 
+    def uses_of(self, *full_names: str) -> list[Reference]:
+        """Return the uses of these full names, in the order of the text."""
+        return [reference for reference in self.references if reference.full in full_names]
+
     @cached_property
     def imports(self) -> list[Imported]:
         """Each imported name, in the order of the text."""
