@@ -242,41 +242,41 @@ KEPT = {
     "no scale_loss": (INITIALIZE, 6, "amp.scale_loss is not in this file"),
     "two blocks": (INITIALIZE + LOOP * 2, 16, "a second amp.scale_loss"),
     "delayed unscaling": (
-        INITIALIZE + LOOP.replace("optimizer) as", "optimizer, delay_unscale=last) as"), 9, "delay_unscale of"
+        INITIALIZE + LOOP.replace("optimizer) as", "optimizer, delay_unscale=last) as"), 10, "delay_unscale of"
     ),
     "a block under another condition": (
         INITIALIZE + LOOP.replace("    with", "    if x:\n     with"),
-        9, "in an if, whose condition",
+        10, "in an if, whose condition",
     ),
     "a block that shares its line": (
-        INITIALIZE + LOOP.replace("scaled_loss:\n        ", "scaled_loss: "), 9, "shares its line"
+        INITIALIZE + LOOP.replace("scaled_loss:\n        ", "scaled_loss: "), 10, "shares its line"
     ),
     "another call in the block": (
-        INITIALIZE + LOOP.replace("backward()\n", "backward()\n        print()\n"), 10, "else but clipping"
+        INITIALIZE + LOOP.replace("backward()\n", "backward()\n        print()\n"), 11, "else but clipping"
     ),
-    "a scaled loss that is used later": (INITIALIZE + LOOP + "    print(scaled_loss)\n", 9, "used outside"),
+    "a scaled loss that is used later": (INITIALIZE + LOOP + "    print(scaled_loss)\n", 10, "used outside"),
     "a loss that is computed in the call": (
-        INITIALIZE + LOOP.replace("(loss,", "(loss.mean(),"), 9, "compute it before"
+        INITIALIZE + LOOP.replace("(loss,", "(loss.mean(),"), 10, "compute it before"
     ),
-    "a loss of another model": (INITIALIZE + LOOP.replace("model(x)", "net(x)"), 9, "loss with model"),
+    "a loss of another model": (INITIALIZE + LOOP.replace("model(x)", "net(x)"), 10, "loss with model"),
     "a step under a condition": (
         INITIALIZE + LOOP.replace("    optimizer.step", "    if i % 4 == 0:\n        optimizer.step"),
-        9, "no optimizer.step() follows",
+        10, "no optimizer.step() follows",
     ),
-    "a closure": (INITIALIZE + LOOP.replace("r.step()", "r.step(closure)"), 9, "no optimizer.step() follows"),
-    "a second step": (INITIALIZE + LOOP + "    optimizer.step()\n", 12, "another step of this optimizer"),
+    "a closure": (INITIALIZE + LOOP.replace("r.step()", "r.step(closure)"), 10, "no optimizer.step() follows"),
+    "a second step": (INITIALIZE + LOOP + "    optimizer.step()\n", 13, "another step of this optimizer"),
     "a backward pass beside": (
-        INITIALIZE + LOOP.replace("    with amp", "    penalty.backward()\n    with amp"), 9, "without amp."
+        INITIALIZE + LOOP.replace("    with amp", "    penalty.backward()\n    with amp"), 10, "without amp."
     ),
     "gradients that are read in a helper": (
         "def limit(net):\n    net.weight.grad.clamp_(-1, 1)\n" + INITIALIZE + LOOP, 7, "gradients are used"
     ),
     "gradients that are never cleared": (
-        INITIALIZE + LOOP.replace("    optimizer.zero_grad()\n", ""), 10, "zero_grad() does not stand"
+        INITIALIZE + LOOP.replace("    optimizer.zero_grad()\n", ""), 11, "zero_grad() does not stand"
     ),
     "a way out before the step": (
         INITIALIZE + LOOP.replace("    optimizer.step", "    if bad:\n        continue\n    optimizer.step"),
-        12, "this may leave",
+        13, "this may leave",
     ),
     "an exception that is caught": (
         INITIALIZE + "try:\n" + textwrap.indent(LOOP, "    ") + "except E:\n    pass\n", 7, "exception"

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-second = torch.optim.SGD(other.parameters(), 0.1)
+second_optimizer = torch.optim.SGD(other.parameters(), 0.1)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 scaler = GradScaler(device)
 
@@ -114,7 +114,7 @@ def train_step(x):
 scaler.scale(model(x).sum() + other(x).sum()).backward()
 scaler.step(optimizer)
 scaler.update()
-scaler.step(second)
+scaler.step(second_optimizer)
 scaler.update()
 """,
         "scaler.update() once, after the last step",
@@ -133,10 +133,10 @@ for x in loader:
         "step-without-scaler", 2,
         """\
 scaler.scale(model(x).sum() + other(x).sum()).backward()
-second.step()
+second_optimizer.step()
 STEP
 """,
-        "scaler.step(second)",
+        "scaler.step(second_optimizer)",
     ),
     "backward without the scaler": (
         "backward-without-scale", 4,
@@ -246,7 +246,7 @@ class Trainer{bases}:
         self.model, self.other = model, other
         self.loss_of = torch.nn.MSELoss()
         self.optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        self.second = torch.optim.SGD(other.parameters(), 0.1)
+        self.second_optimizer = torch.optim.SGD(other.parameters(), 0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         self.scaler = {scaler}
 
@@ -269,12 +269,12 @@ def test_a_mistake_in_a_class_and_behind_a_condition_is_found(name, condition):
     """With the attributes of ``self``, each line behind the condition, and other calls in between."""
     rule, _, wrong, _ = WRONG[name]
     wrong = re.sub(r"( *)STEP\n", r"\1scaler.step(optimizer)\n\1scaler.update()\n", wrong)
-    wrong = re.sub(r"\b(model|other|optimizer|second|scheduler|scaler)\b(?=[.()])", r"self.\1", wrong)
+    wrong = re.sub(r"\b(model|other|optimizer|second_optimizer|scheduler|scaler)\b(?=[.()])", r"self.\1", wrong)
     lines = []
     for line in wrong.splitlines():
         code = line.lstrip()
         indent = line[: len(line) - len(code)]
-        if condition and re.match(r"self\.(scaler|optimizer|second|scheduler)\.", code):
+        if condition and re.match(r"self\.(scaler|optimizer|second_optimizer|scheduler)\.", code):
             lines += [indent + one for one in condition.split("\n")] + [f"{indent}    {code}"]
         else:
             lines.append(line)
@@ -344,7 +344,7 @@ for x in loader:
     other(x).sum().backward()
     clip_grad_norm_(other.parameters(), 1.0)
     scaler.scale(model(x).sum()).backward()
-    second.step()
+    second_optimizer.step()
     STEP
 """,
     "with or without a scaler": """\
@@ -436,7 +436,7 @@ for x in loader:
     first.unscale_(optimizer)
     clip_grad_norm_(model.parameters(), 1.0)
     first.step(optimizer)
-    last.step(second)
+    last.step(second_optimizer)
     first.update()
     last.update()
 """,
@@ -446,7 +446,7 @@ for x in loader:
     for loss in scaler.scale(losses):
         loss.backward(retain_graph=True)
     scaler.step(optimizer)
-    scaler.step(second)
+    scaler.step(second_optimizer)
     scaler.update()
 """,
     "unscaled by hand, one gradient after the other": """\
@@ -480,7 +480,7 @@ optimizer.step()
 for x in loader:
     scaler.scale(model(x).sum()).backward()
     other.weight.grad = torch.autograd.grad(other(x).sum(), other.weight)[0]
-    second.step()
+    second_optimizer.step()
     STEP
 """,
     "gradients unscaled before the loss of the next optimizer": """\
@@ -488,9 +488,9 @@ for x in loader:
     scaler.scale(model(x).sum()).backward()
     scaler.unscale_(optimizer)
     scaler.scale(other(x).sum()).backward()
-    scaler.unscale_(second)
+    scaler.unscale_(second_optimizer)
     scaler.step(optimizer)
-    scaler.step(second)
+    scaler.step(second_optimizer)
     scaler.update()
 """,
     "one scaler for two networks in turn": """\
@@ -499,9 +499,9 @@ for x in loader:
     scaler.scale(model(x).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    second.zero_grad()
+    second_optimizer.zero_grad()
     scaler.scale(other(x).sum()).backward()
-    scaler.step(second)
+    scaler.step(second_optimizer)
     scaler.update()
 """,
     "a scheduler of epochs": """\
@@ -569,9 +569,9 @@ for i, x in enumerate(loader):
     scaler.scale(model(x).sum()).backward()
     scaler.step(optimizer)
     if i % 5 == 0:
-        second.zero_grad()
+        second_optimizer.zero_grad()
         scaler.scale(other(x).sum()).backward()
-        scaler.step(second)
+        scaler.step(second_optimizer)
     scaler.update()
 """,
     "backward by its full name": """\
@@ -600,7 +600,7 @@ class Trainer:
     "another loss in fp32, stepped before": """\
 for x in loader:
     other(x).sum().backward()
-    second.step()
+    second_optimizer.step()
     scaler.scale(model(x).sum()).backward()
     STEP
 """,

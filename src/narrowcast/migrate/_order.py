@@ -1,7 +1,6 @@
 """Mistakes that the order of calls in one function shows.
 
-Each function is read on its own. A call that may scale, unscale or step out of sight makes everything
-unknown, and nothing is reported until the next scaled backward pass.
+Each function is read on its own. After a call that may scale, unscale or step out of sight nothing is known.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class _State:
     may_skip: str | None = None
 
     def forget(self) -> None:
-        """Set everything to unknown."""
-        self.__init__(mixed=True, may_be_unscaled=True)  # type: ignore[misc]
+        """Set everything to unknown, so that nothing is reported until the next scaled backward pass."""
+        self.__init__()  # type: ignore[misc]
 
     def use_gradients(self) -> None:
         """Forget the gradients, which a step has used."""
