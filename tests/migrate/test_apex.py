@@ -242,7 +242,7 @@ KEPT = {
     "no scale_loss": (INITIALIZE, 6, "amp.scale_loss is not in this file"),
     "two blocks": (INITIALIZE + LOOP * 2, 16, "a second amp.scale_loss"),
     "delayed unscaling": (
-        INITIALIZE + LOOP.replace("optimizer) as", "optimizer, delay_unscale=last) as"), 10, "delay_unscale of"
+        INITIALIZE + LOOP.replace("optimizer) as", "optimizer, delay_unscale=c) as"), 10, "delay_unscale of"
     ),
     "a block under another condition": (
         INITIALIZE + LOOP.replace("    with", "    if x:\n     with"),
@@ -254,7 +254,7 @@ KEPT = {
     "another call in the block": (
         INITIALIZE + LOOP.replace("backward()\n", "backward()\n        print()\n"), 11, "else but clipping"
     ),
-    "a scaled loss that is used later": (INITIALIZE + LOOP + "    print(scaled_loss)\n", 10, "used outside"),
+    "a scaled loss that is used later": (INITIALIZE + LOOP + "    print(scaled_loss)\n", 13, "used outside"),
     "a loss that is computed in the call": (
         INITIALIZE + LOOP.replace("(loss,", "(loss.mean(),"), 10, "compute it before"
     ),
@@ -263,7 +263,7 @@ KEPT = {
         INITIALIZE + LOOP.replace("    optimizer.step", "    if i % 4 == 0:\n        optimizer.step"),
         10, "no optimizer.step() follows",
     ),
-    "a closure": (INITIALIZE + LOOP.replace("r.step()", "r.step(closure)"), 10, "no optimizer.step() follows"),
+    "a closure": (INITIALIZE + LOOP.replace("r.step()", "r.step(closure)"), 10, "no optimizer.step()"),
     "a second step": (INITIALIZE + LOOP + "    optimizer.step()\n", 13, "another step of this optimizer"),
     "a backward pass beside": (
         INITIALIZE + LOOP.replace("    with amp", "    penalty.backward()\n    with amp"), 10, "without amp."

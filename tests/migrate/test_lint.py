@@ -269,7 +269,9 @@ def test_a_mistake_in_a_class_and_behind_a_condition_is_found(name, condition):
     """With the attributes of ``self``, each line behind the condition, and other calls in between."""
     rule, _, wrong, _ = WRONG[name]
     wrong = re.sub(r"( *)STEP\n", r"\1scaler.step(optimizer)\n\1scaler.update()\n", wrong)
-    wrong = re.sub(r"\b(model|other|optimizer|second_optimizer|scheduler|scaler)\b(?=[.()])", r"self.\1", wrong)
+    wrong = re.sub(
+        r"\b(model|other|optimizer|second_optimizer|scheduler|scaler)\b(?=[.()])", r"self.\1", wrong
+    )
     lines = []
     for line in wrong.splitlines():
         code = line.lstrip()

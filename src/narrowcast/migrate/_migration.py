@@ -69,8 +69,10 @@ def migrate_file(path: Path, target: Target) -> FileOutcome:
             return FileOutcome(path=str(path))
         outcome = migrate_text(text, target, str(path))
     except SyntaxError as error:
-        line = f" (line {error.lineno})" if error.lineno else ""
-        return FileOutcome(path=str(path), problem=f"does not parse: {error.msg}{line}")
+        problem = f"does not parse: {error.msg}"
+        if error.lineno:
+            problem += f" (line {error.lineno})"
+        return FileOutcome(path=str(path), problem=problem)
     except Exception as error:  # a bug here; the other files go on
         return FileOutcome(path=str(path), problem=f"narrowcast failed on it, please report: {error!r}")
     return FileOutcome(path=str(path), before=text, after=outcome.text, findings=outcome.findings)
@@ -117,10 +119,14 @@ def diff_of(outcome: FileOutcome, *, color: bool = False) -> str:
     """Return the change of one file as a unified diff; an empty string if nothing changes."""
     before, after = _LINE.findall(outcome.before), _LINE.findall(outcome.after)
     lines = []
-    for line in unified_diff(before, after, outcome.path, outcome.path):
-        is_ended = line.endswith(("\n", "\r"))
-        text = line if is_ended else f"{line}\n\\ No newline at end of file\n"
-        lines.append(_colored(text) if color else text)
+    for line_of_diff in unified_diff(before, after, outcome.path, outcome.path):
+        line = line_of_diff
+        # As git writes it, so that git can apply the difference.
+        if not line.endswith(("\n", "\r")):
+            line += "\n\\ No newline at end of file\n"
+        if color:
+            line = _colored(line)
+        lines.append(line)
     return "".join(lines)
 
 
@@ -151,10 +157,12 @@ def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
 
 def passed_over_text(paths: Sequence[Path]) -> list[str]:
     """Return a line for each folder of ``paths`` without Python files, and one for all notebooks."""
-    lines = [f"no Python file in {folder}" for folder in folders_without_python(paths)]
-    found = notebooks(paths)
+    lines = []
+    for folder in folders_without_python(paths):
+        lines.append(f"no Python file in {folder}")
+    found = [str(path) for path in notebooks(paths)]
     if found:
-        names = ", ".join(str(path) for path in found[:_MOST_NOTEBOOKS])
+        names = ", ".join(found[:_MOST_NOTEBOOKS])
         if len(found) > _MOST_NOTEBOOKS:
             names += f", and {len(found) - _MOST_NOTEBOOKS} more"
         lines.append(f"{_counted(len(found), 'notebook')} not looked at: {names}")
@@ -177,16 +185,19 @@ def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept
 
     lines = []
     if counts:
-        width = max(len(rule) for rule in [*counts, "rule"])
+        width = max(map(len, [*counts, "rule"]))
         lines.append(f"{'rule':<{width}}  {'changed':>8}  {'left alone':>10}")
         for rule, count in sorted(counts.items()):
             lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
 
-    changed = sum(outcome.changes for outcome in outcomes) - kept
+    changed = -kept
+    problems = 0
+    for outcome in outcomes:
+        changed += outcome.changes
+        problems += outcome.problem is not None
     last = f"{_counted(len(outcomes), 'file')}, {changed} {'changed' if written else 'to change'}"
     if kept:
         last += f", {kept} not written"
-    problems = sum(outcome.problem is not None for outcome in outcomes)
     if problems:
         last += f", {problems} not looked at"
     lines.append(last)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 
@@ -97,20 +97,24 @@ class Order:
             for node in self._own_nodes(statement):
                 self._read_node(node, state)
 
-            # A condition on mixed precision is taken to hold.
-            holds = self._scalers.assumed(statement.test) if isinstance(statement, ast.If) else None
-            if isinstance(statement, ast.If) and holds is not None:
-                self._read(statement.body if holds else statement.orelse, state)
-                continue
-
-            for inner in suites_of(statement):
-                if isinstance(statement, _BRANCHES):
+            for inner in self._suites(statement):
+                if isinstance(statement, _BRANCHES) and not self._is_assumed(statement):
                     self._read_branch(inner, state)
                 else:
                     self._read(inner, state)
             # A scheduler of epochs stands behind the loop, and may not wait for single steps.
             if isinstance(statement, _LOOPS):
                 state.may_skip = None
+
+    def _is_assumed(self, statement: ast.stmt) -> bool:
+        """Return whether a statement is an ``if`` whose condition is on mixed precision."""
+        return isinstance(statement, ast.If) and self._scalers.assumed(statement.test) is not None
+
+    def _suites(self, statement: ast.stmt) -> Iterable[list[ast.stmt]]:
+        """Return the suites of a statement; of an ``if`` for mixed precision only that which runs with it."""
+        if isinstance(statement, ast.If) and self._is_assumed(statement):
+            return [statement.body if self._scalers.assumed(statement.test) else statement.orelse]
+        return suites_of(statement)
 
     def _read_branch(self, suite: list[ast.stmt], state: _State) -> None:
         """Read a suite that may not run: whatever it changes is not known after it."""

@@ -58,8 +58,9 @@ class Scalers:
     def _find_scalers(self) -> set[str]:
         found = set()
         for text, values in self.made.items():
-            if any(self._makes_scaler(value) for value in values):
-                found.add(text)
+            for value in values:
+                if self._makes_scaler(value):
+                    found.add(text)
 
         # A scaler may be handed over by its name: self.scaler = scaler.
         for call in self.source.all_calls:
@@ -129,8 +130,9 @@ class Scalers:
 
     def may_decide(self, call: ast.Call) -> bool:
         """Return whether a call may scale, unscale or step out of sight."""
-        for value in [*call.args, *(keyword.value for keyword in call.keywords)]:
-            if self.source.code(value) in self.scalers:
+        for node in ast.iter_child_nodes(call):
+            given = node.value if isinstance(node, ast.keyword) else node
+            if given is not call.func and self.source.code(given) in self.scalers:
                 return True
         name = called_name(call)
         if method_of(call) and self.source.code(receiver_of(call)) == "self":
@@ -151,8 +153,11 @@ class Scalers:
 
     def stepped_optimizers(self) -> set[str]:
         """Return the texts of all optimizers that scalers of this file step or unscale."""
-        calls = [call for call in self.source.all_calls if self.scaler_of(call, "step", "unscale_")]
-        return {self.source.code(call.args[0]) for call in calls if call.args}
+        found = set()
+        for call in self.source.all_calls:
+            if call.args and self.scaler_of(call, "step", "unscale_"):
+                found.add(self.source.code(call.args[0]))
+        return found
 
     def region_state(self, opening: ast.expr) -> bool | None:
         """Return whether an expression opens a region that is on; None if it opens none."""

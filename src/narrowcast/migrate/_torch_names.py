@@ -56,10 +56,12 @@ def deprecated_names(source: Source, target: Target) -> Changes:
     moved = set()
     for name, uses in uses_by_import.items():
         edits = Changes()
-        # Other files call what is exported with the old arguments.
-        is_exported = name in source.exported
-        unclear = [use for use in uses if is_exported or not _rewrite(source, edits, use)]
-        for use in unclear:
+        unclear = False
+        for use in uses:
+            # Other files call what is exported with the old arguments.
+            if name not in source.exported and _rewrite(source, edits, use):
+                continue
+            unclear = True
             message = (
                 f"{use.reference.full} is deprecated, and what should replace it here is not clear: write "
                 f"torch.amp.{use.name or 'autocast'} with the device by hand"

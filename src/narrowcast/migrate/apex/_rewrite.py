@@ -50,7 +50,7 @@ class Writer:
         """Rewrite all uses of ``amp`` in the file."""
         is_always_on = self._write_setup()
         self._write_step()
-        self._write_region("" if is_always_on else f", enabled={self._scaler}.is_enabled()")
+        self._write_region(is_always_on)
         masters = self._source.uses_of("apex.amp.master_params")
         if self._target != "narrowcast" or not self._write_clip(masters):
             self._write_unscaling()
@@ -79,9 +79,9 @@ class Writer:
         if setup.condition is not None or is_out_of_reach:
             self._insert_at_top(f"{made}, enabled=False)")
             if function is not None:
-                has_docstring = is_text(function.body[0]) and len(function.body) > 1
-                first = function.body[1] if has_docstring else function.body[0]
-                insert_before(source, self._changes, first, f"global {self._scaler}")
+                after_docstring = int(is_text(function.body[0]) and len(function.body) > 1)
+                line = f"global {self._scaler}"
+                insert_before(source, self._changes, function.body[after_docstring], line)
         return setup.condition is None and is_beside
 
     def _insert_at_top(self, line: str) -> None:
@@ -93,8 +93,10 @@ class Writer:
                 at = source.lines(statement)[1]
             elif isinstance(statement, ast.ClassDef | Function):
                 break
-        blank = "" if source.text.startswith(source.newline, at) else source.newline
-        self._changes.insert(at, source.newline + line + source.newline + blank)
+        text = source.newline + line + source.newline
+        if not source.text.startswith(source.newline, at):
+            text += source.newline
+        self._changes.insert(at, text)
 
     def _write_step(self) -> None:
         """Scale the loss where the block was, and let the scaler step."""
@@ -109,11 +111,13 @@ class Writer:
         self._changes.replace(source.span(step), f"{self._scaler}.step({self._shape.setup.optimizer})")
         insert_after(source, self._changes, step, f"{self._scaler}.update()")
 
-    def _write_region(self, enabled: str) -> None:
+    def _write_region(self, is_always_on: bool) -> None:
         """Put the region around the forward pass and the loss, and report other calls of the model."""
         source, forward = self._source, self._shape.forward
-        header = f"with torch.autocast({self._device}, dtype=torch.float16{enabled}):"
-        wrap(source, self._changes, forward[0], forward[-1], header)
+        arguments = f"{self._device}, dtype=torch.float16"
+        if not is_always_on:
+            arguments += f", enabled={self._scaler}.is_enabled()"
+        wrap(source, self._changes, forward[0], forward[-1], f"with torch.autocast({arguments}):")
         self._note(forward[0], "the region in which operators are cast: the forward pass and the loss")
         begin, end = source.lines(forward[0], forward[-1])
         for call in source.all_calls:

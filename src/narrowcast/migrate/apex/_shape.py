@@ -210,11 +210,13 @@ def _condition_around(source: Source, statement: ast.stmt) -> str | None:
     for outer in source.around(statement):
         if isinstance(outer, ast.Module | Function):
             break
-        is_if = isinstance(outer, ast.If) and inner in outer.body
-        test = source.code(outer.test) if isinstance(outer, ast.If) else ""
-        if not is_if or (condition is not None and "__name__" not in test):
-            refuse(statement, "amp.initialize stands in another block than one if")
+        told = "amp.initialize stands in another block than one if"
+        if not isinstance(outer, ast.If) or inner not in outer.body:
+            refuse(statement, told)
+        test = source.code(outer.test)
         if "__name__" not in test:
+            if condition is not None:
+                refuse(statement, told)
             condition = test
         inner = outer
     return condition
@@ -244,24 +246,26 @@ def _read_block(source: Source, setup: Setup) -> Block:
     if optimizer != setup.optimizer:
         refuse(call, f"amp.initialize was given {setup.optimizer}, and amp.scale_loss {optimizer}")
 
-    scaled = "" if item.optional_vars is None else source.code(item.optional_vars)
+    if not isinstance(item.optional_vars, ast.Name):
+        refuse(call, "expected with amp.scale_loss(loss, optimizer) as scaled_loss")
+    _check_body(source, block, item.optional_vars.id)
+    return Block(block, call, loss, block.body[1:])
+
+
+def _check_body(source: Source, block: ast.With, scaled: str) -> None:
+    """Refuse a block that does more than a backward pass of the scaled loss, and clipping behind it."""
     first, *clips = block.body
-    is_backward = source.code(first).startswith(f"{scaled}.backward(") and isinstance(first, ast.Expr)
-    if not is_backward or not all(_clips(statement) for statement in clips):
-        refuse(
-            first,
-            f"expected {scaled}.backward() in the block of amp.scale_loss, and nothing else but clipping",
-        )
-    uses = [node for node in source.nodes if isinstance(node, ast.Name) and node.id == scaled]
-    if len(uses) > 2:
-        refuse(call, f"{scaled} is used outside of the block of amp.scale_loss")
-    return Block(block, call, loss, clips)
-
-
-def _clips(statement: ast.stmt) -> bool:
-    """Return whether a statement clips gradients, by the name of what it calls."""
-    call = getattr(statement, "value", None)
-    return isinstance(call, ast.Call) and "clip_grad" in called_name(call)
+    told = f"expected {scaled}.backward() in the block of amp.scale_loss, and nothing else but clipping"
+    if not isinstance(first, ast.Expr) or not source.code(first).startswith(f"{scaled}.backward("):
+        refuse(first, told)
+    for statement in clips:
+        call = getattr(statement, "value", None)
+        if not isinstance(call, ast.Call) or "clip_grad" not in called_name(call):
+            refuse(first, told)
+    inside = set(ast.walk(block))
+    for node in source.nodes:
+        if isinstance(node, ast.Name) and node.id == scaled and node not in inside:
+            refuse(node, f"{scaled} is used outside of the block of amp.scale_loss")
 
 
 def _levels(source: Source, setup: Setup, block: Block) -> list[_Level]:
@@ -303,10 +307,7 @@ def _find_forward(source: Source, setup: Setup, block: Block, levels: list[_Leve
             forward.pop()
         if forward:
             break
-    # model.train() and model.zero_grad() stand alone, and compute nothing.
-    while forward and (
-        isinstance(forward[0], ast.Expr) or not _has(source, forward[0], setup.model, ast.Load)
-    ):
+    while forward and not _computes_with(source, forward[0], setup.model):
         forward.pop(0)
     if not forward:
         told = f"no statement before this block computes {block.loss} with {setup.model}"
@@ -315,6 +316,11 @@ def _find_forward(source: Source, setup: Setup, block: Block, levels: list[_Leve
         if not source.stands_alone(statement):
             refuse(statement, "the forward pass shares its line with another statement")
     return forward
+
+
+def _computes_with(source: Source, statement: ast.stmt, model: str) -> bool:
+    # model.train() and model.zero_grad() stand alone, and compute nothing.
+    return not isinstance(statement, ast.Expr) and _has(source, statement, model, ast.Load)
 
 
 def _has(source: Source, statement: ast.stmt, name: str, context: type[ast.expr_context]) -> bool:
@@ -350,10 +356,11 @@ def _check_flow(source: Source, shape: Shape) -> None:
 
 def _check_rest(source: Source, shape: Shape, levels: list[_Level]) -> None:
     """Refuse other backward passes and steps, and gradients that are used where they may be scaled."""
+    known = set(ast.walk(shape.block.statement)) | set(ast.walk(shape.step))
     # The else of the block's if trains without mixed precision.
     outer = levels[-1].statement
-    known = set(_nodes(outer.orelse)) if isinstance(outer, ast.If) else set()
-    known |= set(ast.walk(shape.block.statement)) | set(ast.walk(shape.step))
+    if isinstance(outer, ast.If):
+        known |= set(_nodes(outer.orelse))
     unscaled = set(_nodes(shape.between))
     for node in source.nodes:
         if node in known or not isinstance(node, ast.Attribute):
@@ -374,12 +381,10 @@ def _check_cleared(source: Source, shape: Shape, levels: list[_Level]) -> None:
     owners = (shape.setup.optimizer, shape.setup.model)
     for level in levels:
         for statement in [*level.before, *level.after]:
-            is_alone = isinstance(statement, ast.Expr) and method_of(statement.value) == "zero_grad"
-            if (
-                is_alone
-                and statement not in shape.between
-                and source.code(receiver_of(statement.value)) in owners
-            ):  # type: ignore[attr-defined]
+            call = getattr(statement, "value", None)
+            if statement in shape.between or call is None or method_of(call) != "zero_grad":
+                continue
+            if source.code(receiver_of(call)) in owners:
                 return
     told = f"{shape.setup.optimizer}.zero_grad() does not stand beside this step"
     refuse(shape.step, f"{told}: clear the gradients once for each step, in its suite")
