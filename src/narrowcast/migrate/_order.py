@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 
@@ -125,20 +125,22 @@ class Order:
         if branch != before:
             state.forget()
 
-    def _own_nodes(self, statement: ast.stmt) -> Iterator[ast.AST]:
-        """Yield calls and attributes of a statement without its suites, innermost calls first."""
-        for child in ast.iter_child_nodes(statement):
-            if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
-                yield from reversed(list(self._expressions(child)))
-
-    def _expressions(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield calls and attributes in an expression, outer ones first."""
-        if isinstance(node, ast.IfExp):
-            node = self._scalers.chosen(node)
-        if isinstance(node, ast.Call | ast.Attribute):
-            yield node
-        for child in ast.iter_child_nodes(node):
-            yield from self._expressions(child)
+    def _own_nodes(self, statement: ast.stmt) -> list[ast.AST]:
+        """Return the calls and attributes of a statement without its suites, in their order when it runs."""
+        found: list[ast.AST] = []
+        waiting: list[ast.AST] = [statement]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.IfExp):
+                node = self._scalers.chosen(node)
+            if isinstance(node, ast.Call | ast.Attribute):
+                found.append(node)
+            for child in ast.iter_child_nodes(node):
+                if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                    waiting.append(child)
+        # Outer calls were found before their arguments, and later ones before earlier ones.
+        found.reverse()
+        return found
 
     def _read_node(self, node: ast.AST, state: _State) -> None:
         if isinstance(node, ast.Attribute):
