@@ -153,9 +153,10 @@ def test_an_unclear_use_is_left_and_reported(name):
     assert [message for _, message in left_alone(outcome) if "is deprecated, and" in message]
 
 
-def test_uses_by_full_name_are_decided_one_by_one():
-    outcome = migrated("import torch\nx = torch.cuda.amp.autocast\ns = torch.cuda.amp.GradScaler()\n")
-    assert outcome.text == 'import torch\nx = torch.cuda.amp.autocast\ns = torch.amp.GradScaler("cuda")\n'
+def test_one_unclear_use_leaves_the_file_alone():
+    text = "import torch\nx = torch.cuda.amp.autocast\ns = torch.cuda.amp.GradScaler()\n"
+    outcome = migrated(text)
+    assert outcome.text == text
     assert [line for line, _ in left_alone(outcome)] == [2]
 
 

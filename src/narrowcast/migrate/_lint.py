@@ -77,6 +77,7 @@ def lint(source: Source, target: Target) -> Changes:
         *_fp16_without_scaler(scalers),
     ]
 
+    # Two rules may meet one line, but one rule says it once.
     seen: set[tuple[int, str]] = set()
     for mistake in sorted(mistakes, key=lambda mistake: source.start(mistake.node)):
         place = (mistake.node.lineno, mistake.rule)
@@ -177,6 +178,7 @@ def _fp16_without_scaler(scalers: Scalers) -> Iterator[Mistake]:
     for line in source.text.splitlines():
         if _SCALED_ELSEWHERE.search(line.partition("#")[0]):
             return
+    # Region, backward pass and step in one function: elsewhere a caller may scale.
     in_fp16 = []
     stepping = []
     for call in source.all_calls:

@@ -64,6 +64,7 @@ def migrate_file(path: Path, target: Target) -> FileOutcome:
         return FileOutcome(path=str(path), problem=f"cannot be decoded: {error}")
 
     try:
+        # Most files of a folder have none of the words, and need no tree.
         if not WORDS.search(data):
             Source(str(path), text)  # raises if it does not parse
             return FileOutcome(path=str(path))
@@ -100,6 +101,8 @@ def migrate_text(text: str, target: Target, path: str = "<text>") -> Outcome:
                 fixed=report.fixed,
             )
             findings.append(finding)
+
+        # The next stage sees the new text; the trail leads back to lines of the file as it was read.
         if changes.edits:
             trail.append(Applied(source.text, changes.edits))
             try:
@@ -145,6 +148,7 @@ def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
     for outcome in outcomes:
         if outcome.problem is not None:
             lines.append(f"{outcome.path}: {outcome.problem}")
+        # One line for the same finding in many places.
         numbers: dict[tuple[str, bool, str], list[str]] = defaultdict(list)
         for finding in outcome.findings:
             numbers[finding.rule, finding.fixed, finding.message].append(str(finding.line))

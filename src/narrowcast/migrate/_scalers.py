@@ -77,6 +77,7 @@ class Scalers:
         for node in ast.walk(value):
             if not isinstance(node, ast.Call):
                 continue
+            # Classes of other libraries may unscale in their own way.
             full = self.source.names.full(node.func) or ""
             is_scaler = full.startswith(("torch.", "narrowcast.", "apex.")) and full.endswith("GradScaler")
             if is_scaler and not is_constant(argument(node, 5, "enabled"), False):
@@ -125,6 +126,7 @@ class Scalers:
         """Return whether a call clips gradients, to a limit that is not multiplied by the scale."""
         full = self.source.names.full(call.func) or self.source.code(call.func)
         code = self.source.code(call)
+        # clip_grad_norm_(parameters, 1.0 * scaler.get_scale()) is right.
         uses_scaler = any(f"{scaler}." in code for scaler in self.scalers)
         return full.rpartition(".")[2] in _CLIPS and not uses_scaler
 
@@ -143,6 +145,7 @@ class Scalers:
 
     def optimizer_after(self, node: ast.AST) -> str:
         """Return the optimizer that steps next after ``node``, for the corrected line."""
+        # An optimizer that steps by itself is the one.
         if method_of(node) == "step" and self.scaler_of(node, "step") is None:
             return self.source.code(receiver_of(node))
         for call in self.source.all_calls:

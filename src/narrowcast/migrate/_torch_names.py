@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
-from dataclasses import dataclass
 
 from narrowcast.migrate.source._edits import Changes, Target, reaches, remove, require_import
 from narrowcast.migrate.source._imports import GONE, move_imports, open_bracket
@@ -35,59 +33,38 @@ _NARROWCAST_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _OldUse:
-    """A use of ``torch.cuda.amp`` or ``torch.cpu.amp``; ``name`` is what is taken of it."""
-
-    reference: Reference
-    device: str
-    name: str
-
-
 def deprecated_names(source: Source, target: Target) -> Changes:
-    """Replace ``torch.cuda.amp`` and ``torch.cpu.amp`` by ``torch.amp``, and name the device."""
+    """Replace ``torch.cuda.amp`` and ``torch.cpu.amp`` by ``torch.amp``, all of a file or nothing."""
     changes = Changes()
-    uses_by_import: dict[str, list[_OldUse]] = defaultdict(list)
+    unclear = Changes()
+    moved = set()
     for reference in source.references:
         split = _split(reference.full)
-        if split is not None:
-            uses_by_import[reference.name].append(_OldUse(reference, *split))
-
-    moved = set()
-    for name, uses in uses_by_import.items():
-        edits = Changes()
-        unclear = False
-        for use in uses:
-            # Other files call what is exported with the old arguments.
-            if name not in source.exported and _rewrite(source, edits, use):
-                continue
-            unclear = True
+        if split is None:
+            continue
+        moved.add(reference.name)
+        # Other files call what is exported with the old arguments.
+        if reference.name in source.exported or not _rewrite(source, changes, reference, *split):
             message = (
-                f"{use.reference.full} is deprecated, and what should replace it here is not clear: write "
-                f"torch.amp.{use.name or 'autocast'} with the device by hand"
+                f"{reference.full} is deprecated, and what should replace it here is not clear: write "
+                f"torch.amp.{split[1] or 'autocast'} with the device by hand"
             )
-            changes.report(source.start(use.reference.node), DEPRECATED, message, fixed=False)
+            unclear.report(source.start(reference.node), DEPRECATED, message, fixed=False)
 
-        # A name is imported once: all of its uses move, or none. Uses of torch itself are on their own.
-        if not unclear:
-            moved.add(name)
-        if not unclear or name == "torch":
-            changes.add(edits)
+    if unclear.reports:
+        changes = unclear
+        moved.clear()
+    used = {reference.name for reference in source.references}
+    # Other files may use what is imported here, and keeps its name.
+    for imported in source.imports:
+        is_unused = imported.name not in ("torch", *used)
+        if is_unused and _split(imported.full) is not None:
+            message = f"{imported.full} is deprecated, and which uses it has here is not clear"
+            changes.report(source.start(imported.statement), DEPRECATED, message, fixed=False)
 
     gone = move_imports(source, changes, moved, _new_home)
     remove(source, changes, gone)
-    _report_unused(source, changes)
     return changes
-
-
-def _report_unused(source: Source, changes: Changes) -> None:
-    """Report imports of old names without a use that could be rewritten."""
-    used = {reference.name for reference in source.references}
-    for imported in source.imports:
-        if _split(imported.full) is None or imported.name == "torch" or imported.name in used:
-            continue
-        message = f"{imported.full} is deprecated, and which uses it has here is not clear"
-        changes.report(source.start(imported.statement), DEPRECATED, message, fixed=False)
 
 
 def _split(full: str) -> tuple[str, str] | None:
@@ -114,12 +91,12 @@ def _new_home(full: str) -> str | None:
     return "torch.amp"
 
 
-def _rewrite(source: Source, changes: Changes, use: _OldUse) -> bool:
-    """Rewrite one use; False where the replacement is not certain."""
-    node, name, device = use.reference.node, use.name, use.device
+def _rewrite(source: Source, changes: Changes, reference: Reference, device: str, name: str) -> bool:
+    """Rewrite one use, of ``name`` in the old module for ``device``; False where that is not certain."""
+    node = reference.node
     if name not in _NAMES or _is_for_old_torch(source, node):
         return False
-    by_full_name = use.reference.name == "torch"
+    by_full_name = reference.name == "torch"
     # As cuda.amp.autocast, after "from torch import cuda".
     if not by_full_name and isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
         return False

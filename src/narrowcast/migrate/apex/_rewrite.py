@@ -101,6 +101,7 @@ class Writer:
     def _write_step(self) -> None:
         """Scale the loss where the block was, and let the scaler step."""
         source, block, step = self._source, self._shape.block, self._shape.step
+        # The backward pass itself stays, with its arguments.
         backward = block.statement.body[0].value  # type: ignore[attr-defined]
         self._changes.replace(source.span(receiver_of(backward)), f"{self._scaler}.scale({block.loss})")
         unwrap(source, self._changes, block.statement)
@@ -119,6 +120,8 @@ class Writer:
             arguments += f", enabled={self._scaler}.is_enabled()"
         wrap(source, self._changes, forward[0], forward[-1], f"with torch.autocast({arguments}):")
         self._note(forward[0], "the region in which operators are cast: the forward pass and the loss")
+
+        # apex casts in validation too, and a region has to be written there by hand.
         begin, end = source.lines(forward[0], forward[-1])
         for call in source.all_calls:
             is_inside = begin <= source.start(call) < end
@@ -130,12 +133,14 @@ class Writer:
     def _write_clip(self, masters: list[Reference]) -> bool:
         """Write one call of narrowcast's scaler that unscales and clips; False if anything else is there."""
         source = self._source
+        # Between this call and the step of a fused optimizer gradients stay scaled: nothing may read them.
         statements = [*self._shape.block.clips, *self._shape.between]
         if len(statements) != 1 or len(masters) != 1:
             return False
         call = getattr(statements[0], "value", None)
         if not isinstance(call, ast.Call) or source.names.full(call.func) not in _CLIPS:
             return False
+        # Of model.parameters() it is not known whether the optimizer has exactly these.
         is_of_masters = bool(call.args) and call.args[0] is source.call_of(masters[0].node)
         has_known_arguments = len(call.args) <= 3
         for keyword in call.keywords:
@@ -215,6 +220,7 @@ def _device_type(source: Source) -> str:
     apex ran only on CUDA. The script uses another device only if it checks for CUDA, or names the CPU and no
     other device.
     """
+    # The new names take a type, and scripts have a torch.device or an option of their own.
     if "cuda.is_available" in source.text:
         return '"cuda" if torch.cuda.is_available() else "cpu"'
     names_cpu = re.search(r"""["']cpu["']""", source.text)

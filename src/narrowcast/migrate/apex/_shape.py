@@ -131,6 +131,7 @@ def _only_call(source: Source, name: str) -> ast.Call:
             if reference.full.startswith("apex.amp."):
                 told = f"amp.{name} is not in this file: only a training loop in one file is rewritten"
                 refuse(reference.node, told)
+    # Of two it would have to be known which belongs to which.
     if len(uses) > 1:
         refuse(uses[1].node, f"a second amp.{name}: only a training loop with one is rewritten")
     call = source.call_of(uses[0].node)
@@ -188,6 +189,7 @@ def _read_setup(source: Source) -> Setup:
 
 def _check_level(source: Source, call: ast.Call, level: ast.expr | None) -> None:
     """Refuse every level but O1, written out or as the one value of a name."""
+    # As in apex's documentation: opt_level = "O1", and then opt_level=opt_level.
     if isinstance(level, ast.Name):
         values = []
         for node in source.nodes:
@@ -214,6 +216,7 @@ def _condition_around(source: Source, statement: ast.stmt) -> str | None:
         if not isinstance(outer, ast.If) or inner not in outer.body:
             refuse(statement, told)
         test = source.code(outer.test)
+        # if __name__ == "__main__" holds in every script.
         if "__name__" not in test:
             if condition is not None:
                 refuse(statement, told)
@@ -243,6 +246,7 @@ def _read_block(source: Source, setup: Setup) -> Block:
             call,
             f"{' and '.join(sorted(further))} of amp.scale_loss: only one backward pass a step is rewritten",
         )
+    # A parameter of another name may be another optimizer.
     if optimizer != setup.optimizer:
         refuse(call, f"amp.initialize was given {setup.optimizer}, and amp.scale_loss {optimizer}")
 
@@ -270,6 +274,7 @@ def _check_body(source: Source, block: ast.With, scaled: str) -> None:
 
 def _levels(source: Source, setup: Setup, block: Block) -> list[_Level]:
     """Return the suite of the block, and that around the ``if`` for mixed precision in which it stands."""
+    # Without mixed precision the if passes the block by, but the step behind it is taken.
     statements: list[ast.stmt] = [block.statement]
     outer = source.parents[block.statement]
     if isinstance(outer, ast.If):
@@ -300,6 +305,7 @@ def _find_step(source: Source, setup: Setup, levels: list[_Level]) -> tuple[ast.
 
 def _find_forward(source: Source, setup: Setup, block: Block, levels: list[_Level]) -> list[ast.stmt]:
     """Return the statements from the first that uses the model to the last that sets the loss."""
+    # The inner suite, if it sets the loss: what the outer one sets is only where the loss starts.
     forward: list[ast.stmt] = []
     for level in levels:
         forward = list(level.before)
@@ -342,10 +348,12 @@ def _nodes(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
 
 def _check_flow(source: Source, shape: Shape) -> None:
     """Refuse what may leave between the backward pass and the scaler's update."""
+    # A scaler raises where gradients are unscaled a second time without an update between.
     for node in _nodes(shape.between):
         if isinstance(node, _JUMPS):
             told = "this may leave between the backward pass and the step, which a scaler refuses"
             refuse(node, f"{told}: step in an if instead")
+    # A caller that catches the exception ends this loop with it, and a new one starts afresh.
     for outer in source.around(shape.block.statement):
         if isinstance(outer, Function):
             break
@@ -365,12 +373,15 @@ def _check_rest(source: Source, shape: Shape, levels: list[_Level]) -> None:
     for node in source.nodes:
         if node in known or not isinstance(node, ast.Attribute):
             continue
+        # The scaler would unscale what was never scaled.
         if node.attr == "backward" and source.call_of(node) is not None:
             refuse(node, "a backward pass without amp.scale_loss: put it into a block of amp.scale_loss")
+        # The step would be taken on scaled gradients, or twice on the same ones.
         if node.attr == "step" and source.code(node.value) == shape.setup.optimizer:
             refuse(
                 node, "another step of this optimizer, or one that is passed on: step once, behind the block"
             )
+        # apex's gradients are true everywhere outside of its blocks.
         if node.attr == "grad" and node not in unscaled:
             told = "gradients are used here, and those of a scaler may be scaled"
             refuse(node, f"{told}: use them between the backward pass and the step")

@@ -30,6 +30,7 @@ def move_imports(
         if imported.name in moved and new is not None:
             new_names[imported.statement][imported.alias] = new
 
+    # Where all names move to one module, comments and brackets of the statement can stay.
     gone: list[ast.stmt] = []
     for statement, news in new_names.items():
         lines = _new_imports(source, statement, news)
