@@ -59,7 +59,9 @@ class _State:
 
     def forget(self) -> None:
         """Set everything to unknown, so that nothing is reported until the next scaled backward pass."""
-        self.__init__()  # type: ignore[misc]
+        self.use_gradients()
+        self.stepped = False
+        self.updated = self.may_skip = None
 
     def use_gradients(self) -> None:
         """Forget the gradients, which a step has used."""
