@@ -180,27 +180,23 @@ def test_a_program_once_rewritten_wrongly_is_left_alone(name):
 
 # Programs at random: the canonical loop, with up to two parts of it changed.
 CHANGES = [
-    ("optimizer.step()", "limit(model)\n    optimizer.step()"),
-    (
-        "optimizer.step()",
-        "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.015)\n    optimizer.step()",
-    ),
-    ("optimizer.step()", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)\n    optimizer.step()"),
-    ("optimizer.step()", "for p in model.parameters():\n        p.grad.mul_(0.75)\n    optimizer.step()"),
-    ("optimizer.step()", "if i % 2:\n        limit(model, 0.01)\n    optimizer.step()"),
-    ("optimizer.step()", "if i == 4:\n        optimizer.zero_grad()\n        continue\n    optimizer.step()"),
-    ("optimizer.step()", "if i % 2:\n        optimizer.step()"),
-    ("optimizer.step()", "optimizer.step(); print(i)"),
-    ("optimizer.step()", "optimizer.step()\n    print(float(loss))"),
-    ("    optimizer.zero_grad()\n", ""),
-    ("    optimizer.zero_grad()\n", "    model.zero_grad()\n"),
-    ("    optimizer.zero_grad()\n", "    if i % 2:\n        optimizer.zero_grad()\n"),
-    ("loss = ", "out = model(x)\n    loss = "),
-    ("/ 256\n", "/ 256\n    loss = loss * 0.5\n"),
-    ("/ 256\n", "/ 256\n    first = loss.item()\n"),
-    ("(loss, optimizer)", "(loss, optimizer, delay_unscale=i % 2 == 0)"),
+    (STEP, "    limit(model)\n" + STEP),
+    (STEP, CLIP + STEP),
+    (STEP, "    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)\n" + STEP),
+    (STEP, "    for p in model.parameters():\n        p.grad.mul_(0.75)\n" + STEP),
+    (STEP, "    if i % 2:\n        limit(model, 0.01)\n" + STEP),
+    (STEP, "    if i == 4:\n        optimizer.zero_grad()\n        continue\n" + STEP),
+    (STEP, "    if i % 2:\n    " + STEP),
+    (STEP, "    optimizer.step(); print(i)\n"),
+    (STEP, STEP + "    print(loss.item())\n"),
+    (CLEAR, ""),
+    (CLEAR, "    model.zero_grad()\n"),
+    (CLEAR, "    if i % 2:\n    " + CLEAR),
+    ("    loss = model(x)", "    out = model(x)\n    loss = out"),
+    ("    with amp", "    loss = loss * 0.5\n    with amp"),
+    ("    with amp", "    first = loss.item()\n    with amp"),
     ("    with amp", "    if i % 2:\n        loss.backward()\n    with amp"),
-    ("for i, x in data():\n", "for i, x in data():\n    limit(model)\n"),
+    (BLOCK, BLOCK.replace("optimizer)", "optimizer, delay_unscale=i % 2 == 0)")),
 ]
 
 
@@ -209,7 +205,8 @@ def programs(draw):
     """A program that trains by apex at module level, in a function, or under a condition."""
     loop = LOOP + STEP
     for old, new in draw(st.lists(st.sampled_from(CHANGES), max_size=2)):
-        loop = loop.replace(old, new, 1)
+        # From the start of a line, so that one that has moved into a block stays there.
+        loop = loop.replace(f"\n{old}", f"\n{new}", 1)
     place = draw(st.sampled_from(["module", "function", "condition"]))
     if place == "module":
         return HEAD + INITIALIZE + loop + TAIL
@@ -237,6 +234,6 @@ def check(text, target):
     assert numbers(outcome.text) == pytest.approx(numbers(text), rel=2**-16)
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.long)])
 def test_random_programs_train_alike_or_are_left_alone(count):
     settings(max_examples=count, **SLOW)(given(programs(), st.sampled_from(TARGETS))(check))()

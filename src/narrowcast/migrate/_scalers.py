@@ -186,9 +186,11 @@ class Scalers:
         """Return the value of a condition where mixed precision is on; None if that does not decide it."""
         is_negated = False
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            test, is_negated = test.operand, True
+            is_negated = True
+            test = test.operand
         elif isinstance(test, ast.Compare) and is_constant(test.comparators[0], None):
-            test, is_negated = test.left, isinstance(test.ops[0], ast.Is)
+            is_negated = isinstance(test.ops[0], ast.Is)
+            test = test.left
         if not isinstance(test, ast.Name | ast.Attribute):
             return None
         name = self.source.code(test).rpartition(".")[2]

@@ -292,7 +292,7 @@ def _levels(source: Source, setup: Setup, block: Block) -> list[_Level]:
 
 def _find_step(source: Source, setup: Setup, levels: list[_Level]) -> tuple[ast.stmt, list[ast.stmt]]:
     """Return the step behind the block, and the statements between the two."""
-    between = []
+    between: list[ast.stmt] = []
     for level in levels:
         for statement in level.after:
             is_step = source.code(statement) == f"{setup.optimizer}.step()"
