@@ -108,10 +108,12 @@ def migrate_text(text: str, target: Target, path: str = "<text>") -> Outcome:
             try:
                 source = Source(path, trail[-1].text)
             except SyntaxError as error:
-                told = f"{path}: the migrated text does not parse; nothing was changed"
-                raise RuntimeError(told) from error
+                message = f"{path}: the migrated text does not parse; nothing was changed"
+                raise RuntimeError(message) from error
 
-    findings.sort(key=lambda found: (found.line, found.column, not found.fixed, found.rule, found.message))
+    findings.sort(
+        key=lambda finding: (finding.line, finding.column, not finding.fixed, finding.rule, finding.message)
+    )
     return Outcome(text=source.text, findings=tuple(dict.fromkeys(findings)))
 
 
@@ -164,12 +166,12 @@ def passed_over_text(paths: Sequence[Path]) -> list[str]:
     lines = []
     for folder in folders_without_python(paths):
         lines.append(f"no Python file in {folder}")
-    found = [str(path) for path in notebooks(paths)]
-    if found:
-        names = ", ".join(found[:_MOST_NOTEBOOKS])
-        if len(found) > _MOST_NOTEBOOKS:
-            names += f", and {len(found) - _MOST_NOTEBOOKS} more"
-        lines.append(f"{_counted(len(found), 'notebook')} not looked at: {names}")
+    paths_of_notebooks = [str(path) for path in notebooks(paths)]
+    if paths_of_notebooks:
+        names = ", ".join(paths_of_notebooks[:_MOST_NOTEBOOKS])
+        if len(paths_of_notebooks) > _MOST_NOTEBOOKS:
+            names += f", and {len(paths_of_notebooks) - _MOST_NOTEBOOKS} more"
+        lines.append(f"{_counted(len(paths_of_notebooks), 'notebook')} not looked at: {names}")
     return lines
 
 

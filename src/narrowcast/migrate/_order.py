@@ -129,20 +129,20 @@ class Order:
 
     def _own_nodes(self, statement: ast.stmt) -> list[ast.AST]:
         """Return the calls and attributes of a statement without its suites, in their order when it runs."""
-        found: list[ast.AST] = []
+        nodes: list[ast.AST] = []
         waiting: list[ast.AST] = [statement]
         while waiting:
             node = waiting.pop()
             if isinstance(node, ast.IfExp):
                 node = self._scalers.chosen(node)
             if isinstance(node, ast.Call | ast.Attribute):
-                found.append(node)
+                nodes.append(node)
             for child in ast.iter_child_nodes(node):
                 if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
                     waiting.append(child)
         # Outer calls were found before their arguments, and later ones before earlier ones.
-        found.reverse()
-        return found
+        nodes.reverse()
+        return nodes
 
     def _read_node(self, node: ast.AST, state: _State) -> None:
         if isinstance(node, ast.Attribute):

@@ -56,11 +56,11 @@ class Scalers:
         self._scaled_losses = self._find_scaled_losses()
 
     def _find_scalers(self) -> set[str]:
-        found = set()
+        scalers = set()
         for text, values in self.made.items():
             for value in values:
                 if self._makes_scaler(value):
-                    found.add(text)
+                    scalers.add(text)
 
         # A scaler may be handed over by its name: self.scaler = scaler.
         for call in self.source.all_calls:
@@ -69,8 +69,8 @@ class Scalers:
             text = self.source.code(receiver_of(call))
             is_made_here = any(isinstance(value, ast.Call) for value in self.made.get(text, []))
             if _SCALER.search(text) and not is_made_here:
-                found.add(text)
-        return found
+                scalers.add(text)
+        return scalers
 
     def _makes_scaler(self, value: ast.expr) -> bool:
         """Return whether a value is a new scaler that is not off for good, perhaps under a condition."""
@@ -86,13 +86,13 @@ class Scalers:
 
     def _find_scaled_losses(self) -> dict[str, str]:
         """Return the names of scaled losses, each with its scaler: ``scaled = scaler.scale(loss)``."""
-        found = {}
+        scaled_losses = {}
         for name, values in self.made.items():
             for value in values:
                 scaler = self.scaler_of(self.chosen(value), "scale")
                 if scaler is not None:
-                    found[name] = scaler
-        return found
+                    scaled_losses[name] = scaler
+        return scaled_losses
 
     # ---- what a call is
 
@@ -133,8 +133,8 @@ class Scalers:
     def may_decide(self, call: ast.Call) -> bool:
         """Return whether a call may scale, unscale or step out of sight."""
         for node in ast.iter_child_nodes(call):
-            given = node.value if isinstance(node, ast.keyword) else node
-            if given is not call.func and self.source.code(given) in self.scalers:
+            value = node.value if isinstance(node, ast.keyword) else node
+            if value is not call.func and self.source.code(value) in self.scalers:
                 return True
         name = called_name(call)
         if method_of(call) and self.source.code(receiver_of(call)) == "self":
@@ -156,11 +156,11 @@ class Scalers:
 
     def stepped_optimizers(self) -> set[str]:
         """Return the texts of all optimizers that scalers of this file step or unscale."""
-        found = set()
+        optimizers = set()
         for call in self.source.all_calls:
             if call.args and self.scaler_of(call, "step", "unscale_"):
-                found.add(self.source.code(call.args[0]))
-        return found
+                optimizers.add(self.source.code(call.args[0]))
+        return optimizers
 
     def region_state(self, opening: ast.expr) -> bool | None:
         """Return whether an expression opens a region that is on; None if it opens none."""

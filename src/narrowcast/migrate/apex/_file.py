@@ -128,8 +128,8 @@ def _check_imports(source: Source) -> None:
         if imported.full.endswith(".*"):
             refuse(imported.statement, "a star import of apex: import what is used by name, or remove it")
         if not source.names.is_only(imported.name):
-            told = f"{imported.name} is bound to something else too: which one is used is not known"
-            refuse(imported.statement, told)
+            reason = f"{imported.name} is bound to something else too: which one is used is not known"
+            refuse(imported.statement, reason)
 
 
 def _check_names(source: Source, references: list[Reference]) -> None:
@@ -262,9 +262,9 @@ def _import_from_narrowcast(source: Source, changes: Changes) -> None:
         if not missing:
             moved[imported.statement].append(imported.alias)
         for full in dict.fromkeys(missing):
-            told = f"narrowcast.apex has no {full.removeprefix('apex.')}: this still asks for apex itself"
-            told += " (see docs/from-apex.md)"
-            changes.report(source.start(imported.statement), RULE, told, fixed=False)
+            reason = f"narrowcast.apex has no {full.removeprefix('apex.')}: this still asks for apex itself"
+            reason += " (see docs/from-apex.md)"
+            changes.report(source.start(imported.statement), RULE, reason, fixed=False)
 
     for statement, aliases in moved.items():
         # Where all names move, only the module is replaced, so that comments and brackets stay.

@@ -59,7 +59,7 @@ class Writer:
         for reference in self._states:
             self._write_state(reference)
 
-    def _note(self, node: ast.AST, message: str) -> None:
+    def _report(self, node: ast.AST, message: str) -> None:
         self._changes.report(self._source.start(node), RULE, message, fixed=True)
 
     def _write_setup(self) -> bool:
@@ -105,9 +105,9 @@ class Writer:
         backward = block.statement.body[0].value  # type: ignore[attr-defined]
         self._changes.replace(source.span(receiver_of(backward)), f"{self._scaler}.scale({block.loss})")
         unwrap(source, self._changes, block.statement)
-        self._note(block.call, "amp.scale_loss is the scaler's scale; the step unscales")
+        self._report(block.call, "amp.scale_loss is the scaler's scale; the step unscales")
         if block.clips:
-            self._note(block.clips[0], _IN_BLOCK)
+            self._report(block.clips[0], _IN_BLOCK)
 
         self._changes.replace(source.span(step), f"{self._scaler}.step({self._shape.setup.optimizer})")
         insert_after(source, self._changes, step, f"{self._scaler}.update()")
@@ -119,14 +119,14 @@ class Writer:
         if not is_always_on:
             arguments += f", enabled={self._scaler}.is_enabled()"
         wrap(source, self._changes, forward[0], forward[-1], f"with torch.autocast({arguments}):")
-        self._note(forward[0], "the region in which operators are cast: the forward pass and the loss")
+        self._report(forward[0], "the region in which operators are cast: the forward pass and the loss")
 
         # apex casts in validation too, and a region has to be written there by hand.
         begin, end = source.lines(forward[0], forward[-1])
         for call in source.all_calls:
             is_inside = begin <= source.start(call) < end
             if source.code(call.func) == self._shape.setup.model and not is_inside:
-                self._note(call, "this runs in fp32 now: an autocast region around it casts it too")
+                self._report(call, "this runs in fp32 now: an autocast region around it casts it too")
 
     # ---- the gradients between the backward pass and the step
 
@@ -149,7 +149,7 @@ class Writer:
             return False
         self._changes.replace(source.span(call.func), f"{self._scaler}.clip_grad_norm_")
         self._changes.replace(source.span(call.args[0]), self._shape.setup.optimizer)
-        self._note(call, "the scaler unscales and clips in one call")
+        self._report(call, "the scaler unscales and clips in one call")
         return True
 
     def _write_unscaling(self) -> None:
@@ -178,15 +178,15 @@ class Writer:
         else:
             code = f'[p for group in {optimizer}.param_groups for p in group["params"]]'
         self._changes.replace(source.span(call), code)
-        self._note(call, "amp.master_params is the parameters of the model, which stay in fp32")
+        self._report(call, "amp.master_params is the parameters of the model, which stay in fp32")
 
     def _write_state(self, reference: Reference) -> None:
         method = reference.full.rpartition(".")[2]
         self._changes.replace(self._source.span(reference.node), f"{self._scaler}.{method}")
-        told = "the state is the scaler's"
+        message = "the state is the scaler's"
         if method == "load_state_dict":
-            told += f"; {_OF_APEX[self._target]}"
-        self._note(reference.node, told)
+            message += f"; {_OF_APEX[self._target]}"
+        self._report(reference.node, message)
 
 
 def _is_made_of(source: Source, optimizer: str, parameters: str) -> bool:

@@ -129,8 +129,8 @@ def _only_call(source: Source, name: str) -> ast.Call:
     if not uses:
         for reference in source.references:
             if reference.full.startswith("apex.amp."):
-                told = f"amp.{name} is not in this file: only a training loop in one file is rewritten"
-                refuse(reference.node, told)
+                reason = f"amp.{name} is not in this file: only a training loop in one file is rewritten"
+                refuse(reference.node, reason)
     # Of two it would have to be known which belongs to which.
     if len(uses) > 1:
         refuse(uses[1].node, f"a second amp.{name}: only a training loop with one is rewritten")
@@ -144,18 +144,18 @@ def _arguments(call: ast.Call, order: tuple[str, ...]) -> dict[str, ast.expr]:
     """Return the arguments of a call by their names."""
     if len(call.args) > len(order):
         refuse(call, f"{called_name(call)} with settings by their places: write them by name")
-    given = dict(zip(order, call.args, strict=False))
+    arguments = dict(zip(order, call.args, strict=False))
     for keyword in call.keywords:
-        given[str(keyword.arg)] = keyword.value
-    return given
+        arguments[str(keyword.arg)] = keyword.value
+    return arguments
 
 
-def _name(source: Source, call: ast.Call, given: dict[str, ast.expr], argument: str) -> str:
+def _name(source: Source, call: ast.Call, arguments: dict[str, ast.expr], argument: str) -> str:
     """Return the text of an argument that has to be a name."""
-    value = given.get(argument)
+    value = arguments.get(argument)
     if not isinstance(value, ast.Name | ast.Attribute):
-        told = f"expected one name as {argument} of amp.{called_name(call)}"
-        refuse(call, f"{told}: take it out of its list, or compute it before")
+        reason = f"expected one name as {argument} of amp.{called_name(call)}"
+        refuse(call, f"{reason}: take it out of its list, or compute it before")
     return source.code(value)
 
 
@@ -164,9 +164,9 @@ def _name(source: Source, call: ast.Call, given: dict[str, ast.expr], argument: 
 
 def _read_setup(source: Source) -> Setup:
     call = _only_call(source, "initialize")
-    given = _arguments(call, _INITIALIZE_ORDER)
-    model = _name(source, call, given, "models")
-    optimizer = _name(source, call, given, "optimizers")
+    arguments = _arguments(call, _INITIALIZE_ORDER)
+    model = _name(source, call, arguments, "models")
+    optimizer = _name(source, call, arguments, "optimizers")
 
     # The two objects stay what they are, so that the statement may go.
     statement = source.statement(call)
@@ -180,10 +180,10 @@ def _read_setup(source: Source) -> Setup:
             f"expected {model}, {optimizer} = amp.initialize({model}, {optimizer}, ...) alone on its line",
         )
 
-    _check_level(source, call, given.pop("opt_level", None))
-    for name in given.keys() - {"models", "optimizers", "verbosity"}:
-        if name not in _DEFAULTS or not is_constant(given[name], _DEFAULTS[name]):
-            refuse(given[name], f"{name} of amp.initialize has no equivalent in torch.amp")
+    _check_level(source, call, arguments.pop("opt_level", None))
+    for name in arguments.keys() - {"models", "optimizers", "verbosity"}:
+        if name not in _DEFAULTS or not is_constant(arguments[name], _DEFAULTS[name]):
+            refuse(arguments[name], f"{name} of amp.initialize has no equivalent in torch.amp")
     return Setup(statement, model, optimizer, _condition_around(source, statement))
 
 
@@ -212,14 +212,14 @@ def _condition_around(source: Source, statement: ast.stmt) -> str | None:
     for outer in source.around(statement):
         if isinstance(outer, ast.Module | Function):
             break
-        told = "amp.initialize stands in another block than one if"
+        reason = "amp.initialize stands in another block than one if"
         if not isinstance(outer, ast.If) or inner not in outer.body:
-            refuse(statement, told)
+            refuse(statement, reason)
         test = source.code(outer.test)
         # if __name__ == "__main__" holds in every script.
         if "__name__" not in test:
             if condition is not None:
-                refuse(statement, told)
+                refuse(statement, reason)
             condition = test
         inner = outer
     return condition
@@ -237,10 +237,10 @@ def _read_block(source: Source, setup: Setup) -> Block:
     if len(block.items) > 1 or not source.stands_alone(block) or is_one_line(block):
         refuse(call, "amp.scale_loss shares its line or with statement: split it first")
 
-    given = _arguments(call, _SCALE_LOSS_ORDER)
-    loss = _name(source, call, given, "loss")
-    optimizer = _name(source, call, given, "optimizers")
-    further = given.keys() - {*_SCALE_LOSS_ORDER}
+    arguments = _arguments(call, _SCALE_LOSS_ORDER)
+    loss = _name(source, call, arguments, "loss")
+    optimizer = _name(source, call, arguments, "optimizers")
+    further = arguments.keys() - {*_SCALE_LOSS_ORDER}
     if further:
         refuse(
             call,
@@ -259,13 +259,13 @@ def _read_block(source: Source, setup: Setup) -> Block:
 def _check_body(source: Source, block: ast.With, scaled: str) -> None:
     """Refuse a block that does more than a backward pass of the scaled loss, and clipping behind it."""
     first, *clips = block.body
-    told = f"expected {scaled}.backward() in the block of amp.scale_loss, and nothing else but clipping"
+    reason = f"expected {scaled}.backward() in the block of amp.scale_loss, and nothing else but clipping"
     if not isinstance(first, ast.Expr) or not source.code(first).startswith(f"{scaled}.backward("):
-        refuse(first, told)
+        refuse(first, reason)
     for statement in clips:
         call = getattr(statement, "value", None)
         if not isinstance(call, ast.Call) or "clip_grad" not in called_name(call):
-            refuse(first, told)
+            refuse(first, reason)
     inside = set(ast.walk(block))
     for node in source.nodes:
         if isinstance(node, ast.Name) and node.id == scaled and node not in inside:
@@ -299,8 +299,8 @@ def _find_step(source: Source, setup: Setup, levels: list[_Level]) -> tuple[ast.
             if is_step and source.stands_alone(statement):
                 return statement, between
             between.append(statement)
-    told = f"no {setup.optimizer}.step() follows this block in its suite, alone on its line"
-    refuse(levels[0].statement, f"{told}: write the block and the step in one loop body")
+    reason = f"no {setup.optimizer}.step() follows this block in its suite, alone on its line"
+    refuse(levels[0].statement, f"{reason}: write the block and the step in one loop body")
 
 
 def _find_forward(source: Source, setup: Setup, block: Block, levels: list[_Level]) -> list[ast.stmt]:
@@ -316,8 +316,8 @@ def _find_forward(source: Source, setup: Setup, block: Block, levels: list[_Leve
     while forward and not _computes_with(source, forward[0], setup.model):
         forward.pop(0)
     if not forward:
-        told = f"no statement before this block computes {block.loss} with {setup.model}"
-        refuse(block.statement, f"{told}, by these names and in its suite")
+        reason = f"no statement before this block computes {block.loss} with {setup.model}"
+        refuse(block.statement, f"{reason}, by these names and in its suite")
     for statement in forward:
         if not source.stands_alone(statement):
             refuse(statement, "the forward pass shares its line with another statement")
@@ -351,15 +351,15 @@ def _check_flow(source: Source, shape: Shape) -> None:
     # A scaler raises where gradients are unscaled a second time without an update between.
     for node in _nodes(shape.between):
         if isinstance(node, _JUMPS):
-            told = "this may leave between the backward pass and the step, which a scaler refuses"
-            refuse(node, f"{told}: step in an if instead")
+            reason = "this may leave between the backward pass and the step, which a scaler refuses"
+            refuse(node, f"{reason}: step in an if instead")
     # A caller that catches the exception ends this loop with it, and a new one starts afresh.
     for outer in source.around(shape.block.statement):
         if isinstance(outer, Function):
             break
         if isinstance(outer, ast.Try) and outer.handlers:
-            told = "an exception that is caught here may skip the scaler's update"
-            refuse(outer, f"{told}: put the try into the caller")
+            reason = "an exception that is caught here may skip the scaler's update"
+            refuse(outer, f"{reason}: put the try into the caller")
 
 
 def _check_rest(source: Source, shape: Shape, levels: list[_Level]) -> None:
@@ -383,8 +383,8 @@ def _check_rest(source: Source, shape: Shape, levels: list[_Level]) -> None:
             )
         # apex's gradients are true everywhere outside of its blocks.
         if node.attr == "grad" and node not in unscaled:
-            told = "gradients are used here, and those of a scaler may be scaled"
-            refuse(node, f"{told}: use them between the backward pass and the step")
+            reason = "gradients are used here, and those of a scaler may be scaled"
+            refuse(node, f"{reason}: use them between the backward pass and the step")
 
 
 def _check_cleared(source: Source, shape: Shape, levels: list[_Level]) -> None:
@@ -397,5 +397,5 @@ def _check_cleared(source: Source, shape: Shape, levels: list[_Level]) -> None:
                 continue
             if source.code(receiver_of(call)) in owners:
                 return
-    told = f"{shape.setup.optimizer}.zero_grad() does not stand beside this step"
-    refuse(shape.step, f"{told}: clear the gradients once for each step, in its suite")
+    reason = f"{shape.setup.optimizer}.zero_grad() does not stand beside this step"
+    refuse(shape.step, f"{reason}: clear the gradients once for each step, in its suite")

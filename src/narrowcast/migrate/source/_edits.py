@@ -198,26 +198,26 @@ def _movable_lines(source: Source, begin: int, end: int) -> list[int]:
     """Return the starts of the lines that may be indented: no blank ones, none inside a string."""
     first, last = bisect_left(source.starts, begin), bisect_left(source.starts, end)
     in_strings = _lines_in_strings(source)
-    found = []
+    movable = []
     for line in range(first + 1, last + 1):
         start = source.starts[line - 1]
         is_blank = source.text[start:end].lstrip(" \t\f")[:1] in ("", "\r", "\n")
         if not is_blank and line not in in_strings:
-            found.append(start)
-    return found
+            movable.append(start)
+    return movable
 
 
 def _lines_in_strings(source: Source) -> set[int]:
     """Return the lines that begin inside a string."""
-    found: set[int] = set()
+    lines: set[int] = set()
     for node in source.nodes:
         if not isinstance(node, ast.Constant | ast.JoinedStr) or node.end_lineno in (None, node.lineno):
             continue
         # Strings side by side in brackets are one node too, and their lines may move.
         code = source.code(node)
         if '"""' in code or "'''" in code or "\\\n" in code or "\\\r" in code:
-            found |= set(range(node.lineno + 1, (node.end_lineno or 0) + 1))
-    return found
+            lines |= set(range(node.lineno + 1, (node.end_lineno or 0) + 1))
+    return lines
 
 
 def is_one_line(statement: ast.If | ast.For | ast.With | ast.FunctionDef | ast.ClassDef) -> bool:

@@ -60,7 +60,7 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
     Raises:
         FileError: a path is missing, or is a notebook.
     """
-    found: dict[str, Path] = {}  # by the file that a link leads to
+    by_target: dict[str, Path] = {}  # by the file that a link leads to
     for path in paths:
         if path.is_dir():
             inside = _files_in(path)
@@ -76,8 +76,8 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
         else:
             raise FileError(f"expected files and folders, and {path} does not exist")
         for file in inside:
-            found.setdefault(os.path.realpath(file), file)
-    return list(found.values())
+            by_target.setdefault(os.path.realpath(file), file)
+    return list(by_target.values())
 
 
 def folders_without_python(paths: Iterable[Path]) -> list[Path]:
@@ -87,15 +87,15 @@ def folders_without_python(paths: Iterable[Path]) -> list[Path]:
 
 def notebooks(paths: Iterable[Path]) -> list[Path]:
     """Return the notebooks in folders of ``paths`` that contain one of the words a migration looks for."""
-    found: dict[str, Path] = {}  # by the file that a link leads to
+    by_target: dict[str, Path] = {}  # by the file that a link leads to
     for path in paths:
         if not path.is_dir():
             continue
         for file in _files_in(path, ".ipynb"):
             with contextlib.suppress(OSError):
                 if WORDS.search(file.read_bytes()):
-                    found.setdefault(os.path.realpath(file), file)
-    return list(found.values())
+                    by_target.setdefault(os.path.realpath(file), file)
+    return list(by_target.values())
 
 
 def _files_in(folder: Path, ending: str = ".py") -> Iterator[Path]:

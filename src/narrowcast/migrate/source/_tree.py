@@ -149,11 +149,11 @@ class Source:
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """The node around each node."""
-        found: dict[ast.AST, ast.AST] = {}
+        parents: dict[ast.AST, ast.AST] = {}
         for node in ast.walk(self.tree):
             for child in ast.iter_child_nodes(node):
-                found[child] = node
-        return found
+                parents[child] = node
+        return parents
 
     @cached_property
     def names(self) -> Names:
@@ -163,8 +163,8 @@ class Source:
     @cached_property
     def nodes(self) -> list[ast.expr | ast.stmt]:
         """All statements and expressions, in the order of the text."""
-        found = [node for node in self.parents if isinstance(node, ast.expr | ast.stmt)]
-        return sorted(found, key=lambda node: (node.lineno, node.col_offset))
+        placed = [node for node in self.parents if isinstance(node, ast.expr | ast.stmt)]
+        return sorted(placed, key=lambda node: (node.lineno, node.col_offset))
 
     @cached_property
     def all_calls(self) -> list[ast.Call]:
@@ -174,7 +174,7 @@ class Source:
     @cached_property
     def references(self) -> list[Reference]:
         """Each use of something imported, in the order of the text."""
-        found = []
+        references = []
         for node in self.nodes:
             if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
                 continue
@@ -184,8 +184,8 @@ class Source:
                 whole = outer
             full = self.names.full(whole)
             if full is not None:
-                found.append(Reference(whole, full, node.id))
-        return found
+                references.append(Reference(whole, full, node.id))
+        return references
 
     def uses_of(self, *full_names: str) -> list[Reference]:
         """Return the uses of these full names, in the order of the text."""
@@ -194,7 +194,7 @@ class Source:
     @cached_property
     def imports(self) -> list[Imported]:
         """Each imported name, in the order of the text."""
-        found = []
+        imports = []
         for node in self.nodes:
             if not isinstance(node, ast.Import | ast.ImportFrom):
                 continue
@@ -205,18 +205,18 @@ class Source:
                 else:
                     full = _module_of(node) + alias.name
                     bound = alias.asname or alias.name
-                found.append(Imported(node, alias, full, bound))
-        return found
+                imports.append(Imported(node, alias, full, bound))
+        return imports
 
     @cached_property
     def exported(self) -> set[str]:
         """Names that other files may import from here: those in ``__all__``, and ``import name as name``."""
-        found = {imported.name for imported in self.imports if imported.alias.name == imported.alias.asname}
+        names = {imported.name for imported in self.imports if imported.alias.name == imported.alias.asname}
         for node in self.nodes:
             if isinstance(node, ast.Name) and node.id == "__all__":
                 whole = ast.walk(self.statement(node))
-                found |= {str(part.value) for part in whole if isinstance(part, ast.Constant)}
-        return found
+                names |= {str(part.value) for part in whole if isinstance(part, ast.Constant)}
+        return names
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """Return the innermost statement that holds ``node``."""
