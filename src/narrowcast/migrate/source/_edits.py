@@ -85,11 +85,6 @@ class Changes:
         """Add a finding about the character ``at``."""
         self.reports.append(Report(at, rule, message, fixed))
 
-    def add(self, other: Changes) -> None:
-        """Add the edits and findings of ``other``."""
-        self.edits += other.edits
-        self.reports += other.reports
-
 
 class Applied:
     """A text with edits made to it, which maps its offsets back to those of the text before.
