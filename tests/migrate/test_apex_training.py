@@ -156,6 +156,9 @@ LEFT = {
     ),
     "gradients that are cleared now and then": LOOP.replace(CLEAR, f"    if i % 2:\n    {CLEAR}") + STEP,
     "gradients cleared between the backward pass and the step": LOOP.replace(CLEAR, "") + CLEAR + STEP,
+    "a way out before gradients are cleared": (
+        LOOP.replace(CLEAR, "") + STEP + "    if i % 2:\n        continue\n" + CLEAR
+    ),
     "a look at what an iteration before left": (
         LOOP.replace("    loss", "    if i:\n        print(float(model.weight.grad.sum()))\n    loss", 1)
         + STEP

@@ -389,13 +389,23 @@ def _check_rest(source: Source, shape: Shape, levels: list[_Level]) -> None:
 
 def _check_cleared(source: Source, shape: Shape, levels: list[_Level]) -> None:
     """Refuse gradients that are not cleared for each step: scaled and unscaled ones would add up."""
-    owners = (shape.setup.optimizer, shape.setup.model)
     for level in levels:
-        for statement in [*level.before, *level.after]:
-            call = getattr(statement, "value", None)
-            if statement in shape.between or call is None or method_of(call) != "zero_grad":
-                continue
-            if source.code(receiver_of(call)) in owners:
+        for statement in level.before:
+            if _clears(source, shape.setup, statement):
+                return
+        for statement in level.after:
+            # Behind the step, what may leave the loop may leave gradients to the next backward pass.
+            if any(isinstance(node, _JUMPS) for node in ast.walk(statement)):
+                break
+            if statement not in shape.between and _clears(source, shape.setup, statement):
                 return
     reason = f"{shape.setup.optimizer}.zero_grad() does not stand beside this step"
     refuse(shape.step, f"{reason}: clear the gradients once for each step, in its suite")
+
+
+def _clears(source: Source, setup: Setup, statement: ast.stmt) -> bool:
+    """Return whether a statement clears the gradients of the optimizer or of the model."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if call is None or method_of(call) != "zero_grad":
+        return False
+    return source.code(receiver_of(call)) in (setup.optimizer, setup.model)
