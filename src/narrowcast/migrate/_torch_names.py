@@ -248,10 +248,11 @@ def _turn_off_without_cuda(source: Source, changes: Changes, node: ast.expr) -> 
     call = source.call_of(node)
     if call is None or not _FALLS_BACK.search(source.text):
         return False
-    first = call.args[0] if len(call.args) == 1 else None
-    may_be_set = any(keyword.arg in ("enabled", None) for keyword in call.keywords)
-    if not is_constant(first, "cuda") or may_be_set or not reaches(source, "torch", "torch"):
+    if len(call.args) != 1 or not is_constant(call.args[0], "cuda") or not reaches(source, "torch", "torch"):
         return False
+    for keyword in call.keywords:
+        if keyword.arg in ("enabled", None):  # set already, or perhaps
+            return False
     changes.insert(source.span(call.args[0])[1], ", enabled=torch.cuda.is_available()")
     return True
 

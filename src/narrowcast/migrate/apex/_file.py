@@ -141,8 +141,10 @@ def _check_names(source: Source, references: list[Reference]) -> None:
             refuse(node, _BESIDE_TORCH)
         if full.startswith("apex.amp.lists."):
             # The edit names a function: FP16_FUNCS.append("softmax").
+            name = '"..."'
             call = source.call_of(node)
-            name = source.code(call.args[0]) if call is not None and call.args else '"..."'
+            if call is not None and call.args:
+                name = source.code(call.args[0])
             refuse(node, _EDITED_LISTS.format(name=name))
         if full not in (*_AMP_CALLS, *_DDP, _SYNCBN):
             refuse(node, _why(full))
@@ -157,8 +159,10 @@ def _why(full: str) -> str:
         return "apex.amp itself is passed on or compared: only call its functions"
     if full in _INSTEAD:
         return f"{full} stays: write {_INSTEAD[full]} first"
-    advice = f": {_BY_HAND}" if full.startswith("apex.fp16_utils.") else ""
-    return f"{full} has no equivalent that computes the same{advice}"
+    reason = f"{full} has no equivalent that computes the same"
+    if full.startswith("apex.fp16_utils."):
+        reason += f": {_BY_HAND}"
+    return reason
 
 
 # ---- apex.parallel
@@ -258,7 +262,9 @@ def _import_from_narrowcast(source: Source, changes: Changes) -> None:
 
     moved: dict[ImportStatement, list[ast.alias]] = defaultdict(list)
     for imported in _apex_imports(source):
-        missing = lacking[imported.name] if _has(imported.full) else [imported.full]
+        missing = lacking[imported.name]
+        if not _has(imported.full):
+            missing = [imported.full]
         if not missing:
             moved[imported.statement].append(imported.alias)
         for full in dict.fromkeys(missing):

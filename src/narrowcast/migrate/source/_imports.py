@@ -30,19 +30,23 @@ def move_imports(
         if imported.name in moved and new is not None:
             new_names[imported.statement][imported.alias] = new
 
-    # Where all names move to one module, comments and brackets of the statement can stay.
     gone: list[ast.stmt] = []
     for statement, news in new_names.items():
         lines = _new_imports(source, statement, news)
-        modules = {new.rpartition(".")[0] for new in news.values()}
+        modules = {_module_of(new) for new in news.values()}
         is_whole = len(news) == len(statement.names)
         if is_whole and not lines:
             gone.append(statement)
         elif is_whole and len(modules) == 1 and isinstance(statement, ast.ImportFrom):
+            # Only the module is replaced, so that comments and brackets stay.
             set_module(source, changes, statement, *modules)
         else:
             replace_names(source, changes, statement, list(news), lines)
     return gone
+
+
+def _module_of(full: str) -> str:
+    return full.rpartition(".")[0]
 
 
 def _new_imports(source: Source, statement: ImportStatement, news: dict[ast.alias, str]) -> list[str]:
@@ -53,7 +57,7 @@ def _new_imports(source: Source, statement: ImportStatement, news: dict[ast.alia
         if new == GONE:
             continue
         if isinstance(statement, ast.ImportFrom):
-            from_modules[new.rpartition(".")[0]].append(ast.unparse(alias))
+            from_modules[_module_of(new)].append(ast.unparse(alias))
         elif alias.asname:
             lines.append(f"import {new} as {alias.asname}")
         else:
@@ -98,7 +102,8 @@ def replace_names(
             changes.replace((source.start(alias), source.start(names[index + 1])), "")
         else:
             changes.replace((source.span(names[index - 1])[1], source.span(alias)[1]), "")
-    changes.insert(source.span(statement)[1], "".join(between + line for line in lines))
+    for line in lines:
+        changes.insert(source.span(statement)[1], between + line)
 
 
 def open_bracket(source: Source, call: ast.Call) -> int:

@@ -97,8 +97,12 @@ def _bindings_of(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Yield the names that ``node`` itself binds, each with the full name of its import."""
     if isinstance(node, ast.Import):
         for alias in node.names:
-            first = alias.name.partition(".")[0]
-            yield (alias.asname, alias.name) if alias.asname else (first, first)
+            if alias.asname:
+                yield alias.asname, alias.name
+            else:
+                # "import torch.cuda.amp" binds torch.
+                package = alias.name.partition(".")[0]
+                yield package, package
     elif isinstance(node, ast.ImportFrom):
         for alias in node.names:
             yield alias.asname or alias.name, _module_of(node) + alias.name
@@ -141,7 +145,9 @@ class Source:
                 self.tree = ast.parse(text)
         except (ValueError, RecursionError, MemoryError) as error:  # null bytes; nested too deep
             raise SyntaxError(str(error) or "nested too deep") from None
-        self.starts = [0, *(match.end() for match in NEWLINE.finditer(text))]
+        self.starts = [0]
+        for line_end in NEWLINE.finditer(text):
+            self.starts.append(line_end.end())
         self._is_ascii = text.isascii()
 
     # ---- the tree
@@ -180,8 +186,10 @@ class Source:
                 continue
             # The longest chain of attributes: apex.amp.scale_loss, and not apex alone.
             whole: ast.expr = node
-            while isinstance(outer := self.parents[whole], ast.Attribute):
+            outer = self.parents[node]
+            while isinstance(outer, ast.Attribute):
                 whole = outer
+                outer = self.parents[outer]
             full = self.names.full(whole)
             if full is not None:
                 references.append(Reference(whole, full, node.id))
@@ -211,11 +219,16 @@ class Source:
     @cached_property
     def exported(self) -> set[str]:
         """Names that other files may import from here: those in ``__all__``, and ``import name as name``."""
-        names = {imported.name for imported in self.imports if imported.alias.name == imported.alias.asname}
+        names = set()
+        for imported in self.imports:
+            if imported.alias.name == imported.alias.asname:
+                names.add(imported.name)
         for node in self.nodes:
-            if isinstance(node, ast.Name) and node.id == "__all__":
-                whole = ast.walk(self.statement(node))
-                names |= {str(part.value) for part in whole if isinstance(part, ast.Constant)}
+            if not isinstance(node, ast.Name) or node.id != "__all__":
+                continue
+            for part in ast.walk(self.statement(node)):
+                if isinstance(part, ast.Constant):
+                    names.add(str(part.value))
         return names
 
     def statement(self, node: ast.AST) -> ast.stmt:
@@ -264,7 +277,7 @@ class Source:
         start = self.starts[line - 1]
         if self._is_ascii:
             return start + column
-        end = self.starts[line] if line < len(self.starts) else len(self.text)
+        end = self._line_end(line)
         return start + len(self.text[start:end].encode()[:column].decode(errors="ignore"))
 
     def span(self, node: ast.AST) -> tuple[int, int]:
@@ -289,7 +302,11 @@ class Source:
         """Return the span of the whole lines from the begin of ``first`` to the end of ``last``."""
         end = (last or first).end_lineno  # type: ignore[attr-defined]
         begin = self.starts[first.lineno - 1]  # type: ignore[attr-defined]
-        return begin, self.starts[end] if end < len(self.starts) else len(self.text)
+        return begin, self._line_end(end)
+
+    def _line_end(self, line: int) -> int:
+        """Return the character after a line (from 1) and its line end."""
+        return self.starts[line] if line < len(self.starts) else len(self.text)
 
     def indent(self, node: ast.AST) -> str:
         """Return the indentation of the line where ``node`` begins."""
@@ -316,9 +333,9 @@ def suites_of(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 def called_name(call: ast.Call) -> str:
     """Return the last part of the name that is called; an empty string for other callees."""
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr
-    return call.func.id if isinstance(call.func, ast.Name) else ""
+    if isinstance(call.func, ast.Name):
+        return call.func.id
+    return method_of(call)
 
 
 def method_of(call: ast.AST) -> str:
@@ -345,8 +362,10 @@ def argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
 
 def is_plain(call: ast.Call) -> bool:
     """Return whether each argument is written out: no ``*args`` and no ``**kwargs``."""
-    starred = any(isinstance(value, ast.Starred) for value in call.args)
-    return not starred and all(keyword.arg is not None for keyword in call.keywords)
+    for value in call.args:
+        if isinstance(value, ast.Starred):
+            return False
+    return all(keyword.arg is not None for keyword in call.keywords)
 
 
 def is_constant(node: ast.expr | None, value: object) -> bool:
