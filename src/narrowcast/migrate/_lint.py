@@ -109,6 +109,7 @@ def _backward_in_regions(scalers: Scalers) -> Iterator[Mistake]:
     for call in source.all_calls:
         if method_of(call) != "backward":
             continue
+        # One finding a region: one change mends them all.
         region = _region_around(scalers, call)
         if region is not None and region not in seen:
             seen.append(region)

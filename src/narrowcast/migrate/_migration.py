@@ -111,6 +111,7 @@ def migrate_text(text: str, target: Target, path: str = "<text>") -> Outcome:
                 message = f"{path}: the migrated text does not parse; nothing was changed"
                 raise RuntimeError(message) from error
 
+    # What was changed comes first at each place, then what was left alone there.
     findings.sort(
         key=lambda finding: (finding.line, finding.column, not finding.fixed, finding.rule, finding.message)
     )
@@ -221,6 +222,7 @@ def as_json(
 
     ``paths`` are those that the run was given, ``written`` the files that it wrote if it writes.
     """
+    # Of a large folder most files have nothing to say.
     files = []
     for outcome in outcomes:
         if not outcome.changes and not outcome.findings and outcome.problem is None:

@@ -120,6 +120,7 @@ class Order:
 
     def _read_branch(self, suite: list[ast.stmt], state: _State) -> None:
         """Read a suite that may not run: whatever it changes is not known after it."""
+        # A scheduler under a condition of its own may wait for the step.
         before = copy(state)
         before.may_skip = None
         branch = copy(before)
@@ -133,6 +134,7 @@ class Order:
         waiting: list[ast.AST] = [statement]
         while waiting:
             node = waiting.pop()
+            # scaler.scale(loss) if use_amp else loss
             if isinstance(node, ast.IfExp):
                 node = self._scalers.chosen(node)
             if isinstance(node, ast.Call | ast.Attribute):
@@ -146,6 +148,7 @@ class Order:
 
     def _read_node(self, node: ast.AST, state: _State) -> None:
         if isinstance(node, ast.Attribute):
+            # A gradient that is set, as an average over ranks or of another loss, may have any scale.
             if node.attr == "grad" and not isinstance(node.ctx, ast.Load):
                 state.mixed = True
             return
@@ -185,6 +188,7 @@ class Order:
     def _read_scaler_call(self, call: ast.Call, scaler: str, state: _State) -> None:
         method = method_of(call)
         if method == "scale":
+            # The loss of the next backward pass, by the new scale.
             state.updated = None
         elif method == "update":
             state.updated = call if state.stepped else None
@@ -198,6 +202,7 @@ class Order:
         elif len(call.args) > 1:  # a closure, which goes backward inside
             state.forget()
         else:
+            # Two steps with an update between them, and no backward pass.
             if state.updated is not None:
                 self._report("update-between-steps", state.updated, scaler)
             state.use_gradients()
@@ -208,6 +213,7 @@ class Order:
         """Read the step of a scheduler or an optimizer."""
         receiver = receiver_of(call)
         if _SCHEDULER.search(self._source.code(receiver)):
+            # As a part of an expression it may be chosen by whether the step was taken.
             is_alone = isinstance(self._source.parents[call], ast.Expr)
             if state.may_skip is not None and is_alone:
                 self._report("scheduler-on-skip", call, state.may_skip)

@@ -111,6 +111,7 @@ class Scalers:
 
     def scaler_of_loss(self, backward: ast.Call) -> str | None:
         """Return the scaler by which the loss of a backward pass was scaled."""
+        # loss.backward(), and torch.autograd.backward(loss).
         loss = receiver_of(backward)
         if self.source.code(loss) == "torch.autograd" and backward.args:
             loss = backward.args[0]
@@ -184,6 +185,7 @@ class Scalers:
 
     def assumed(self, test: ast.expr) -> bool | None:
         """Return the value of a condition where mixed precision is on; None if that does not decide it."""
+        # use_amp, self.use_amp; not use_amp; scaler is not None, scaler is None.
         is_negated = False
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             is_negated = True

@@ -106,6 +106,7 @@ def _rewrite(source: Source, changes: Changes, reference: Reference, device: str
         if not _name_device(source, changes, call, device, name):
             return False
     elif name.startswith("custom_"):
+        # A decorator without brackets; passed on it may be called with anything.
         if node not in getattr(source.parents[node], "decorator_list", ()):
             return False
         changes.insert(source.span(node)[1], f'(device_type="{device}")')
@@ -124,6 +125,7 @@ def _is_for_old_torch(source: Source, node: ast.expr) -> bool:
     for outer in source.around(node):
         if isinstance(outer, ast.JoinedStr):
             return True  # quotes of the device may end the string
+        # if hasattr(torch.amp, "GradScaler"), a comparison of versions, or an AttributeError that is caught.
         if isinstance(outer, ast.If | ast.IfExp | ast.Try):
             code = source.code(outer)
             asks = isinstance(outer, ast.Try) or re.search(r"hasattr|version", code, re.IGNORECASE)
@@ -220,6 +222,7 @@ def to_narrowcast(source: Source, target: Target) -> Changes:
     moved: set[str] = set()
     for reference in source.references:
         new = _NARROWCAST_NAMES.get(reference.full)
+        # A name is imported once, for the uses that stay too.
         stays = new is None or _is_class_of_torch(source, reference)
         if stays or reference.name in source.exported:
             kept.add(reference.name)
@@ -248,12 +251,13 @@ def _turn_off_without_cuda(source: Source, changes: Changes, node: ast.expr) -> 
     call = source.call_of(node)
     if call is None or not _FALLS_BACK.search(source.text):
         return False
-    if len(call.args) != 1 or not is_constant(call.args[0], "cuda") or not reaches(source, "torch", "torch"):
+    is_for_cuda = is_constant(argument(call, 0, "device"), "cuda")
+    if not is_for_cuda or len(call.args) not in (1, 2) or not reaches(source, "torch", "torch"):
         return False
     for keyword in call.keywords:
         if keyword.arg in ("enabled", None):  # set already, or perhaps
             return False
-    changes.insert(source.span(call.args[0])[1], ", enabled=torch.cuda.is_available()")
+    changes.insert(source.span(call.args[-1])[1], ", enabled=torch.cuda.is_available()")
     return True
 
 

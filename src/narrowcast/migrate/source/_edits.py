@@ -136,6 +136,7 @@ def remove(source: Source, changes: Changes, statements: Sequence[ast.stmt]) -> 
     """Remove statements with their lines; ``pass`` stays where a suite would be empty."""
     filled: list[list[ast.stmt]] = []
     for statement in statements:
+        # One pass is enough for a suite that loses all of its statements.
         suite = source.suite(statement)
         is_emptied = all(other in statements for other in suite)
         needs_pass = is_emptied and suite is not source.tree.body and suite not in filled
@@ -168,6 +169,7 @@ def _indentation(source: Source) -> str:
 
 def unwrap(source: Source, changes: Changes, statement: ast.With) -> None:
     """Replace a ``with`` by its body, which stands on lines of its own."""
+    # The lines of the header go, and those of the body move to the left.
     whole_begin, whole_end = source.lines(statement)
     begin, end = source.lines(statement.body[0], statement.body[-1])
 
@@ -180,6 +182,7 @@ def unwrap(source: Source, changes: Changes, statement: ast.With) -> None:
     outer, inner = source.indent(statement), source.indent(statement.body[0])
     changes.replace((whole_begin, begin), "")
     for start in _movable_lines(source, begin, end):
+        # A line that continues another may stand further left.
         if source.text.startswith(inner, start):
             changes.replace((start, start + len(inner)), outer)
     changes.replace((end, whole_end), "")
@@ -254,7 +257,7 @@ def require_import(source: Source, changes: Changes, name: str, module: str) -> 
 def reaches(source: Source, name: str, module: str) -> bool:
     """Return whether ``name`` is ``module`` at module level."""
     for imported in source.imports:
-        # "import torch.nn" binds torch too.
+        # An import in a function or a try may not be run; "import torch.nn" binds torch too.
         is_parent = name == module and imported.full.startswith(f"{module}.")
         is_same = imported.full == module or is_parent
         if is_same and imported.name == name and imported.statement in source.tree.body:
