@@ -12,6 +12,7 @@ import pytest
 from child_processes import finished
 from narrowcast.cli import main
 from narrowcast.migrate import diff_of, migrate_file
+from narrowcast.migrate.source._edits import Changes, Edit
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
 NEW = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
@@ -80,7 +81,7 @@ def test_check_exits_1_and_lists_files_to_change(folder, narrowcast):
     assert (folder / "train.py").read_text() == OLD
 
 
-def test_json(folder, narrowcast):
+def test_json_holds_findings_and_diff_of_each_file(folder, narrowcast):
     (folder / "broken.py").write_text("from apex import amp\ndef (\n")
     (folder / "other.py").write_text("x = 1\n")
     code, out, _ = narrowcast("--json", ".", cwd=folder)
@@ -129,19 +130,21 @@ def test_a_file_that_cannot_be_parsed_is_reported(folder, narrowcast, content, w
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("made", "told"),
     [
-        (KeyError("none such"), "KeyError('none such')"),
-        (SyntaxError("in what was made"), "RuntimeError('broken.py: the migrated text does not parse;"),
+        (None, "KeyError('none such')"),
+        ("def (", "RuntimeError('broken.py: the migrated text does not parse;"),
     ],
 )
-def test_a_bug_in_a_stage_is_reported(folder, narrowcast, monkeypatch, error, told):
+def test_a_bug_in_a_stage_is_reported(folder, narrowcast, monkeypatch, made, told):
     from narrowcast.migrate import _migration
 
-    def stage(source, settings):
-        if source.path == "broken.py":
-            raise error
-        return renamed(source, settings)
+    def stage(source, target):
+        if source.path != "broken.py":
+            return renamed(source, target)
+        if made is None:
+            raise KeyError("none such")
+        return Changes(edits=[Edit(0, 0, made)])
 
     renamed = _migration.deprecated_names
     monkeypatch.setattr(_migration, "_STAGES", (stage,))
@@ -183,7 +186,7 @@ def test_a_file_that_cannot_be_written_is_2_and_stays(folder, narrowcast, monkey
     assert (folder / "train.py").read_text() == OLD
 
 
-def test_what_a_file_is_stays(folder, narrowcast):
+def test_encoding_mark_mode_and_link_stay(folder, narrowcast):
     path = folder / "train.py"
     lines = "# -*- coding: latin-1 -*-\r\n# gr\u00fcn\nimport torch\r\nscaler = torch.cuda.amp.GradScaler()"
     path.write_bytes(lines.encode("latin-1"))
@@ -223,7 +226,7 @@ def test_links_and_pipes_in_a_folder_are_skipped(folder, narrowcast):
     assert narrowcast("--check", "link.py", cwd=folder)[:2] == (1, "link.py\n")
 
 
-def test_a_file_that_only_uses_a_scaler_is_looked_at(folder, narrowcast):
+def test_a_file_that_only_uses_a_scaler_is_read(folder, narrowcast):
     (folder / "train.py").write_text(
         "def step(loss, scaler, optimizer, parameters):\n    scaler.scale(loss).backward()\n"
         "    torch.nn.utils.clip_grad_norm_(parameters, 1.0)\n    scaler.step(optimizer)\n"
@@ -274,7 +277,7 @@ def test_tables_and_lines_fit_eighty_columns(folder, narrowcast):
     assert max(map(len, err.splitlines())) <= 80
 
 
-def test_no_end_of_line_at_the_end_of_a_file(folder, narrowcast):
+def test_git_applies_a_diff_without_a_last_line_end(folder, narrowcast):
     (folder / "train.py").write_text(OLD.rstrip("\n"))
     out = narrowcast("train.py", cwd=folder)[1]
     assert out.count("\\ No newline at end of file\n") == 2
@@ -283,7 +286,7 @@ def test_no_end_of_line_at_the_end_of_a_file(folder, narrowcast):
     assert (folder / "train.py").read_text() == NEW.rstrip("\n")
 
 
-def test_paths_are_files_and_folders_each_once(folder, narrowcast):
+def test_a_file_given_twice_is_migrated_once(folder, narrowcast):
     (folder / "link.py").symlink_to("train.py")
     paths = ["train.py", ".", "./train.py", folder / "train.py", "link.py"]
     _, out, err = narrowcast("--check", *paths, cwd=folder)

@@ -17,9 +17,9 @@ GOLDEN = {
         'with torch.amp.autocast("cuda", enabled=flag, dtype=torch.bfloat16, cache_enabled=False):  # why\n'
         "    pass\n",
     ),
-    "brackets and comments stay": (
-        "import torch\nr = torch.cuda.amp.autocast(\n    (flag),  # one, two\n    dtype = torch.half,\n)\n",
-        'import torch\nr = torch.amp.autocast(\n    "cuda", enabled=(flag),  # one, two\n'
+    "comments stay": (
+        "import torch\nr = torch.cuda.amp.autocast(\n    flag,  # one, two\n    dtype = torch.half,\n)\n",
+        'import torch\nr = torch.amp.autocast("cuda", \n    enabled=flag,  # one, two\n'
         "    dtype = torch.half,\n)\n",
     ),
     "the CPU": (
@@ -49,10 +49,10 @@ GOLDEN = {
     ),
     "custom functions": (
         "from torch.cuda.amp import custom_bwd, custom_fwd\n@custom_fwd\ndef f(): pass\n"
-        "@custom_fwd(cast_inputs=half)\ndef g(): pass\n@custom_bwd\ndef b(): pass\nh = custom_fwd(f)\n",
+        "@custom_fwd(cast_inputs=half)\ndef g(): pass\n@custom_bwd\ndef b(): pass\n",
         'from torch.amp import custom_bwd, custom_fwd\n@custom_fwd(device_type="cuda")\ndef f(): pass\n'
-        '@custom_fwd(cast_inputs=half, device_type="cuda")\ndef g(): pass\n@custom_bwd(device_type="cuda")\n'
-        'def b(): pass\nh = custom_fwd(f, device_type="cuda")\n',
+        '@custom_fwd(device_type="cuda", cast_inputs=half)\ndef g(): pass\n@custom_bwd(device_type="cuda")\n'
+        "def b(): pass\n",
     ),
     "the module in which it is defined": (
         "from torch.cuda.amp.grad_scaler import GradScaler\ns = GradScaler()\n",
@@ -61,10 +61,6 @@ GOLDEN = {
     "letters beyond ASCII before it": (
         'import torch\nx = "äöü"; s = torch.cuda.amp.GradScaler(); y = "ß"\n',
         'import torch\nx = "äöü"; s = torch.amp.GradScaler("cuda"); y = "ß"\n',
-    ),
-    "brackets around what is called, with one in a comment": (
-        "import torch\na = (torch.cuda.amp.autocast  # ( why\n     )(True)\n",
-        'import torch\na = (torch.amp.autocast  # ( why\n     )("cuda", enabled=True)\n',
     ),
     "the modules inside by their names": (
         "from torch.cuda.amp import autocast_mode\nimport torch.cuda.amp.grad_scaler as gs\n"
@@ -82,7 +78,7 @@ GOLDEN = {
         "import torch\nwith torch.autocast('cuda', torch.bfloat16), torch.cuda.amp.autocast(on, ):\n"
         "    with torch.cuda.amp.autocast():\n        pass\n",
         "import torch\nwith torch.autocast('cuda', torch.bfloat16), "
-        'torch.amp.autocast("cuda", enabled=on, dtype=torch.float16, ):\n'
+        'torch.amp.autocast("cuda", dtype=torch.float16, enabled=on, ):\n'
         '    with torch.amp.autocast("cuda", dtype=torch.float16):\n'
         "        pass\n",
     ),
@@ -119,6 +115,8 @@ def test_other_names_are_left_without_a_finding(name):
 UNCLEAR = {
     "a base class": "import torch\nclass S(torch.cuda.amp.GradScaler):\n    pass\n",
     "arguments from a list": "from torch.cuda.amp import autocast\nwith autocast(*how):\n    pass\n",
+    "brackets around an argument": "import torch\nr = torch.cuda.amp.autocast((flag))\n",
+    "a custom function that is called": ("from torch.cuda.amp import custom_fwd\nh = custom_fwd(f)\n"),
     "an import that only others may use": "from torch.cuda.amp import autocast\n",
     "one of two uses": "from torch.cuda.amp import autocast\nx = autocast\nwith autocast():\n    pass\n",
     "a star": "from torch.cuda.amp import *\ns = GradScaler()\n",
@@ -130,10 +128,6 @@ UNCLEAR = {
         "import functools, torch\nmake = functools.partial(torch.cuda.amp.GradScaler, 2.0)\n"
     ),
     "a device where the scale belongs": "import torch\ns = torch.cuda.amp.GradScaler('cuda')\n",
-    "which device it is for": (
-        "import torch\nx = isinstance(s, torch.cuda.amp.GradScaler)\n"
-        "y = isinstance(s, torch.cpu.amp.GradScaler)\n"
-    ),
     "a region in one of another format, whose own cannot be named": (
         "import torch as th\nth.set_autocast_gpu_dtype(th.bfloat16)\nwith th.cuda.amp.autocast():\n    pass\n"
     ),
@@ -159,9 +153,10 @@ def test_an_unclear_use_is_left_and_reported(name):
     assert [message for _, message in left_alone(outcome) if "is deprecated, and" in message]
 
 
-def test_uses_by_full_name_are_decided_one_by_one():
-    outcome = migrated("import torch\nx = torch.cuda.amp.autocast\ns = torch.cuda.amp.GradScaler()\n")
-    assert outcome.text == 'import torch\nx = torch.cuda.amp.autocast\ns = torch.amp.GradScaler("cuda")\n'
+def test_one_unclear_use_leaves_the_file_alone():
+    text = "import torch\nx = torch.cuda.amp.autocast\ns = torch.cuda.amp.GradScaler()\n"
+    outcome = migrated(text)
+    assert outcome.text == text
     assert [line for line, _ in left_alone(outcome)] == [2]
 
 
@@ -211,9 +206,7 @@ def test_a_migrated_script_trains_alike_without_a_warning(target):
         warnings.simplefilter("ignore", FutureWarning)  # of the deprecated names
         before = numbers(NATIVE)
     text = migrated(NATIVE, target).text
-    assert ("scaler.clip_grad_norm_(optimizer, 0.5)" in text) == (target == "narrowcast")
-    rel = 1e-6 if target == "narrowcast" else 0.0  # a norm of one read is rounded in another order
-    assert numbers(text) == pytest.approx(before, rel=rel, abs=0.0)
+    assert numbers(text) == before
 
 
 TO_NARROWCAST = {
@@ -236,10 +229,10 @@ TO_NARROWCAST = {
         'import torch\nimport narrowcast as nc\ns = nc.GradScaler("cuda")\n',
     ),
     "a script that falls back to a CPU, where torch's turn themselves off": (
-        "import torch\nd = 'cuda' if torch.cuda.is_available() else 'cpu'\ns = torch.cuda.amp.GradScaler()\n"
+        "import torch\nd = 'cuda' if torch.cuda.is_available() else 'cpu'\ns = torch.cuda.amp.GradScaler(4.0)\n"
         "a = torch.autocast('cuda')\nb = torch.autocast('cuda', enabled=on)\nc = torch.autocast(d)\n",
         "import torch\nimport narrowcast as nc\nd = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
-        's = nc.GradScaler("cuda", enabled=torch.cuda.is_available())\n'
+        's = nc.GradScaler("cuda", 4.0, enabled=torch.cuda.is_available())\n'
         "a = nc.autocast('cuda', enabled=torch.cuda.is_available())\nb = nc.autocast('cuda', enabled=on)\n"
         "c = nc.autocast(d)\n",
     ),
@@ -251,11 +244,6 @@ TO_NARROWCAST = {
     "nc is taken": (
         "import torch\nnc = 5\na = torch.autocast('cpu')\n",
         "import torch\nimport narrowcast\nnc = 5\na = narrowcast.autocast('cpu')\n",
-    ),
-    "a name that hides narrowcast in a function": (
-        "import torch\nimport narrowcast as nc\ndef f(nc):\n    return torch.autocast('cpu')\n",
-        "import torch\nimport narrowcast as nc\nimport narrowcast\n"
-        "def f(nc):\n    return narrowcast.autocast('cpu')\n",
     ),
     "a name that other files import from here": (
         "from torch.amp import GradScaler, autocast\n__all__ = ['GradScaler']\n"
@@ -287,124 +275,3 @@ def test_the_call_that_unscales_and_clips_is_named():
     told = [finding.message for finding in migrated(text, "narrowcast").findings]
     assert len(told) == 1
     assert told[0].endswith("; its clip_grad_norm_(optimizer, max_norm) unscales and clips in one call")
-
-
-CLIPPING = """\
-import torch
-from torch import nn
-from torch.nn.utils import clip_grad_norm_
-model = nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = torch.amp.GradScaler("cpu", 4.0)
-for x in torch.eye(2):
-    optimizer.zero_grad()
-    scaler.scale(model(x).sum()).backward()
-    scaler.unscale_(optimizer)
-    clip_grad_norm_(model.parameters(), 1.0)  # why
-    scaler.step(optimizer)
-    scaler.update()
-print(*model.weight.flatten().tolist())
-"""
-CLIP = "clip_grad_norm_(model.parameters(), 1.0)"
-GROUPS = '[p for group in optimizer.param_groups for p in group["params"]]'
-ONE_CALL = {
-    CLIP: "scaler.clip_grad_norm_(optimizer, 1.0)",
-    "n = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1, norm_type=1)": (
-        "n = scaler.clip_grad_norm_(optimizer, max_norm=0.1, norm_type=1)"
-    ),
-    "nn.utils.clip_grad_value_(model.parameters(), clip_value=0.5)": (
-        "scaler.clip_grad_value_(optimizer, value=0.5)"
-    ),
-    f"torch.nn.utils.clip_grad_norm_({GROUPS}, 0.1)": "scaler.clip_grad_norm_(optimizer, 0.1)",
-}
-
-
-@pytest.mark.parametrize("clip", ONE_CALL)
-def test_unscaling_and_clipping_become_one_call_that_trains_alike(clip):
-    text = CLIPPING.replace(CLIP, clip)
-    outcome = migrated(text, "narrowcast")
-    assert f"backward()\n    {ONE_CALL[clip]}  # why\n    scaler.step" in outcome.text
-    assert "from torch.nn.utils" not in outcome.text or clip != CLIP
-    assert not any("in one call" in finding.message for finding in outcome.findings)
-    torch.manual_seed(0)
-    before = numbers(text)
-    torch.manual_seed(0)
-    assert numbers(outcome.text) == pytest.approx(before, rel=1e-6)
-
-
-MODEL, OPTIMIZER, SCALER = CLIPPING.splitlines(keepends=True)[3:6]
-TWO_CALLS = {
-    "an argument that the scaler's has not": (CLIP, CLIP.replace("1.0", "1.0, error_if_nonfinite=True")),
-    "by its place": (CLIP, CLIP.replace("1.0", "1.0, 2.0, True")),
-    "arguments from a list": (CLIP, "clip_grad_norm_(model.parameters(), *most)"),
-    "the value is used at once": (CLIP, f"print({CLIP})"),
-    "a statement before": (CLIP, f"print()\n    {CLIP}"),
-    "a statement behind": (CLIP, f"{CLIP}\n    print(model.weight.grad)"),
-    "in one line": (f"\n    {CLIP}", f"; {CLIP}"),
-    "the step of another optimizer": ("scaler.step(optimizer)", "scaler.step(other)"),
-    "another model": (CLIP, "clip_grad_norm_(other.parameters(), 1.0)"),
-    "a part of the model": (CLIP, "clip_grad_norm_(model[0].parameters(), 1.0)"),
-    "an optimizer of a part": ("SGD(model", "SGD(model[0]"),
-    "an optimizer of groups": ("SGD(model.parameters()", "SGD([{'params': model.parameters()}]"),
-    "an optimizer that is made twice": (OPTIMIZER, OPTIMIZER * 2),
-    "an optimizer that is an argument": (OPTIMIZER, f"{OPTIMIZER}def f(optimizer): pass\n"),
-    "an optimizer of another library": ("torch.optim", "nn"),
-    "an optimizer that gets more": (OPTIMIZER, f"{OPTIMIZER}optimizer.add_param_group(more)\n"),
-    "a model that is replaced": (OPTIMIZER, OPTIMIZER + MODEL),
-    "a model that gets a part": (OPTIMIZER, f"{OPTIMIZER}model.head = nn.Linear(1, 1)\n"),
-    "a model that is an argument": (MODEL, f"{MODEL}def f(model): pass\n"),
-    "a scaler of unknown kind": (SCALER, f"{SCALER}scaler = mine(scaler)\n"),
-}
-
-
-@pytest.mark.parametrize("name", TWO_CALLS)
-def test_what_may_not_be_the_same_as_one_call_stays(name):
-    assert "unscale_" not in migrated(CLIPPING, "narrowcast").text
-    text = CLIPPING.replace(*TWO_CALLS[name])
-    outcome = migrated(text, "narrowcast")
-    assert outcome.text.splitlines()[-7:] == text.splitlines()[-7:]
-    assert any("unscales and clips in one call" in finding.message for finding in outcome.findings)
-
-
-KEPT = {
-    "a module that it has not": (
-        "from apex.normalization import FusedLayerNorm as LN\n",
-        "from apex.normalization import FusedLayerNorm as LN\n",
-        "narrowcast.apex has no",
-    ),
-    "one name of several": (
-        "from apex.parallel import SyncBatchNorm as R, LARC\n",
-        "from apex.parallel import LARC\nfrom narrowcast.apex.parallel import SyncBatchNorm as R\n",
-        "narrowcast.apex has no",
-    ),
-    "a plain import": (
-        "import os, apex.contrib.xentropy as xe, apex.amp as a\n",
-        "import os, apex.contrib.xentropy as xe\nimport narrowcast.apex.amp as a\n",
-        "contrib.xentropy",
-    ),
-    "lists and the state, which are modules": (
-        "from apex.amp.lists import torch_overrides\nfrom apex.amp.lists.torch_overrides import CASTS\n"
-        "from apex.amp._amp_state import _amp_state, warn_or_err\n",
-        "from narrowcast.apex.amp.lists import torch_overrides\n"
-        "from narrowcast.apex.amp.lists.torch_overrides import CASTS\n"
-        "from narrowcast.apex.amp._amp_state import _amp_state, warn_or_err\n",
-        None,
-    ),
-}
-
-
-USED = (
-    "LN", "LARC", "a", "R", "mlp", "DistributedDataParallel", "flat_dist_call", "xe", "torch_overrides",
-    "CASTS", "_amp_state", "warn_or_err",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_narrowcast_apex_is_imported_for_what_it_has(name):
-    before, after, instead = KEPT[name]
-    rest = "from apex import amp\nm = amp.initialize(m, opt_level='O3')\n"
-    rest += f"use({', '.join(name for name in USED if name in before)})\n"
-    outcome = migrated(before + rest, "narrowcast")
-    assert outcome.text == after + rest.replace("from apex", "from narrowcast.apex")
-    left = [message for _, message in left_alone(outcome)]
-    assert not left if instead is None else any(instead in message for message in left)

@@ -1,4 +1,4 @@
-"""Run the stages of a migration until nothing changes, and report the result: a diff, findings, counts, JSON.
+"""Run the stages of a migration, and report the result: a diff, findings, counts, JSON.
 
 A stage is a function ``stage(source: Source, target: Target) -> Changes``. It gets one parsed file as the
 stages before it left it, and returns the edits of its text and the findings. A stage must find nothing to
@@ -30,11 +30,10 @@ from narrowcast.migrate.source._tree import Source
 
 Stage = Callable[[Source, Target], Changes]
 _STAGES: tuple[Stage, ...] = (apex, deprecated_names, lint, to_narrowcast)
-# Each round follows from the one before; more would be a stage that undoes another.
-_ROUNDS = 6
-_SCHEMA = 1
-_NAMED = 3
+_JSON_SCHEMA = 1
+_MOST_NOTEBOOKS = 3  # that are named
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+# ANSI colors of the lines of a diff, by how a line begins.
 _COLORS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
 
 
@@ -63,14 +62,18 @@ def migrate_file(path: Path, target: Target) -> FileOutcome:
         return FileOutcome(path=str(path), problem=f"cannot be read: {error.strerror}")
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
         return FileOutcome(path=str(path), problem=f"cannot be decoded: {error}")
+
     try:
+        # Most files of a folder have none of the words, and need no tree.
         if not WORDS.search(data):
             Source(str(path), text)  # raises if it does not parse
             return FileOutcome(path=str(path))
         outcome = migrate_text(text, target, str(path))
     except SyntaxError as error:
-        line = f" (line {error.lineno})" if error.lineno else ""
-        return FileOutcome(path=str(path), problem=f"does not parse: {error.msg}{line}")
+        problem = f"does not parse: {error.msg}"
+        if error.lineno:
+            problem += f" (line {error.lineno})"
+        return FileOutcome(path=str(path), problem=problem)
     except Exception as error:  # a bug here; the other files go on
         return FileOutcome(path=str(path), problem=f"narrowcast failed on it, please report: {error!r}")
     return FileOutcome(path=str(path), before=text, after=outcome.text, findings=outcome.findings)
@@ -82,37 +85,37 @@ def migrate_text(text: str, target: Target, path: str = "<text>") -> Outcome:
     Raises:
         SyntaxError: it does not parse.
     """
-    first = source = Source(path, text)
+    as_read = source = Source(path, text)
     trail: list[Applied] = []
-    changed: set[tuple[int, str, str, bool]] = set()
-    for _ in range(_ROUNDS):
-        left: set[tuple[int, str, str, bool]] = set()
-        before = source
-        for stage in _STAGES:
+    findings: list[Finding] = []
+    for stage in _STAGES:
+        changes = stage(source, target)
+        for report in changes.reports:
+            line, column = as_read.line_of(origin(trail, report.offset))
+            finding = Finding(
+                path=path,
+                line=line,
+                column=column,
+                rule=report.rule,
+                message=report.message,
+                fixed=report.fixed,
+            )
+            findings.append(finding)
+
+        # The next stage sees the new text; the trail leads back to lines of the file as it was read.
+        if changes.edits:
+            trail.append(Applied(source.text, changes.edits))
             try:
-                changes = stage(source, target)
-                found = [
-                    (origin(trail, at), rule, message, fixed) for at, rule, message, fixed in changes.found
-                ]
-                changed |= {one for one in found if one[3]}
-                left |= {one for one in found if not one[3]}
-                if changes.edits:
-                    trail.append(Applied(source.text, changes.edits))
-                    source = Source(path, trail[-1].text)
+                source = Source(path, trail[-1].text)
             except SyntaxError as error:
-                # Of the output of a stage: that of the file itself was raised before.
-                raise RuntimeError(
-                    f"{path}: the migrated text does not parse; nothing was changed"
-                ) from error
-        if source is before:
-            break
-    else:
-        raise RuntimeError(f"{path}: the migration does not come to an end; nothing was changed")
-    findings = []
-    for at, rule, message, fixed in sorted(changed | left, key=lambda one: (one[0], not one[3], one[1:3])):
-        line, column = first.line_of(at)
-        findings.append(Finding(path=path, line=line, column=column, rule=rule, message=message, fixed=fixed))
-    return Outcome(text=source.text, findings=tuple(findings))
+                message = f"{path}: the migrated text does not parse; nothing was changed"
+                raise RuntimeError(message) from error
+
+    # What was changed comes first at each place, then what was left alone there.
+    findings.sort(
+        key=lambda finding: (finding.line, finding.column, not finding.fixed, finding.rule, finding.message)
+    )
+    return Outcome(text=source.text, findings=tuple(dict.fromkeys(findings)))
 
 
 # ---- reports
@@ -122,17 +125,24 @@ def diff_of(outcome: FileOutcome, *, color: bool = False) -> str:
     """Return the change of one file as a unified diff; an empty string if nothing changes."""
     before, after = _LINE.findall(outcome.before), _LINE.findall(outcome.after)
     lines = []
-    for line in unified_diff(before, after, outcome.path, outcome.path):
-        ended = line.endswith(("\n", "\r"))
-        text = line if ended else f"{line}\n\\ No newline at end of file\n"
-        lines.append(_colored(text) if color else text)
+    for line_of_diff in unified_diff(before, after, outcome.path, outcome.path):
+        line = line_of_diff
+        # As git writes it, so that git can apply the difference.
+        if not line.endswith(("\n", "\r")):
+            line += "\n\\ No newline at end of file\n"
+        if color:
+            line = _colored(line)
+        lines.append(line)
     return "".join(lines)
 
 
 def _colored(line: str) -> str:
-    code = next((code for start, code in _COLORS.items() if line.startswith(start)), None)
     text = line.rstrip("\r\n")
-    return line if code is None else f"\x1b[{code}m{text}\x1b[0m{line[len(text) :]}"
+    line_end = line[len(text) :]
+    for start, code in _COLORS.items():
+        if line.startswith(start):
+            return f"\x1b[{code}m{text}\x1b[0m{line_end}"
+    return line
 
 
 def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
@@ -141,23 +151,28 @@ def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
     for outcome in outcomes:
         if outcome.problem is not None:
             lines.append(f"{outcome.path}: {outcome.problem}")
-        places: dict[tuple[str, bool, str], list[Finding]] = defaultdict(list)
+        # One line for the same finding in many places.
+        numbers: dict[tuple[str, bool, str], list[str]] = defaultdict(list)
         for finding in outcome.findings:
-            places[finding.rule, finding.fixed, finding.message].append(finding)
-        for (rule, fixed, message), found in places.items():
-            numbers = ",".join(dict.fromkeys(str(one.line) for one in found))
-            state = "changed" if fixed else "left alone"
-            lines.append(f"{outcome.path}:{numbers}: {rule}: {state}: {message}")
+            numbers[finding.rule, finding.fixed, finding.message].append(str(finding.line))
+        for (rule, is_fixed, message), places in numbers.items():
+            state = "changed" if is_fixed else "left alone"
+            places_text = ",".join(dict.fromkeys(places))
+            lines.append(f"{outcome.path}:{places_text}: {rule}: {state}: {message}")
     return lines
 
 
 def passed_over_text(paths: Sequence[Path]) -> list[str]:
     """Return a line for each folder of ``paths`` without Python files, and one for all notebooks."""
-    lines = [f"no Python file in {folder}" for folder in folders_without_python(paths)]
-    if found := notebooks(paths):
-        names = ", ".join(map(str, found[:_NAMED]))
-        more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-        lines.append(f"{_counted(len(found), 'notebook')} not looked at: {names}{more}")
+    lines = []
+    for folder in folders_without_python(paths):
+        lines.append(f"no Python file in {folder}")
+    paths_of_notebooks = [str(path) for path in notebooks(paths)]
+    if paths_of_notebooks:
+        names = ", ".join(paths_of_notebooks[:_MOST_NOTEBOOKS])
+        if len(paths_of_notebooks) > _MOST_NOTEBOOKS:
+            names += f", and {len(paths_of_notebooks) - _MOST_NOTEBOOKS} more"
+        lines.append(f"{_counted(len(paths_of_notebooks), 'notebook')} not looked at: {names}")
     return lines
 
 
@@ -174,15 +189,25 @@ def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept
     for outcome in outcomes:
         for finding in outcome.findings:
             counts[finding.rule][finding.fixed] += 1
-    width = max([len(rule) for rule in counts] + [4])
-    lines = [f"{'rule':<{width}}  {'changed':>8}  {'left alone':>10}"] if counts else []
-    for rule, count in sorted(counts.items()):
-        lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
-    changed = sum(one.changes for one in outcomes) - kept
-    problems = sum(one.problem is not None for one in outcomes)
-    missed = (f", {kept} not written" if kept else "") + (f", {problems} not looked at" if problems else "")
-    files = _counted(len(outcomes), "file")
-    lines.append(f"{files}, {changed} {'changed' if written else 'to change'}{missed}")
+
+    lines = []
+    if counts:
+        width = max(map(len, [*counts, "rule"]))
+        lines.append(f"{'rule':<{width}}  {'changed':>8}  {'left alone':>10}")
+        for rule, count in sorted(counts.items()):
+            lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
+
+    changed = -kept
+    problems = 0
+    for outcome in outcomes:
+        changed += outcome.changes
+        problems += outcome.problem is not None
+    last = f"{_counted(len(outcomes), 'file')}, {changed} {'changed' if written else 'to change'}"
+    if kept:
+        last += f", {kept} not written"
+    if problems:
+        last += f", {problems} not looked at"
+    lines.append(last)
     return "\n".join(lines)
 
 
@@ -197,12 +222,19 @@ def as_json(
 
     ``paths`` are those that the run was given, ``written`` the files that it wrote if it writes.
     """
-    shown = [one for one in outcomes if one.changes or one.findings or one.problem is not None]
-    state = {} if written is None else {one.path: {"written": one.path in written} for one in shown}
+    # Of a large folder most files have nothing to say.
+    files = []
+    for outcome in outcomes:
+        if not outcome.changes and not outcome.findings and outcome.problem is None:
+            continue
+        entry = outcome.as_dict() | {"diff": diff_of(outcome)}
+        if written is not None:
+            entry["written"] = outcome.path in written
+        files.append(entry)
     return {
-        "schema": _SCHEMA,
+        "schema": _JSON_SCHEMA,
         "target": target,
         "files_looked_at": len(outcomes),
-        "notebooks_not_looked_at": [str(one) for one in notebooks(paths)],
-        "files": [one.as_dict() | {"diff": diff_of(one)} | state.get(one.path, {}) for one in shown],
+        "notebooks_not_looked_at": [str(path) for path in notebooks(paths)],
+        "files": files,
     }

@@ -4,142 +4,204 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 
-from narrowcast.migrate.source._tree import Function, Source, argument, is_constant, method_of, receiver_of
+from narrowcast.migrate.source._tree import (
+    Function,
+    Source,
+    argument,
+    called_name,
+    is_constant,
+    method_of,
+    receiver_of,
+)
 
-_AMP = re.compile(
+# Names of conditions that hold where mixed precision is on, as use_amp and self.scaler.
+_IS_MIXED = re.compile(
     r"^(use|with|do|is|enable|enabled)?_*(amp|fp16|half|mixed|autocast|grad_?scaler|scaler|mixed_precision|"
     r"lr_scheduler|scheduler|sched)(_enabled|_on)?$",
     re.IGNORECASE,
 )
 _OPTIMIZER = re.compile(r"(?<![a-z])opt(im(izers?)?)?(?![a-z])|optim", re.IGNORECASE)
 _SCALER = re.compile(r"scaler$", re.IGNORECASE)
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+_REGIONS = ("torch.autocast", "torch.amp.autocast", "narrowcast.autocast")
+_HALF = ("torch.float16", "torch.half")
 
 
 class Scalers:
-    """The scalers and optimizers of one file, and the values that conditions have with mixed precision."""
+    """The scalers and optimizers of one file, known by the text of their names.
+
+    Attributes:
+        scalers: what is made as a scaler, or used as only a scaler is.
+        made: the values that each name is given.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
-        for node in source.nodes:
-            if isinstance(node, Function):
-                self._functions.setdefault(node.name, []).append(node)
-        self._made: dict[str, list[ast.expr]] = {}
+        self.made: dict[str, list[ast.expr]] = defaultdict(list)
         for node in source.nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
-                    for one, value in _pairs(target, node.value):
-                        self._made.setdefault(source.code(one), []).append(value)
+                    self.made[source.code(target)].append(node.value)
+        self._own_functions: set[str] = set()
         # Attributes of self that are objects, such as a model: self.model.parameters().
-        self._objects = {
-            source.code(node.value)
-            for node in source.nodes
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute)
-        }
-        self._scalers = self._find_scalers()
-        self._scaled_names = self._find_scaled_names()
+        self._objects: set[str] = set()
+        for node in source.nodes:
+            if isinstance(node, Function):
+                self._own_functions.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+                self._objects.add(source.code(node.value))
+        self.scalers = self._find_scalers()
+        self._scaled_losses = self._find_scaled_losses()
 
     def _find_scalers(self) -> set[str]:
-        """Return the texts of scalers: made as one and not disabled, or used as only a scaler is."""
-        found = set()
-        for text, values in self._made.items():
-            if any(self._makes_scaler(value) for value in values):
-                found.add(text)
+        scalers = set()
+        for text, values in self.made.items():
+            for value in values:
+                if self._makes_scaler(value):
+                    scalers.add(text)
+
+        # A scaler may be handed over by its name: self.scaler = scaler.
         for call in self.source.all_calls:
-            if method_of(call) in ("scale", "unscale_", "step") and len(call.args) == 1:
-                text = self.source.code(receiver_of(call))
-                # Handed over by name: self.scaler = scaler.
-                made_here = any(isinstance(value, ast.Call) for value in self._made.get(text, []))
-                if not made_here and _SCALER.search(text):
-                    found.add(text)
-        return found
+            if method_of(call) not in ("scale", "unscale_", "step") or len(call.args) != 1:
+                continue
+            text = self.source.code(receiver_of(call))
+            is_made_here = any(isinstance(value, ast.Call) for value in self.made.get(text, []))
+            if _SCALER.search(text) and not is_made_here:
+                scalers.add(text)
+        return scalers
 
     def _makes_scaler(self, value: ast.expr) -> bool:
         """Return whether a value is a new scaler that is not off for good, perhaps under a condition."""
-        if isinstance(value, ast.IfExp):
-            return self._makes_scaler(value.body) or self._makes_scaler(value.orelse)
-        if not isinstance(value, ast.Call):
-            return False
-        name = self.source.names.full(value.func) or ""
-        known = name.startswith(("torch.", "narrowcast.", "apex.")) and name.endswith("GradScaler")
-        return known and not is_constant(argument(value, 5, "enabled"), False)
+        for node in ast.walk(value):
+            if not isinstance(node, ast.Call):
+                continue
+            # Classes of other libraries may unscale in their own way.
+            full = self.source.names.full(node.func) or ""
+            is_scaler = full.startswith(("torch.", "narrowcast.", "apex.")) and full.endswith("GradScaler")
+            if is_scaler and not is_constant(argument(node, 5, "enabled"), False):
+                return True
+        return False
 
-    def _find_scaled_names(self) -> dict[str, str]:
+    def _find_scaled_losses(self) -> dict[str, str]:
         """Return the names of scaled losses, each with its scaler: ``scaled = scaler.scale(loss)``."""
-        found = {}
-        for node in self.source.nodes:
-            value = node.value if isinstance(node, ast.Assign) else getattr(node, "iter", None)
-            if value is not None:
-                value = self._chosen(value)
-            if isinstance(value, ast.Call) and (scaler := self._scaler_of(value, "scale")):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[union-attr]
-                found.update({self.source.code(target): scaler for target in targets})
-        return found
+        scaled_losses = {}
+        for name, values in self.made.items():
+            for value in values:
+                scaler = self.scaler_of(self.chosen(value), "scale")
+                if scaler is not None:
+                    scaled_losses[name] = scaler
+        return scaled_losses
 
-    def _scaler_of(self, node: ast.AST, *methods: str) -> str | None:
+    # ---- what a call is
+
+    def scaler_of(self, node: ast.AST, *methods: str) -> str | None:
         """Return the scaler on which one of these methods is called."""
         if method_of(node) not in methods:
             return None
-        text = self.source.code(receiver_of(node))  # type: ignore[arg-type]
-        return text if text in self._scalers else None
+        text = self.source.code(receiver_of(node))
+        return text if text in self.scalers else None
 
-    def _is_optimizer(self, node: ast.expr) -> bool:
+    def is_backward(self, call: ast.Call) -> bool:
+        """Return whether a call is a backward pass, and no method of this file that is called so."""
+        if method_of(call) != "backward":
+            return False
+        return "backward" not in self._own_functions or self.source.code(receiver_of(call)) != "self"
+
+    def scaler_of_loss(self, backward: ast.Call) -> str | None:
+        """Return the scaler by which the loss of a backward pass was scaled."""
+        # loss.backward(), and torch.autograd.backward(loss).
+        loss = receiver_of(backward)
+        if self.source.code(loss) == "torch.autograd" and backward.args:
+            loss = backward.args[0]
+        loss = self.chosen(loss)
+        return self.scaler_of(loss, "scale") or self._scaled_losses.get(self.source.code(loss))
+
+    def is_optimizer(self, node: ast.expr) -> bool:
+        """Return whether an expression is called as an optimizer is."""
         code = self.source.code(node)
-        made = [one.func for one in self._made.get(code, []) if isinstance(one, ast.Call)]
-        names = [name for one in made if (name := self.source.names.full(one)) is not None]
-        if names:
-            return all(name.startswith("torch.optim.") and "lr_scheduler" not in name for name in names)
         return bool(_OPTIMIZER.search(code)) and "sched" not in code.lower()
+
+    def is_clip(self, call: ast.Call) -> bool:
+        """Return whether a call clips gradients, to a limit that is not multiplied by the scale."""
+        full = self.source.names.full(call.func) or self.source.code(call.func)
+        code = self.source.code(call)
+        # clip_grad_norm_(parameters, 1.0 * scaler.get_scale()) is right.
+        uses_scaler = any(f"{scaler}." in code for scaler in self.scalers)
+        return full.rpartition(".")[2] in _CLIPS and not uses_scaler
+
+    def may_decide(self, call: ast.Call) -> bool:
+        """Return whether a call may scale, unscale or step out of sight."""
+        for node in ast.iter_child_nodes(call):
+            value = node.value if isinstance(node, ast.keyword) else node
+            if value is not call.func and self.source.code(value) in self.scalers:
+                return True
+        name = called_name(call)
+        if method_of(call) and self.source.code(receiver_of(call)) == "self":
+            # A method, perhaps of another file, and not an object such as a model or a loss.
+            text = f"self.{name}"
+            return name in self._own_functions or (text not in self.made and text not in self._objects)
+        return isinstance(call.func, ast.Name) and name in self._own_functions
 
     def optimizer_after(self, node: ast.AST) -> str:
         """Return the optimizer that steps next after ``node``, for the corrected line."""
-        if method_of(node) == "step" and self._scaler_of(node, "step") is None:
-            return self.source.code(receiver_of(node))  # type: ignore[arg-type]
-        begin = self.source.start(node)
+        # An optimizer that steps by itself is the one.
+        if method_of(node) == "step" and self.scaler_of(node, "step") is None:
+            return self.source.code(receiver_of(node))
         for call in self.source.all_calls:
-            if self._scaler_of(call, "step") and call.args and self.source.start(call) > begin:
+            is_later = self.source.start(call) > self.source.start(node)
+            if is_later and call.args and self.scaler_of(call, "step"):
                 return self.source.code(call.args[0])
         return "optimizer"
 
-    def _is_object(self, text: str) -> bool:
-        """Return whether ``self.model`` is an attribute, such as a model or a loss, and not a method."""
-        return text in self._made or text in self._objects
-
-    def _stepped_texts(self) -> set[str]:
+    def stepped_optimizers(self) -> set[str]:
         """Return the texts of all optimizers that scalers of this file step or unscale."""
-        calls = [call for call in self.source.all_calls if self._scaler_of(call, "step", "unscale_")]
-        return {self.source.code(call.args[0]) for call in calls if call.args}
+        optimizers = set()
+        for call in self.source.all_calls:
+            if call.args and self.scaler_of(call, "step", "unscale_"):
+                optimizers.add(self.source.code(call.args[0]))
+        return optimizers
 
-    def _assumed(self, test: ast.expr) -> bool | None:
-        """Return the value of a condition where mixed precision is on; None if that does not decide it."""
-        if isinstance(test, ast.Name | ast.Attribute):
-            name = test.id if isinstance(test, ast.Name) else test.attr
-            return True if _AMP.match(name) else None
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            value = self._assumed(test.operand)
-            return None if value is None else not value
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_constant(test.comparators[0], None):
-            value = self._assumed(test.left)
-            return value if isinstance(test.ops[0], ast.IsNot) or value is None else not value
-        if isinstance(test, ast.BoolOp):
-            values = [self._assumed(one) for one in test.values]
-            # One True decides "or", and one False "and".
-            decides = isinstance(test.op, ast.Or)
-            undecided = None if None in values else not decides
-            return decides if decides in values else undecided
+    def region_state(self, opening: ast.expr) -> bool | None:
+        """Return whether an expression opens a region that is on; None if it opens none."""
+        # A region may be made before, under a name.
+        for value in [opening, *self.made.get(self.source.code(opening), [])]:
+            chosen = self.chosen(value)
+            if isinstance(chosen, ast.Call) and self.source.names.full(chosen.func) in _REGIONS:
+                return not is_constant(argument(chosen, 2, "enabled"), False)
         return None
 
-    def _chosen(self, value: ast.expr) -> ast.expr:
+    def is_fp16_region(self, call: ast.Call) -> bool:
+        """Return whether a call makes a region in fp16, by name or because that is CUDA's default."""
+        if not self.region_state(call):
+            return False
+        dtype = argument(call, 1, "dtype")
+        if dtype is None:
+            return is_constant(argument(call, 0, "device_type"), "cuda")
+        return self.source.names.full(dtype) in _HALF
+
+    # ---- conditions on mixed precision, which are taken to hold
+
+    def assumed(self, test: ast.expr) -> bool | None:
+        """Return the value of a condition where mixed precision is on; None if that does not decide it."""
+        # use_amp, self.use_amp; not use_amp; scaler is not None, scaler is None.
+        is_negated = False
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            is_negated = True
+            test = test.operand
+        elif isinstance(test, ast.Compare) and is_constant(test.comparators[0], None):
+            is_negated = isinstance(test.ops[0], ast.Is)
+            test = test.left
+        if not isinstance(test, ast.Name | ast.Attribute):
+            return None
+        name = self.source.code(test).rpartition(".")[2]
+        return not is_negated if _IS_MIXED.match(name) else None
+
+    def chosen(self, value: ast.expr) -> ast.expr:
         """Return the part of ``a if use_amp else b`` that holds where mixed precision is on."""
-        while isinstance(value, ast.IfExp) and (assumed := self._assumed(value.test)) is not None:
-            value = value.body if assumed else value.orelse
+        if isinstance(value, ast.IfExp):
+            holds = self.assumed(value.test)
+            if holds is not None:
+                return value.body if holds else value.orelse
         return value
-
-
-def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Return each target of an assignment with its value: of a tuple, one after the other."""
-    both_listed = isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List)
-    if both_listed and len(target.elts) == len(value.elts):  # type: ignore[attr-defined]
-        return list(zip(target.elts, value.elts, strict=True))  # type: ignore[attr-defined]
-    return [(target, value)]

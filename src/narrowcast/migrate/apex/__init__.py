@@ -1,1 +1,1 @@
-"""Rewrite apex in its canonical shapes, or refuse with the line and what to write there."""
+"""Rewrite apex in its canonical shape, or keep its calls and import them from ``narrowcast.apex``."""

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from narrowcast.migrate.source._tree import Source, walk
+from narrowcast.migrate.source._tree import Source
 
 Target = Literal["torch", "narrowcast"]
 """What to migrate to: ``torch.amp``, or ``nc.autocast`` and ``nc.GradScaler``."""
 
-_UNIT = "    "
+_INDENTATION = "    "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +56,22 @@ class Edit:
     text: str = field(compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A finding of one stage, at an offset in the text that the stage was given."""
+
+    offset: int
+    rule: str
+    message: str
+    fixed: bool
+
+
 @dataclass(slots=True)
 class Changes:
-    """The edits of one stage, and its findings: offset, rule, message, and whether it was changed."""
+    """The edits of one stage, and what it reports."""
 
     edits: list[Edit] = field(default_factory=list)
-    found: list[tuple[int, str, str, bool]] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
 
     def replace(self, span: tuple[int, int], text: str) -> None:
         """Put ``text`` in place of ``span``."""
@@ -73,12 +83,7 @@ class Changes:
 
     def report(self, at: int, rule: str, message: str, *, fixed: bool) -> None:
         """Add a finding about the character ``at``."""
-        self.found.append((at, rule, message, fixed))
-
-    def add(self, other: Changes) -> None:
-        """Add the edits and findings of ``other``."""
-        self.edits += other.edits
-        self.found += other.found
+        self.reports.append(Report(at, rule, message, fixed))
 
 
 class Applied:
@@ -90,24 +95,31 @@ class Applied:
 
     def __init__(self, text: str, edits: Iterable[Edit]) -> None:
         pieces: list[str] = []
-        self._marks = [(0, 0)]  # offsets in the new text, rising, and in the old one
-        at = length = 0
+        # Pairs of offsets in the new text and in the old one, both rising: the ends of every edit.
+        self._marks = [(0, 0)]
+        old = new = 0
         for edit in sorted(edits):  # stable: insertions at one place keep their order
-            if edit.start < at:
+            if edit.start < old:
                 raise ValueError(f"two edits overlap at character {edit.start}: {edit.text!r}")
-            pieces += [text[at : edit.start], edit.text]
-            length += edit.start - at
-            self._marks.append((length, edit.start))
-            length += len(edit.text)
-            self._marks.append((length, edit.end))
-            at = edit.end
-        self.text = "".join([*pieces, text[at:]])
+            pieces += [text[old : edit.start], edit.text]
+            new += edit.start - old
+            self._marks.append((new, edit.start))
+            new += len(edit.text)
+            self._marks.append((new, edit.end))
+            old = edit.end
+        pieces.append(text[old:])
+        self.text = "".join(pieces)
 
     def origin(self, offset: int) -> int:
         """Return the old offset of a character; for an inserted one the place of the insertion."""
         after = bisect_right(self._marks, offset, key=lambda mark: mark[0])
         new, old = self._marks[after - 1]
-        return min([old + offset - new, *(before for _, before in self._marks[after : after + 1])])
+        place = old + offset - new
+
+        # Inserted text may be longer than what it replaced, whose end it must not pass.
+        if after < len(self._marks):
+            place = min(place, self._marks[after][1])
+        return place
 
 
 def origin(trail: Sequence[Applied], offset: int) -> int:
@@ -117,94 +129,98 @@ def origin(trail: Sequence[Applied], offset: int) -> int:
     return offset
 
 
-def remove(source: Source, changes: Changes, statements: Iterable[ast.stmt]) -> None:
+# ---- statements
+
+
+def remove(source: Source, changes: Changes, statements: Sequence[ast.stmt]) -> None:
     """Remove statements with their lines; ``pass`` stays where a suite would be empty."""
-    gone = list(statements)
-    ids = {id(statement) for statement in gone}
-    filled: set[int] = set()
-    for statement in gone:
+    filled: list[list[ast.stmt]] = []
+    for statement in statements:
+        # One pass is enough for a suite that loses all of its statements.
         suite = source.suite(statement)
-        at_top = isinstance(source.parents[statement], ast.Module)
-        empty = all(id(one) in ids for one in suite) and not at_top
-        if not source.stands_alone(statement) or (empty and id(suite) not in filled):
+        is_emptied = all(other in statements for other in suite)
+        needs_pass = is_emptied and suite is not source.tree.body and suite not in filled
+        if needs_pass or not source.stands_alone(statement):
             changes.replace(source.span(statement), "pass")
+            filled.append(suite)
         else:
-            begin, end = source.lines(statement)
-            if statement is suite[0] and not at_top:
-                end = _after_blank_lines(source, end)
-            changes.replace((begin, end), "")
-        filled.add(id(suite))
-
-
-def _after_blank_lines(source: Source, at: int) -> int:
-    line = source.line_of(at)[0]
-    while line < len(source.starts) and not source.text[at : source.starts[line]].strip():
-        at = source.starts[line]
-        line += 1
-    return at
+            changes.replace(source.lines(statement), "")
 
 
 def wrap(source: Source, changes: Changes, first: ast.stmt, last: ast.stmt, header: str) -> None:
     """Put ``header`` before the statements from ``first`` to ``last``, and indent them under it."""
     begin, end = source.lines(first, last)
     changes.insert(begin, f"{source.indent(first)}{header}{source.newline}")
-    for start in _line_starts(source, begin, end):
-        changes.insert(start, _unit(source))
+    step = _indentation(source)
+    for start in _movable_lines(source, begin, end):
+        changes.insert(start, step)
 
 
-def _unit(source: Source) -> str:
+def _indentation(source: Source) -> str:
     """Return one step of indentation, as the file has it."""
     for node in source.nodes:
-        if isinstance(node, ast.If | ast.For | ast.With | ast.FunctionDef | ast.ClassDef):
-            outer, inner = source.indent(node), source.indent(node.body[0])
-            if node.body[0].lineno > node.lineno and inner.startswith(outer) and inner != outer:
-                return inner[len(outer) :]
-    return _UNIT
+        if not isinstance(node, ast.If | ast.For | ast.With | ast.FunctionDef | ast.ClassDef):
+            continue
+        outer, inner = source.indent(node), source.indent(node.body[0])
+        if not is_one_line(node) and inner.startswith(outer) and inner != outer:
+            return inner[len(outer) :]
+    return _INDENTATION
 
 
-def unwrap(source: Source, changes: Changes, statement: ast.stmt, body: Sequence[ast.stmt]) -> None:
-    """Replace ``statement`` by one of its suites, which stands on lines of its own."""
-    whole, (begin, end) = source.lines(statement), source.lines(body[0], body[-1])
+def unwrap(source: Source, changes: Changes, statement: ast.With) -> None:
+    """Replace a ``with`` by its body, which stands on lines of its own."""
+    # The lines of the header go, and those of the body move to the left.
+    whole_begin, whole_end = source.lines(statement)
+    begin, end = source.lines(statement.body[0], statement.body[-1])
+
+    # Comments right above the body stay.
     line = source.line_of(begin)[0] - 1
-    while source.starts[line - 1] > whole[0] and source.text[source.starts[line - 1] :].lstrip()[:1] == "#":
-        line -= 1  # comments right above the suite stay
+    while source.starts[line - 1] > whole_begin and _is_comment(source, line):
+        line -= 1
     begin = source.starts[line]
-    outer, inner = source.indent(statement), source.indent(body[0])
-    changes.replace((whole[0], begin), "")
-    for start in _line_starts(source, begin, end):
-        if source.text[start : start + len(inner)] == inner:
+
+    outer, inner = source.indent(statement), source.indent(statement.body[0])
+    changes.replace((whole_begin, begin), "")
+    for start in _movable_lines(source, begin, end):
+        # A line that continues another may stand further left.
+        if source.text.startswith(inner, start):
             changes.replace((start, start + len(inner)), outer)
-    changes.replace((end, whole[1]), "")
+    changes.replace((end, whole_end), "")
 
 
-def _line_starts(source: Source, begin: int, end: int) -> list[int]:
+def _is_comment(source: Source, line: int) -> bool:
+    return source.text[source.starts[line - 1] :].lstrip().startswith("#")
+
+
+def _movable_lines(source: Source, begin: int, end: int) -> list[int]:
     """Return the starts of the lines that may be indented: no blank ones, none inside a string."""
     first, last = bisect_left(source.starts, begin), bisect_left(source.starts, end)
-    fixed = _lines_in_strings(source, first + 1, last + 1)
-    return [
-        start
-        for line, start in enumerate(source.starts[first:last], first + 1)
-        if line not in fixed and source.text[start:end].lstrip(" \t\f")[:1] not in ("", "\r", "\n")
-    ]
+    in_strings = _lines_in_strings(source)
+    movable = []
+    for line in range(first + 1, last + 1):
+        start = source.starts[line - 1]
+        is_blank = source.text[start:end].lstrip(" \t\f")[:1] in ("", "\r", "\n")
+        if not is_blank and line not in in_strings:
+            movable.append(start)
+    return movable
 
 
-def _lines_in_strings(source: Source, first: int, last: int) -> set[int]:
+def _lines_in_strings(source: Source) -> set[int]:
     """Return the lines that begin inside a string."""
-    fixed: set[int] = set()
+    lines: set[int] = set()
     for node in source.nodes:
-        end = node.end_lineno or node.lineno
-        if isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno < end and first <= end <= last:
-            code = source.code(node)
-            # Strings side by side in brackets are one node, and their lines may move.
-            if '"""' in code or "'''" in code or "\\\n" in code or "\\\r" in code:
-                fixed |= set(range(node.lineno + 1, end + 1))
-    return fixed
+        if not isinstance(node, ast.Constant | ast.JoinedStr) or node.end_lineno in (None, node.lineno):
+            continue
+        # Strings side by side in brackets are one node too, and their lines may move.
+        code = source.code(node)
+        if '"""' in code or "'''" in code or "\\\n" in code or "\\\r" in code:
+            lines |= set(range(node.lineno + 1, (node.end_lineno or 0) + 1))
+    return lines
 
 
-def is_one_line(statement: ast.stmt) -> bool:
+def is_one_line(statement: ast.If | ast.For | ast.With | ast.FunctionDef | ast.ClassDef) -> bool:
     """Return whether the suite of a compound statement stands on the line of its header."""
-    body: list[ast.stmt] = getattr(statement, "body", [])
-    return bool(body) and body[0].lineno == statement.lineno
+    return statement.body[0].lineno == statement.lineno
 
 
 def between_statements(source: Source, statement: ast.stmt) -> str:
@@ -221,53 +237,53 @@ def insert_after(source: Source, changes: Changes, statement: ast.stmt, code: st
     """Insert a line after a statement, indented as it is."""
     end = source.lines(statement)[1]
     line = source.indent(statement) + code
-    ended = source.text[:end].endswith(("\n", "\r"))
-    changes.insert(end, line + source.newline if ended else source.newline + line)
+    is_ended = source.text[:end].endswith(("\n", "\r"))
+    changes.insert(end, line + source.newline if is_ended else source.newline + line)
+
+
+# ---- imports
 
 
 def require_import(source: Source, changes: Changes, name: str, module: str) -> None:
     """Import ``module`` as ``name`` after the imports at the top of the file, unless that is done already."""
-    if not reaches(source, name, module):
-        line = f"import {module}" if name == module else f"import {module} as {name}"
-        at = after_imports(source)
-        changes.edits.insert(0, Edit(at, at, line + source.newline))
+    if reaches(source, name, module):
+        return
+    line = f"import {module}" if name == module else f"import {module} as {name}"
+    at = _after_first_imports(source)
+    # Before anything else that is inserted there, which may need it.
+    changes.edits.insert(0, Edit(at, at, line + source.newline))
 
 
-def reaches(source: Source, name: str, full: str) -> bool:
-    """Return whether ``name`` is the imported ``full`` at module level."""
-    for one in source.imports:
-        same = one.full in (full, f"{full}.{name}") or (name == full and one.full.startswith(f"{full}."))
-        if same and one.name == name and one.statement in source.tree.body:
+def reaches(source: Source, name: str, module: str) -> bool:
+    """Return whether ``name`` is ``module`` at module level."""
+    for imported in source.imports:
+        # An import in a function or a try may not be run; "import torch.nn" binds torch too.
+        is_parent = name == module and imported.full.startswith(f"{module}.")
+        is_same = imported.full == module or is_parent
+        if is_same and imported.name == name and imported.statement in source.tree.body:
             return True
     return False
 
 
-def after_imports(source: Source, *, tried: bool = False) -> int:
-    """Return the start of the line after the imports and the docstring at the top of the file.
-
-    ``tried``: after all imports of the module before its first function, class or loop, those in ``try`` and
-    ``if`` too.
-    """
+def _after_first_imports(source: Source) -> int:
+    """Return the start of the line after the docstring and the imports at the top of the file."""
     last: ast.stmt | None = None
     for statement in source.tree.body:
-        is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-        if (
-            isinstance(statement, ast.Import | ast.ImportFrom)
-            or (last is None and is_text)
-            or (tried and isinstance(statement, ast.Try | ast.If) and _only_imports(statement))
-        ):
-            last = statement
-        elif not tried or isinstance(
-            statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.For | ast.While
-        ):
+        is_docstring = last is None and is_text(statement)
+        if not is_docstring and not isinstance(statement, ast.Import | ast.ImportFrom):
             break
+        last = statement
     if last is not None:
         # Code on the line of an import may need what is inserted.
-        return source.lines(last)[1 if source.stands_alone(last) else 0]
+        begin, end = source.lines(last)
+        return end if source.stands_alone(last) else begin
     # A file may begin with "#!" and its encoding.
-    return next((at for at in source.starts if source.text[at : at + 1] != "#"), len(source.text))
+    for start in source.starts:
+        if not source.text.startswith("#", start):
+            return start
+    return len(source.text)
 
 
-def _only_imports(statement: ast.Try | ast.If) -> bool:
-    imports = any(isinstance(one, ast.Import | ast.ImportFrom) for one in walk(statement))
-    return imports and not any(isinstance(one, ast.Call) for body in statement.body for one in walk(body))
+def is_text(statement: ast.stmt) -> bool:
+    """Return whether a statement is a constant alone, as a docstring is."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

@@ -60,10 +60,10 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
     Raises:
         FileError: a path is missing, or is a notebook.
     """
-    found: dict[str, Path] = {}
+    by_target: dict[str, Path] = {}  # by the file that a link leads to
     for path in paths:
         if path.is_dir():
-            inside = _walk(path)
+            inside = _files_in(path)
         elif path.suffix == ".ipynb":
             raise FileError(
                 f"{path} is a notebook, and only Python files can be migrated: write its cells to one "
@@ -76,34 +76,42 @@ def python_files(paths: Iterable[Path]) -> list[Path]:
         else:
             raise FileError(f"expected files and folders, and {path} does not exist")
         for file in inside:
-            found.setdefault(os.path.realpath(file), file)
-    return list(found.values())
+            by_target.setdefault(os.path.realpath(file), file)
+    return list(by_target.values())
 
 
 def folders_without_python(paths: Iterable[Path]) -> list[Path]:
     """Return the folders among ``paths`` that hold no Python file to migrate."""
-    return [path for path in paths if path.is_dir() and next(_walk(path), None) is None]
+    return [path for path in paths if path.is_dir() and next(_files_in(path), None) is None]
 
 
 def notebooks(paths: Iterable[Path]) -> list[Path]:
     """Return the notebooks in folders of ``paths`` that contain one of the words a migration looks for."""
-    found: dict[str, Path] = {}
-    for file in (file for path in paths if path.is_dir() for file in _walk(path, ".ipynb")):
-        with contextlib.suppress(OSError):
-            if WORDS.search(file.read_bytes()):
-                found.setdefault(os.path.realpath(file), file)
-    return list(found.values())
+    by_target: dict[str, Path] = {}  # by the file that a link leads to
+    for path in paths:
+        if not path.is_dir():
+            continue
+        for file in _files_in(path, ".ipynb"):
+            with contextlib.suppress(OSError):
+                if WORDS.search(file.read_bytes()):
+                    by_target.setdefault(os.path.realpath(file), file)
+    return list(by_target.values())
 
 
-def _walk(folder: Path, ending: str = ".py") -> Iterator[Path]:
+def _files_in(folder: Path, ending: str = ".py") -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
-        folders[:] = sorted(
-            name
-            for name in folders
-            if name[0] != "." and name not in _SKIPPED and not Path(root, name, "pyvenv.cfg").exists()
-        )
-        inside = (Path(root, name) for name in sorted(files) if name.endswith(ending))
-        yield from (path for path in inside if path.is_file() and not path.is_symlink())
+        # os.walk goes on into the folders that stay in this list.
+        folders[:] = sorted(name for name in folders if not _is_skipped(Path(root, name)))
+        for name in sorted(files):
+            path = Path(root, name)
+            # Editors lock a file by a link that leads nowhere, and reading a pipe would wait.
+            if name.endswith(ending) and path.is_file() and not path.is_symlink():
+                yield path
+
+
+def _is_skipped(folder: Path) -> bool:
+    is_environment = (folder / "pyvenv.cfg").exists()
+    return folder.name.startswith(".") or folder.name in _SKIPPED or is_environment
 
 
 def decoded(data: bytes) -> tuple[str, str, bytes]:
@@ -113,8 +121,9 @@ def decoded(data: bytes) -> tuple[str, str, bytes]:
         SyntaxError, UnicodeDecodeError, LookupError: an unknown encoding, or bytes that are not in it.
     """
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-    mark = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
-    encoding = "utf-8" if mark else encoding
+    mark = b""
+    if data.startswith(codecs.BOM_UTF8):
+        mark, encoding = codecs.BOM_UTF8, "utf-8"
     return data[len(mark) :].decode(encoding), encoding, mark
 
 
