@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from o1 import begin, halves
 
+from ended_apex import end_apex
 from narrowcast.apex import amp
 from narrowcast.apex.amp import lists
 from narrowcast.errors import AmpError, PolicyError
@@ -49,7 +50,7 @@ def test_decorated_functions(half):
     assert more["z"][0].dtype == torch.float32
     with amp.disable_casts():
         assert in_half(wide) == (torch.float32, None, None)
-    amp.shutdown()
+    end_apex()
     assert in_half(wide) == (torch.float32, None, None)
 
 
@@ -66,7 +67,7 @@ def test_registered_functions_of_other_modules(half):
         assert module.function is original
         begin(half)
         assert module.function(torch.ones(2), torch.ones(2, dtype=half))[0] == wanted
-        amp.shutdown()
+        end_apex()
         assert module.function is original
     begin()
     assert module.function is original
@@ -86,7 +87,7 @@ def test_registered_functions_of_torch_come_before_the_lists(half):
     assert torch.nn.BCELoss()(x.to(half), x).dtype == torch.float32
     model = torch.nn.MultiheadAttention(4, 1)
     assert model(*[torch.ones(2, 1, 4)] * 3)[0].dtype == half
-    amp.shutdown()
+    end_apex()
     assert F.softmax(x.to(half), dim=0).dtype == half
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowcast as nc
+from ended_apex import end_apex
 from narrowcast.apex import amp
 from narrowcast.errors import AmpError, OrderError, SettingError, UnsupportedError
 
@@ -325,7 +326,7 @@ def test_a_scaled_loss_backward_after_its_block_is_refused(level):
         pass
     with pytest.raises(AmpError, match="scaled by 65536 went backward after its scale_loss block"):
         scaled.backward()
-    amp.shutdown()
+    end_apex()
     model, optimizer = start(level, loss_scale=1.0)
     with amp.scale_loss(loss_of(model), optimizer) as scaled:
         pass
@@ -423,7 +424,7 @@ def test_sparse_gradients_add_up_and_have_no_masters():
         if level == "O1":
             optimizer.step()
             assert torch.equal(table.weight, before - torch.tensor([[0.0], [2.0], [1.0], [0.0]]))
-        amp.shutdown()
+        end_apex()
 
 
 # ---- around
@@ -478,7 +479,7 @@ def test_schedulers_go_on_without_warnings(before):
         backward(model, optimizer, bad=bad)
         optimizer.step()
         scheduler.step()
-    amp.shutdown()
+    end_apex()
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.125
