@@ -22,15 +22,18 @@ _INSIDE = ("narrowcast.", "torch.")
 
 def warn_at_script(message: str) -> None:
     """Warn with the first line outside of this package and torch, which wrap the scaler's methods."""
-    level, frame = 2, sys._getframe(1)
+    level = 2
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
-        level, frame = level + 1, frame.f_back
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def leaves_below(root: Any) -> set[int]:
     """Return the ids of the leaves whose gradients backward from ``root`` would accumulate."""
-    return {id(leaf_of(node)) for node in nodes_below([root]) if leaf_of(node) is not None}
+    leaves = map(leaf_of, nodes_below([root]))
+    return {id(leaf) for leaf in leaves if leaf is not None}
 
 
 class StepsByHand:
@@ -51,10 +54,11 @@ class StepsByHand:
         watching = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            watch, stage_of_one = watching(), stage_of()
-            if watch is None or stage_of_one is None or closure_of(args[1:], kwargs) is not None:
-                return  # a closure computes the gradients inside the step
-            watch._look_at(optimizer, stage_of_one(optimizer))
+            # A closure computes the gradients inside the step.
+            if closure_of(args[1:], kwargs) is None:
+                watch, read_stage = watching(), stage_of()
+                if watch is not None and read_stage is not None:
+                    watch._look_at(optimizer, read_stage(optimizer))
 
         handle = register_optimizer_step_pre_hook(before_step)
         self._remove = weakref.finalize(self, handle.remove)
@@ -112,9 +116,9 @@ class SchedulersAfterSkips:
         known = self._rates.pop(id(optimizer), None)
         if known is None:
             return
-        before, has_moved = known
+        rates_before, has_moved = known
         rates = _rates_of(optimizer)
-        if rates == before:
+        if rates == rates_before:
             return
         if not has_moved:
             self._rates[id(optimizer)] = (rates, True)

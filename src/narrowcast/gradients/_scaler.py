@@ -11,8 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import OrderError, ScaleError, UnsupportedError
 from narrowcast.gradients import _scales
-from narrowcast.gradients._check import clamp, clip_unscaled, scaled_by
-from narrowcast.gradients._iteration import Iteration, State, fresh_state
+from narrowcast.gradients._check import scaled_by
+from narrowcast.gradients._clipping import clamp, clip_unscaled
+from narrowcast.gradients._iteration import Iteration, OptimizerState
 from narrowcast.gradients._optimizer_gradients import gradients_of
 from narrowcast.gradients._scales import DeviceScale
 from narrowcast.gradients._steps import Listener, Outcomes, StepResult, closure_of
@@ -21,6 +22,8 @@ from narrowcast.scaling import Dynamic, LossScale, scale_in, state_of
 
 
 def _setting(name: str) -> Any:
+    """Return a property that reads and writes a setting of a dynamic loss scale."""
+
     def read(scaler: TorchNames) -> Any:
         value = scaler._loss_scale.settings
         if not isinstance(value, Dynamic):
@@ -36,11 +39,14 @@ def _setting(name: str) -> Any:
 def _initial(name: str) -> Any:
     """Return a property that has no effect once the scale is on a device, as in torch."""
 
+    def read(scaler: TorchNames) -> Any:
+        return getattr(scaler._loss_scale.settings, name, 0)
+
     def write(scaler: TorchNames, value: Any) -> None:
         if scaler._loss_scale.factor is None:
             scaler._loss_scale.change(**{name: value})
 
-    return property(lambda scaler: getattr(scaler._loss_scale.settings, name, 0), write)
+    return property(read, write)
 
 
 class TorchNames:
@@ -92,14 +98,14 @@ class TorchNames:
             self._loss_scale.change(good_steps=int(value))
 
     @property
-    def _per_optimizer_states(self) -> dict[int, State]:
+    def _per_optimizer_states(self) -> dict[int, OptimizerState]:
         return self._iteration.states
 
     @_per_optimizer_states.setter
-    def _per_optimizer_states(self, states: Mapping[int, State]) -> None:
-        self._iteration.states = defaultdict(fresh_state)
+    def _per_optimizer_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        self._iteration.states = defaultdict(OptimizerState)
         for key, state in states.items():
-            self._iteration.states[key] = fresh_state() | state
+            self._iteration.states[key].update(state)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self._loss_scale.place(torch.device(dev))
@@ -345,15 +351,15 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if new_scale is not None:
             self._loss_scale.change(scale=_scales.one_number(new_scale))
         else:
-            found = self._iteration.found(factor.device)
-            if not found and not self._iteration.may_lack_checks():
+            flags = self._iteration.overflow_flags(factor.device)
+            if not flags and not self._iteration.may_lack_checks():
                 self._iteration.forget_steps()
                 raise OrderError(
                     "No inf checks were recorded prior to update: call step(optimizer), or "
                     "unscale_(optimizer), after backward and before update"
                 )
-            if found:
-                self._loss_scale.move(found[0] if len(found) == 1 else torch.stack(found).amax())
+            if flags:
+                self._loss_scale.move(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
         self._iteration.end()
 
     def report_pending(self) -> None:
@@ -467,6 +473,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     def __repr__(self) -> str:
         if not self._enabled:
             return "GradScaler(enabled=False)"
-        value = self._loss_scale.read() if self._loss_scale.on_host else None
-        now = "" if value is None else f", scale={value.scale:g}"
-        return f"GradScaler({type(self._loss_scale.settings).__name__}{now})"
+        kind = type(self._loss_scale.settings).__name__
+        if not self._loss_scale.on_host:
+            return f"GradScaler({kind})"
+        return f"GradScaler({kind}, scale={self._loss_scale.read().scale:g})"

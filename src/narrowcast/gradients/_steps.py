@@ -77,7 +77,9 @@ class StepResult:
 
     def skipped_on_device(self) -> torch.Tensor | bool:
         """Return ``skipped`` without a host sync: a 0-dim bool tensor if only the device knows."""
-        return self._found_inf > 0 if isinstance(self._found_inf, torch.Tensor) else self._found_inf
+        if isinstance(self._found_inf, torch.Tensor):
+            return self._found_inf > 0
+        return self._found_inf
 
     def settle(self, *, skipped: bool) -> None:
         """Learn whether the step was skipped, and let go of gradients that were held to name parameters."""
@@ -126,10 +128,14 @@ class StepResult:
         return super().__getstate__()
 
     def __repr__(self) -> str:
-        norm = "" if self.grad_norm is None else f", grad_norm={self.grad_norm:.6g}"
-        bad = f", nonfinite={self.nonfinite}" if self.skipped else ""
-        waiting = "" if self.complete else ", complete=False"
-        return f"StepResult(skipped={self.skipped}, scale={self.scale}{norm}{bad}{waiting})"
+        parts = [f"skipped={self.skipped}", f"scale={self.scale}"]
+        if self.grad_norm is not None:
+            parts.append(f"grad_norm={self.grad_norm:.6g}")
+        if self.skipped:
+            parts.append(f"nonfinite={self.nonfinite}")
+        if not self.complete:
+            parts.append("complete=False")
+        return f"StepResult({', '.join(parts)})"
 
 
 Listener = Callable[[StepResult], None]
@@ -228,9 +234,8 @@ class Outcomes:
     """The results of all steps of one scaler, in order."""
 
     def __init__(self, patience: int | None) -> None:
-        if patience is not None and (
-            not isinstance(patience, int) or isinstance(patience, bool) or patience < 1
-        ):
+        is_number = isinstance(patience, int) and not isinstance(patience, bool)
+        if patience is not None and (not is_number or patience < 1):
             raise ScaleError(f"patience must be a whole number of at least 1, or None, got {patience!r}")
         self.patience = patience
         self.steps = 0
@@ -288,12 +293,12 @@ class Outcomes:
         """
         if ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)
-        skipped = result.skipped
-        for listener in list((self.on_skip if skipped else self.on_step).values()):
+        listeners = self.on_skip if result.skipped else self.on_step
+        for listener in list(listeners.values()):
             listener(result)
         if optimizer is None:
             return
-        if not skipped:
+        if not result.skipped:
             self._skips.took(optimizer)
             return
         since = self._skips.skipped(optimizer, number)
@@ -362,10 +367,12 @@ def step_or_restore(
 
 def _snapshot(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Copy an optimizer's parameters, state and settings; return a function that restores them."""
-    groups = optimizer.param_groups
-    values = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
-    state = {parameter: copied(one) for parameter, one in optimizer.state.items()}
-    settings = [copied({key: group[key] for key in group if key != "params"}) for group in groups]
+    values = [(parameter, parameter.detach().clone()) for parameter in parameters_of(optimizer)]
+    state = {parameter: copied(its_state) for parameter, its_state in optimizer.state.items()}
+    settings_of_groups = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        settings_of_groups.append((group, copied(settings)))
 
     def restore() -> None:
         with torch.no_grad():
@@ -373,7 +380,7 @@ def _snapshot(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
                 parameter.copy_(value)
         optimizer.state.clear()
         optimizer.state.update(state)
-        for group, before in zip(groups, settings, strict=True):
-            group.update(before)
+        for group, settings in settings_of_groups:
+            group.update(settings)
 
     return restore
