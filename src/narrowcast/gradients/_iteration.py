@@ -334,9 +334,10 @@ class Iteration:
         # A script may have written flags into torch's own entries.
         flags = list(state["found_inf_per_device"].values())
         if flags and not (len(flags) == 1 and flags[0] is check.found_inf):
-            device = check.found_inf.device
-            check.replace_flag(torch.stack([flag.to(device) for flag in flags]).amax())
-            check.any_checked, check.flags = True, check.gradients.flags()
+            on_one_device = [flag.to(check.found_inf.device) for flag in flags]
+            check.replace_flag(torch.stack(on_one_device).amax())
+            check.any_checked = True
+            check.flags = check.gradients.flags()
 
         if check.any_checked:
             self._trained.add(id(optimizer))

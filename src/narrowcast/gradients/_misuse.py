@@ -134,5 +134,9 @@ class SchedulersAfterSkips:
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return the learning rates that are numbers; comparing tensors may need a host sync."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return [rate for rate in rates if isinstance(rate, float)]
+    rates = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, float):
+            rates.append(rate)
+    return rates

@@ -66,12 +66,19 @@ class StepResult:
     @classmethod
     def joined(cls, results: Sequence[StepResult], *, grad_norm: torch.Tensor | None = None) -> StepResult:
         """Join the results of optimizers that stepped together; all were skipped or none."""
+
+        def nonfinite() -> tuple[str, ...]:
+            names: list[str] = []
+            for result in results:
+                names += result.nonfinite
+            return tuple(names)
+
         first = results[0]
         return cls(
             found_inf=first._found_inf,
             scale=first._scale,
             grad_norm=grad_norm,
-            nonfinite=lambda: tuple(name for result in results for name in result.nonfinite),
+            nonfinite=nonfinite,
             returned=tuple(result.returned for result in results),
         )
 
@@ -222,12 +229,11 @@ def collapse_message(
     advice: str,
 ) -> str:
     """Return the message of a ``ScaleCollapseError``; a scale of 1 is not mentioned."""
-    of_whom = few(names, 5) or "another rank"
-    did_not_help = f", and a loss scale of {scale:g} did not help" if scale != 1.0 else ""
-    return (
-        f"{patience} steps of {type(optimizer).__name__} in a row were skipped, since step {since}: the "
-        f"gradients of {of_whom} are not finite{did_not_help}. {advice}"
-    )
+    reason = f"the gradients of {few(names, 5) or 'another rank'} are not finite"
+    if scale != 1.0:
+        reason += f", and a loss scale of {scale:g} did not help"
+    skips = f"{patience} steps of {type(optimizer).__name__} in a row were skipped, since step {since}"
+    return f"{skips}: {reason}. {advice}"
 
 
 class Outcomes:
@@ -331,7 +337,9 @@ class SkipStep(BaseException):  # no ``except Exception`` of an optimizer stops 
 
 def closure_of(args: Any, kwargs: Any) -> Callable[[], Any] | None:
     """Return the closure among the arguments of a ``step``, positional or keyword."""
-    closure = kwargs.get("closure", args[0] if args else None)
+    closure = kwargs.get("closure")
+    if "closure" not in kwargs and args:
+        closure = args[0]
     return closure if callable(closure) else None
 
 

@@ -92,7 +92,10 @@ def properties(opt_level: Any, *, half_type: Any = None, **asked: Any) -> Proper
             f"expected opt_level to be 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}; the first character is "
             "the letter O, not the number zero"
         )
-    settings = {name: _checked(opt_level, name, value) for name, value in asked.items() if value is not None}
+    settings = {}
+    for name, value in asked.items():
+        if value is not None:
+            settings[name] = _checked(opt_level, name, value)
 
     if half_type not in (None, *LOW_DTYPES):
         raise AmpError(f"expected half_type to be torch.float16 or torch.bfloat16, got {half_type!r}")

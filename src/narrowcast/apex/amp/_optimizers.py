@@ -59,8 +59,11 @@ class PreparedOptimizer:
         self.gradients = BlockGradients(optimizer)
         self.skip: str | None = None
         self.in_block = False
+        # For one comparison with the parameters that the models have at the first block.
         self._models = [weakref.ref(model) for model in models]
-        self._ids_at_start = {id(p) for model in models for p in model.parameters()}
+        self._ids_at_start: set[int] = set()
+        for model in models:
+            self._ids_at_start.update(map(id, model.parameters()))
 
         setattr(optimizer, _STASH, self)
         for name in _MAKE_MASTERS:
@@ -147,6 +150,8 @@ class PreparedOptimizer:
                 f"{self._name}.step(closure) is not supported with a scaled loss: call the closure before "
                 "step(), or use narrowcast.GradScaler, whose step takes closures"
             )
+
+        # The block found an overflow.
         if self.skip is not None:
             maybe_print(self.skip)
             self.skip = None
@@ -300,6 +305,7 @@ class BlockGradients:
             if low.grad is not None:
                 self._taken.append(_TakenGradient(low, master, low.grad, version_of(low.grad)))
         masters.held.take_gradients()
+        # Scripts find them there after a block, as under apex.
         for taken in self._taken:
             taken.low.grad = taken.gradient
 

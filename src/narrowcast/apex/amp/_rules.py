@@ -173,7 +173,8 @@ def plan(half: str, registered: Mapping[Key, str]) -> tuple[Policy, dict[Target,
 
     preset = Policy.preset("O1")
     policy = Policy(compute=half, tables=preset.tables, rules=preset.rules)
-    return policy.with_rules(*(Rule(op=operator, compute=cast) for operator, cast in rules.items())), whole
+    edits = [Rule(op=operator, compute=cast) for operator, cast in rules.items()]
+    return policy.with_rules(*edits), whole
 
 
 def _rules(casts: Mapping[Key, str]) -> dict[str, str]:

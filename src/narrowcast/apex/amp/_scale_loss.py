@@ -393,13 +393,18 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if not state_dict and not scalers:
         return
     saved = from_apex(state_dict, dynamic=False)
+    counts = []
+    for key, entry in state_dict.items():
+        if key.startswith("loss_scaler"):
+            counts.append(int(entry["unskipped"]))
+
+    # The number of losses may differ in an evaluation, or after a change of the script.
     if len(saved) != len(scalers):
         warnings.warn(
             f"the state holds {len(saved)} loss scales, and amp.initialize made {len(scalers)}: the common "
             "ones are loaded. Give amp.initialize the num_losses of the run that was saved",
             stacklevel=2,
         )
-    counts = [int(entry["unskipped"]) for key, entry in state_dict.items() if key.startswith("loss_scaler")]
     for number, (scaler, loss_scale, count) in enumerate(zip(scalers, saved, counts, strict=False)):
         _load(number, scaler, loss_scale.scale, count)
 
@@ -407,7 +412,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 def _load(number: int, scaler: LossScaler, scale: float, count: int) -> None:
     value = scaler.value
     if isinstance(value, Static):
-        scaler._loss_scale, scaler._unskipped = scale, count
+        scaler._loss_scale = scale
+        scaler._unskipped = count
         return
     kept = min(max(scale, value.min_scale), value.max_scale)
     # The count of a static scale has no limit. A dynamic scale grows at the next good block then.
