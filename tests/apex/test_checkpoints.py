@@ -17,7 +17,7 @@ STEPS = 10
 BATCHES = torch.randn(STEPS, 6, 5, generator=torch.Generator().manual_seed(7))
 
 
-def made(seed, level, *, num_losses=1, **settings):
+def plain(seed):
     """A model with batch norm and a tied pair of weights, and its optimizer."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
@@ -28,11 +28,14 @@ def made(seed, level, *, num_losses=1, **settings):
         torch.nn.Linear(8, 8),
     )
     model[4].weight = model[3].weight
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def made(seed, level, *, num_losses=1, **settings):
     # O3's scale stays at 1 by default, where nothing could be saved wrongly.
     extra = {"loss_scale": "dynamic"} if level == "O3" else {}
     return amp.initialize(
-        model, optimizer, opt_level=level, num_losses=num_losses, verbosity=0, **{**extra, **settings}
+        *plain(seed), opt_level=level, num_losses=num_losses, verbosity=0, **{**extra, **settings}
     )
 
 
@@ -130,10 +133,8 @@ def test_weights_load_before_initialize_and_through_wrappers(how):
     weights = checkpoint["model"]
     train(model, optimizer, range(5, STEPS))
     wanted = everything(model, optimizer)
-    end_apex()
     if how == "before":
-        model, optimizer = made(1, "O0")
-        end_apex()
+        model, optimizer = plain(1)
         model.load_state_dict(weights)
         optimizer.load_state_dict(checkpoint["optimizer"])
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -163,7 +164,6 @@ def test_a_checkpoint_of_apex_loads():
     model, optimizer = made(0, "O2")
     train(model, optimizer, range(5))
     checkpoint = read(saved(model, optimizer))
-    end_apex()
     model, optimizer = made(1, "O2")
     model.load_state_dict(apexs(checkpoint["model"]))
     optimizer.load_state_dict(checkpoint["optimizer"])
