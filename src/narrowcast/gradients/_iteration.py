@@ -6,8 +6,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +79,20 @@ class OptimizerState(dict[str, Any]):
         self.later_loss: tuple[Any, list[int]] | None = None
 
 
+class OptimizerStates(dict[int, OptimizerState]):
+    """The state of each optimizer, by its id; what a script puts there becomes an ``OptimizerState``."""
+
+    def __missing__(self, key: int) -> OptimizerState:
+        state = self[key] = OptimizerState()
+        return state
+
+    def __setitem__(self, key: int, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, OptimizerState):
+            items, state = state, OptimizerState()
+            state.update(items)
+        super().__setitem__(key, state)
+
+
 class Iteration:
     """The optimizers of a scaler, from the first ``scale`` to ``update``.
 
@@ -102,7 +115,7 @@ class Iteration:
         self.process_group = process_group
         self._sharded = sharded
         self._allow_fp16 = allow_fp16
-        self.states: dict[int, OptimizerState] = defaultdict(OptimizerState)
+        self.states = OptimizerStates()
         self.names: dict[int, str] = {}
         self.stepping = False
         self.steps_by_hand: StepsByHand | None = None
@@ -124,6 +137,7 @@ class Iteration:
             return
         if self.states:
             self._remember_later_loss(scaled)
+
         # A Stepper, which names parameters, watches its optimizers itself.
         if self.steps_by_hand is None and not self.stepping and not self.names and self._loss_scale.scales:
             self.steps_by_hand = StepsByHand(scaled, weakref.WeakMethod(self.stage_outside))
@@ -141,6 +155,7 @@ class Iteration:
         self, optimizer: torch.optim.Optimizer, later_loss: tuple[Any, list[int]], check: GradientCheck
     ) -> None:
         """Refuse gradients that were unscaled, and then got more from a loss that was scaled afterwards."""
+        # The loss of another optimizer may be scaled meanwhile: what counts is who got gradients.
         node, versions = later_loss
         has_no_new_ones = len(self._gradients(optimizer).values) == len(check.gradients.values)
         if has_no_new_ones and versions == versions_of(check.gradients):
@@ -194,7 +209,7 @@ class Iteration:
 
     def end(self) -> None:
         """Forget the state of each optimizer."""
-        self.states = defaultdict(OptimizerState)
+        self.states = OptimizerStates()
         self._updated = not self._replayed
         if self.steps_by_hand is not None:
             self.steps_by_hand.end()
@@ -219,6 +234,8 @@ class Iteration:
         if flat is None:
             flat = self._flat_copies[optimizer] = FlatCopies()
         scaling = self._scaling()
+
+        # One read gives the norm and the check.
         if state["stage"] is OptState.READY and order in (2.0, math.inf):
             gradients = self._gradients(optimizer, summed=True)
             defer = _torch_internals.takes_grad_scale(optimizer) and gradients.dense
@@ -233,6 +250,8 @@ class Iteration:
         check = self._unscaled_check(state, optimizer)
         gradients = self._gradients(optimizer, summed=True)
         total = _clipping.clip_unscaled(gradients, max_norm, order, scaling, flat=flat)
+
+        # What was not finite before clipping stays so, whatever clipping made of it.
         check.norm = total.norm
         check.flags = check.flags or total.flags
         if check.ranks_differ is None:
@@ -316,12 +335,12 @@ class Iteration:
 
     def _check_for_step(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> GradientCheck:
         # First: of an optimizer that weights.hold holds it may raise.
-        divides_itself = _torch_internals.takes_grad_scale(optimizer)
+        skips_itself = _torch_internals.takes_grad_scale(optimizer)
         check = state.check
         if state["stage"] is OptState.READY:
             gradients = self._gradients(optimizer)
             scaling = self._scaling()
-            if divides_itself and gradients.dense and self._defers_unscaling(optimizer, scaling):
+            if skips_itself and gradients.dense and self._defers_unscaling(optimizer, scaling):
                 check = _check.check_scaled(gradients, scaling)
                 self._set_check(state, check, OptState.READY)
             else:
@@ -342,7 +361,7 @@ class Iteration:
         if check.any_checked:
             self._trained.add(id(optimizer))
         else:
-            self._without_gradients(optimizer, may_be_first=divides_itself)
+            self._without_gradients(optimizer, may_be_first=skips_itself)
         if state.later_loss is not None:
             self._refuse_later_backward(optimizer, state.later_loss, check)
             state.later_loss = None

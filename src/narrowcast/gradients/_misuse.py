@@ -51,6 +51,8 @@ class StepsByHand:
         self._root = getattr(scaled, "grad_fn", None)
         if self._root is None:
             return
+
+        # The hook is torch's for the whole process: it keeps neither this object nor the scaler alive.
         watching = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -68,6 +70,8 @@ class StepsByHand:
         if stage is None or stage is OptState.UNSCALED:
             return  # an unscaled step is right if the script checks gradients itself
         name = type(optimizer).__name__
+
+        # The gradients are unscaled, and the weights move twice.
         if stage is OptState.STEPPED:
             self.end()
             warn_at_script(
@@ -75,6 +79,8 @@ class StepsByHand:
                 "optimizer.step() out"
             )
             return
+
+        # Optimizers of models that the scaler has nothing to do with step by themselves.
         leaves = leaves_below(self._root)
         if any(p.grad is not None and id(p) in leaves for p in parameters_of(optimizer)):
             self.end()
@@ -120,6 +126,7 @@ class SchedulersAfterSkips:
         rates = _rates_of(optimizer)
         if rates == rates_before:
             return
+        # Moved once: perhaps an epoch ended.
         if not has_moved:
             self._rates[id(optimizer)] = (rates, True)
             return

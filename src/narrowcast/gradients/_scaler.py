@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from narrowcast.errors import OrderError, ScaleError, UnsupportedError
 from narrowcast.gradients import _scales
 from narrowcast.gradients._check import scaled_by
 from narrowcast.gradients._clipping import clamp, clip_unscaled
-from narrowcast.gradients._iteration import Iteration, OptimizerState
+from narrowcast.gradients._iteration import Iteration, OptimizerState, OptimizerStates
 from narrowcast.gradients._optimizer_gradients import gradients_of
 from narrowcast.gradients._scales import DeviceScale
 from narrowcast.gradients._steps import Listener, Outcomes, StepResult, closure_of
@@ -103,9 +102,9 @@ class TorchNames:
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        self._iteration.states = defaultdict(OptimizerState)
+        self._iteration.states = OptimizerStates()
         for key, state in states.items():
-            self._iteration.states[key].update(state)
+            self._iteration.states[key] = state  # type: ignore[assignment]
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self._loss_scale.place(torch.device(dev))
@@ -299,10 +298,13 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             result = StepResult(found_inf=False, scale=1.0, returned=optimizer.step(*args, **kwargs))
             self._outcomes.report(optimizer, result, self._outcomes.next_number())
             return result
+
+        # Earlier steps whose flag has arrived: listeners hear of steps in their order.
         self._outcomes.report_pending()
         iteration = self._iteration
         if iteration.schedulers:
             iteration.schedulers.stepping(optimizer)
+
         closure = closure_of(args, kwargs)
         iteration.stepping = True
         try:
@@ -348,6 +350,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if not self._enabled:
             return
         factor = self._loss_scale.factor_for("update")
+
+        # The scale moves once for all optimizers, if any of them overflowed.
         if new_scale is not None:
             self._loss_scale.change(scale=_scales.one_number(new_scale))
         else:

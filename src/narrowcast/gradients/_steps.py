@@ -161,6 +161,7 @@ class HostCopies:
         """Copy 1-dim values; return a function that waits for them and returns them, to be called once."""
         if values.device.type != "cuda":  # only CUDA copies without a sync
             return values.cpu().tolist
+
         free = self._free.setdefault((values.device, len(values)), [])
         if free:
             host, event = free.pop()
@@ -245,6 +246,7 @@ class Outcomes:
             raise ScaleError(f"patience must be a whole number of at least 1, or None, got {patience!r}")
         self.patience = patience
         self.steps = 0
+        # By the id of a handle, as torch's RemovableHandle removes them.
         self.on_step: OrderedDict[int, Listener] = OrderedDict()
         self.on_skip: OrderedDict[int, Listener] = OrderedDict()
         self.pending: deque[PendingStep] = deque()  # steps to report once the host can know their flag
@@ -299,9 +301,12 @@ class Outcomes:
         """
         if ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)
+        # A copy, since a listener may remove itself.
         listeners = self.on_skip if result.skipped else self.on_step
         for listener in list(listeners.values()):
             listener(result)
+
+        # The optimizer may have been freed before its flag arrived.
         if optimizer is None:
             return
         if not result.skipped:
@@ -361,6 +366,7 @@ def step_or_restore(
         What ``step`` returned, or the loss of a skipped step; and the ``SkipStep``, None if none was raised.
     """
     restore = _snapshot(optimizer) if moves_first else None
+    # In the place where the caller gave its closure.
     if callable(kwargs.get("closure")):
         kwargs = {**kwargs, "closure": evaluate}
     else:
@@ -386,6 +392,7 @@ def _snapshot(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         with torch.no_grad():
             for parameter, value in values:
                 parameter.copy_(value)
+        # In place, since schedulers and wrappers hold the same dicts.
         optimizer.state.clear()
         optimizer.state.update(state)
         for group, settings in settings_of_groups:

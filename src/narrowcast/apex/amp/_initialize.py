@@ -84,6 +84,8 @@ def initialize(
     process_state.verbosity = verbosity
     model_list = _list_of_models(models)
     optimizer_list = _list_of_optimizers(optimizers)
+
+    # Scripts turn amp off with it, and keep their calls.
     if not enabled:
         for optimizer in optimizer_list:
             optimizer_of(optimizer)
@@ -107,6 +109,7 @@ def initialize(
     casts = planned_casts(wanted.half_type) if wanted.patch_torch_functions else None
     _report(wanted)
 
+    # Masters start from the float32 weights of before the cast.
     handle = None if casts is None else Handle(casts, model_list)
     originals: dict[torch.Tensor, torch.Tensor] = {}
     for model in model_list:

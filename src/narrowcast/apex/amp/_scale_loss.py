@@ -158,6 +158,7 @@ def scale_loss(
             "end of the block"
         )
     scaler = _scaler_for(named, loss_id)
+    # Plain float32 training, as under O0.
     if not any(one.scales for one in named):
         yield loss.float()
         return
@@ -221,6 +222,7 @@ def _end_block(
     named: Sequence[PreparedOptimizer], scale: float, *, delay_unscale: bool
 ) -> list[torch.Tensor]:
     """Unscale the gradients of a block, unless that is delayed; return the flags of each optimizer."""
+    # All are checked before the first is changed.
     for one in named:
         one.gradients.check_graph()
     overflows = []
@@ -236,6 +238,7 @@ def _update(
     scaler: Any, loss_id: int, named: Sequence[PreparedOptimizer], overflows: Sequence[torch.Tensor]
 ) -> None:
     """Update the scale, and mark the optimizers whose next step is skipped; waits once for the device."""
+    # One copy to the host for all optimizers.
     device = overflows[0].device
     flags = torch.stack([pair.to(device) for pair in overflows]).tolist()
     overflow = any(of_block > 0 for of_block, _ in flags)
@@ -243,6 +246,7 @@ def _update(
     scaler.after_block(overflow=overflow)
     scale = scaler.loss_scale()
 
+    # An overflow in one of them skips the step of all, as in apex.
     for one, (_, of_sum) in zip(named, flags, strict=True):
         if overflow:
             change = f"stays at {scale}" if scale == scale_before else f"reducing loss scale to {scale}"
@@ -322,6 +326,7 @@ def _prepared_optimizers(optimizers: Any) -> list[PreparedOptimizer] | None:
             unknown.append(optimizer)
         else:
             known.append(one)
+    # After initialize(enabled=False) no optimizer is known, and scripts call scale_loss all the same.
     if not known and not process_state.opt_properties.enabled:
         return None
     if unknown:
