@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from listed_calls import FUNCTIONAL, TENSOR, TORCH, prepared
-from narrowcast.apex.amp import _rules, lists
+from narrowcast.apex.amp import lists
 from narrowcast.errors import AmpError
 
 CALLS = {
@@ -15,14 +15,6 @@ CALLS = {
 }
 COMPARED = {"eq", "equal", "ge", "gt", "le", "lt", "ne"}
 NOT_CALLED = {"cpu", "__ipow__"}  # tests of their own below
-
-
-# Named a second time in ``listed_calls``: https://github.com/NVIDIA/apex/tree/22.04-dev/apex/amp/lists
-def test_the_lists_are_those_of_apex():
-    called = {_rules.FUNCTIONAL: FUNCTIONAL, _rules.TORCH: TORCH, _rules.TENSOR: TENSOR}
-    besides = {_rules.FUNCTIONAL: {"binary_cross_entropy"}, _rules.TENSOR: NOT_CALLED}
-    for module, casts in _rules._APEXS_LISTS.items():
-        assert set(casts) == set(called[module]) | besides.get(module, set())
 
 
 def names_on(*lists_of_a_module):

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from o1 import begin, halves
 
 from ended_apex import end_apex
+from listed_calls import FUNCTIONAL, TENSOR, TORCH
 from narrowcast.apex import amp
-from narrowcast.apex.amp import lists
+from narrowcast.apex.amp import _rules, lists
 from narrowcast.errors import AmpError, PolicyError
 
 
@@ -97,6 +98,14 @@ def test_registering_what_is_not_there_or_too_late():
     begin()
     with pytest.raises(AmpError, match="'bmm' was registered after"):
         amp.register_half_function(torch, "bmm")
+
+
+# Named a second time in ``listed_calls``: https://github.com/NVIDIA/apex/tree/22.04-dev/apex/amp/lists
+def test_the_lists_are_those_of_apex():
+    called = {_rules.FUNCTIONAL: FUNCTIONAL, _rules.TORCH: TORCH, _rules.TENSOR: TENSOR}
+    besides = {_rules.FUNCTIONAL: {"binary_cross_entropy"}, _rules.TENSOR: {"cpu", "__ipow__"}}
+    for module, casts in _rules._APEXS_LISTS.items():
+        assert set(casts) == set(called[module]) | besides.get(module, set())
 
 
 @halves

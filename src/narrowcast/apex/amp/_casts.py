@@ -226,10 +226,10 @@ class Casts:
     functions: Mapping[Target, WholeCast]
 
 
-def planned_casts(half: torch.dtype) -> Casts:
+def planned_casts(half: torch.dtype, models: list[torch.nn.Module]) -> Casts:
     """Return the casts of the current lists and registrations; nothing is in force yet."""
     operators, functions = _registered_casts()
-    policy, whole = plan(format_name(half), operators)
+    policy, whole = plan(format_name(half), _device_types(models), operators)
     return Casts(policy, half, {**whole, **functions})
 
 

@@ -106,7 +106,7 @@ def initialize(
     check_models(model_list, wanted)
     check_optimizers(optimizer_list)
     scalers = loss_scalers_for(wanted, num_losses, min_loss_scale, max_loss_scale)
-    casts = planned_casts(wanted.half_type) if wanted.patch_torch_functions else None
+    casts = planned_casts(wanted.half_type, model_list) if wanted.patch_torch_functions else None
     _report(wanted)
 
     # Masters start from the float32 weights of before the cast.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from narrowcast.apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from narrowcast.errors import PolicyError
-from narrowcast.policy import Policy, Rule, base_of, overloads_of
+from narrowcast.policy import Policy, Rule, base_of, native_table, overloads_of
 
 FUNCTIONAL, TORCH, TENSOR = "torch.nn.functional", "torch", "torch.Tensor"
 MODULES: dict[str, Any] = {FUNCTIONAL: torch.nn.functional, TORCH: torch, TENSOR: torch.Tensor}
@@ -49,6 +49,9 @@ _CALLED = {
 }
 # x **= 2 makes x another tensor, as in apex; the operator in place could not.
 _CAST_AS_A_WHOLE = "__ipow__"
+# apex runs recurrent layers in half, although they are on no list. On CUDA the table has one kernel for them;
+# elsewhere they would mix the formats of their operators.
+_RECURRENT_LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # Tensor.cpu keeps the dtype of the tensor. apex cast it, which was a bug.
 _NEVER_CAST = "cpu"
 
@@ -147,17 +150,23 @@ class WholeCast:
     advice: str = ""
 
 
-def plan(half: str, registered: Mapping[Key, str]) -> tuple[Policy, dict[Target, WholeCast]]:
+def plan(
+    half: str, devices: Iterable[str], registered: Mapping[Key, str]
+) -> tuple[Policy, dict[Target, WholeCast]]:
     """Return the policy of O1 by the current lists, and the Python functions that are cast as a whole.
 
     Args:
         half: the format of half, ``"fp16"`` or ``"bf16"``.
+        devices: the device types of the models.
         registered: functions of PyTorch that were registered, which win over the lists.
     """
     casts, edited = _listed()
     for key in edited:
         _check_known(key)
-    rules = _rules(edited) | _rules(registered)
+    rules: dict[str, str] = {}
+    if not all("_cudnn_rnn" in native_table(device) for device in devices):
+        rules.update(dict.fromkeys(_RECURRENT_LAYERS, HALF))
+    rules |= _rules(edited) | _rules(registered)
     casts |= registered
 
     whole: dict[Target, WholeCast] = {}
