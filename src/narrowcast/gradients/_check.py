@@ -316,7 +316,8 @@ def _are_small(gradients: OptimizerGradients) -> bool:
     for device, dtype, _, _ in gradients.groups:
         if not _torch_internals.checks_in_place(device, dtype):
             return False
-    return sum(map(_NBYTES, gradients.values)) <= _HELD_BYTES
+    total_bytes: int = sum(map(_NBYTES, gradients.values))
+    return total_bytes <= _HELD_BYTES
 
 
 # ---- writes

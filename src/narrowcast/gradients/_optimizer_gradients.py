@@ -247,7 +247,8 @@ def _local_parts(
                 values.append(gradient)
                 meshes.append(None)
                 continue
-            sharded, copied = [], []
+            sharded: list[torch.distributed.ProcessGroup] = []
+            copied: list[torch.distributed.ProcessGroup] = []
             for dimension, placement in enumerate(gradient.placements):
                 if isinstance(placement, Partial):
                     raise UnsupportedError(

@@ -12,7 +12,7 @@ from narrowcast.errors import OrderError, ScaleError, UnsupportedError
 from narrowcast.gradients import _scales
 from narrowcast.gradients._check import scaled_by
 from narrowcast.gradients._clipping import clamp, clip_unscaled
-from narrowcast.gradients._iteration import Iteration, OptimizerState, OptimizerStates
+from narrowcast.gradients._iteration import Iteration, OptimizerStates
 from narrowcast.gradients._optimizer_gradients import gradients_of
 from narrowcast.gradients._scales import DeviceScale
 from narrowcast.gradients._steps import Listener, Outcomes, StepResult, closure_of
@@ -97,14 +97,14 @@ class TorchNames:
             self._loss_scale.change(good_steps=int(value))
 
     @property
-    def _per_optimizer_states(self) -> dict[int, OptimizerState]:
+    def _per_optimizer_states(self) -> Any:  # torch's type of it is another mapping
         return self._iteration.states
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         self._iteration.states = OptimizerStates()
         for key, state in states.items():
-            self._iteration.states[key] = state  # type: ignore[assignment]
+            self._iteration.states[key] = state
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self._loss_scale.place(torch.device(dev))

@@ -79,8 +79,9 @@ def cast_model(model: torch.nn.Module, properties: Properties) -> dict[torch.Ten
             originals = lower(model, inputs, keep_fp32=kept)
         else:
             model.to(inputs)
-        for module in model.modules():
-            # Every module, since scripts also save and load parts of a model.
+        # On every module, since scripts also save and load parts of a model.
+        modules: Any = model.modules()  # the two methods have no types
+        for module in modules:
             module.register_state_dict_post_hook(_export)
             module.register_load_state_dict_pre_hook(_load_masters)
     if outputs is not None:
