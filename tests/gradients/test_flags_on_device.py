@@ -9,14 +9,14 @@ import torch
 
 import narrowcast as nc
 from counted_operators import operators_of
-from narrowcast.gradients import _check, _clipping
+from narrowcast.gradients import _check
 
 
 @pytest.fixture
 def flags_stay_on_device(monkeypatch):
     """The host acts as if it could not read a flag without waiting; reads by the test are allowed."""
     monkeypatch.setattr(_check, "known_on_host", lambda found_inf: None)
-    monkeypatch.setattr(_clipping, "_clip_on_host", _clipping._clip_on_device)
+    monkeypatch.setattr(_check, "_clip_on_host", _check._clip_on_device)
 
 
 def training(loss_scale=None):

@@ -1,4 +1,4 @@
-"""The gradient check: unscale and check the gradients of an optimizer, on one rank or on many.
+"""The gradient check: unscale, check and clip the gradients of an optimizer, on one rank or on many.
 
 Where the host knows at once whether a gradient is not finite (on a CPU), which gradients those are is looked
 for after an overflow. If the optimizer's step can divide by itself (``fused=True``), the division is deferred
@@ -10,6 +10,7 @@ diverge or wait for ever in the next collective.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ import torch.distributed as dist
 
 from narrowcast.errors import OrderError
 from narrowcast.gradients import _torch_internals
+from narrowcast.gradients._norms import norm_of_norms, norm_over_ranks
 from narrowcast.gradients._optimizer_gradients import (
+    FlatCopies,
     NonfiniteFlags,
     OptimizerGradients,
     gradients_of,
@@ -31,6 +34,9 @@ from narrowcast.gradients._optimizer_gradients import (
 # Read of each gradient at each step: by map and attrgetter, whose loop is in C.
 _GRAD, _VERSION, _NBYTES = attrgetter("grad"), attrgetter("_version"), attrgetter("nbytes")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_LARGEST_DIVISOR = 2.0**127  # of a deferred division; the inverse of infinity would be 0
 
 _HELD_BYTES = 64 * 2**20
 """Gradients of at most this size on an accelerator are held after the step, until their flag is read."""
@@ -154,7 +160,7 @@ class GradientCheck:
         """Do the division that was deferred to the step."""
         if self.divisor is not None:
             self.refuse_changes()
-            multiply(self.gradients, self.divisor.reciprocal())
+            _multiply(self.gradients, self.divisor.reciprocal())
             self.divisor = self.versions = None
 
 
@@ -182,7 +188,7 @@ def check_finite(gradients: OptimizerGradients, scaling: Scaling) -> GradientChe
     """Check gradients, and change none of them."""
     device = scaling.factor.device
     in_one_kernel = device.type == "cpu"
-    if not in_one_kernel and not process_groups(gradients, scaling):
+    if not in_one_kernel and not _process_groups(gradients, scaling):
         in_one_kernel = _are_small(gradients)
     if in_one_kernel:
         # It multiplies by 1. On a CPU it takes a fifth of the time of as many norms, and for large gradients,
@@ -281,7 +287,7 @@ def _multiply_and_check(gradients: OptimizerGradients, factor: torch.Tensor) -> 
 
 def _over_ranks(found_inf: torch.Tensor, gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
     """Return a check whose flag is this rank's, and that of every rank that decides with it."""
-    groups = process_groups(gradients, scaling)
+    groups = _process_groups(gradients, scaling)
     _max_over_ranks(found_inf, groups)
     any_checked = bool(gradients.values or groups)
     check = GradientCheck(found_inf, known_on_host(found_inf), any_checked, gradients, one_rank=not groups)
@@ -291,7 +297,7 @@ def _over_ranks(found_inf: torch.Tensor, gradients: OptimizerGradients, scaling:
     return check
 
 
-def process_groups(gradients: OptimizerGradients, scaling: Scaling) -> list[Any]:
+def _process_groups(gradients: OptimizerGradients, scaling: Scaling) -> list[Any]:
     """Return the process groups that decide together on these gradients."""
     groups: list[Any] = [] if scaling.process_group is None else [scaling.process_group]
     for placement in gradients.meshes or ():
@@ -320,10 +326,207 @@ def _are_small(gradients: OptimizerGradients) -> bool:
     return total_bytes <= _HELD_BYTES
 
 
+# ---- clipping
+
+
+@torch.no_grad()
+def clip(
+    gradients: OptimizerGradients,
+    scaling: Scaling,
+    max_norm: float,
+    order: float,
+    *,
+    defer: bool,
+    flat: FlatCopies,
+) -> GradientCheck:
+    """Unscale, check and clip in one read; with ``defer`` in the optimizer's step, where possible.
+
+    A norm that is not finite skips the step, also of finite gradients whose squares overflow.
+    """
+    total = total_norm(gradients, order, scaling, flat=flat)
+    defer = defer and not scaling.below_one
+    clip_here = _clip_on_host if scaling.factor.device.type == "cpu" else _clip_on_device
+    return clip_here(gradients, scaling, max_norm, total, defer=defer)
+
+
+def _clip_on_host(
+    gradients: OptimizerGradients, scaling: Scaling, max_norm: float, total: TotalNorm, *, defer: bool
+) -> GradientCheck:
+    """Clip where reading a number costs nothing: gradients are multiplied only if that changes them."""
+    groups = _process_groups(gradients, scaling)
+    inverse = scaling.inverse()
+    norm = total.norm * inverse if scaling.scales else total.norm
+    norm_is_finite = math.isfinite(norm)
+    clipping = _clipping(max_norm, norm)
+    kept = float(clipping)
+    finite = norm_is_finite and kept >= 0.0  # a max_norm in a tensor may be NaN or negative
+    check = GradientCheck(
+        torch.full((), float(not finite), device="cpu"),
+        overflowed=not finite,
+        any_checked=bool(gradients.values or groups),
+        gradients=gradients,
+        one_rank=not groups,
+        flags=None if norm_is_finite else gradients.flags(),
+        norm=norm,
+        ranks_differ=total.ranks_differ,
+    )
+    if not scaling.scales and kept == 1.0:
+        return check
+
+    # Gradients of a step that will be skipped stay as they are.
+    fits = not finite or (kept > 0.0 and scaling.number() / kept < _LARGEST_DIVISOR)
+    if defer and fits:
+        check.divisor = scaling.factor / clipping
+        check.versions = versions_of(gradients)
+    else:
+        _multiply(gradients, inverse * clipping)
+    return check
+
+
+def _clip_on_device(
+    gradients: OptimizerGradients, scaling: Scaling, max_norm: float, total: TotalNorm, *, defer: bool
+) -> GradientCheck:
+    """Clip without reading anything from the device."""
+    # The kernel that unscales gradients also unscales their norm, and checks it.
+    found_inf = torch.zeros((), device=scaling.factor.device)
+    inverse = scaling.inverse()
+    norm = total.norm
+    _torch_internals.multiply_and_check([norm], found_inf, inverse)
+    if scaling.below_one:
+        _check_number(norm, found_inf)
+    clipping = _clipping(max_norm, norm)
+    groups = _process_groups(gradients, scaling)
+    check = GradientCheck(
+        found_inf,
+        overflowed=None,
+        any_checked=bool(gradients.values or groups),
+        gradients=gradients,
+        one_rank=not groups,
+        flags=total.flags,
+        norm=norm,
+        ranks_differ=total.ranks_differ,
+    )
+    if isinstance(max_norm, torch.Tensor):
+        found_inf.masked_fill_(~(clipping >= 0), 1.0)  # it may be NaN or negative
+    if not defer:
+        _multiply(gradients, inverse * clipping if scaling.scales else clipping)
+        return check
+
+    check.divisor = scaling.factor / clipping
+    check.versions = versions_of(gradients)
+    # A division by infinity would train on zeros. To a norm of 0 that is what the caller wants.
+    if isinstance(max_norm, torch.Tensor):
+        found_inf.masked_fill_(~torch.isfinite(check.divisor) & (clipping > 0), 1.0)
+    elif max_norm > 0.0 and scaling.scales:
+        _check_number(check.divisor, found_inf)
+    return check
+
+
+def _clipping(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+    """Return the factor that ``torch.nn.utils.clip_grad_norm_`` multiplies gradients by."""
+    return (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+
+
+def _check_number(number: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Set ``found_inf`` to 1 if ``number`` is not finite, in one kernel."""
+    _torch_internals.multiply_and_check([number], found_inf, torch.ones_like(found_inf))
+
+
+@torch.no_grad()
+def clip_unscaled(
+    gradients: OptimizerGradients,
+    max_norm: float,
+    order: float,
+    scaling: Scaling,
+    *,
+    flat: FlatCopies | None = None,
+) -> TotalNorm:
+    """Clip gradients that are unscaled; return their norm before clipping."""
+    total = total_norm(gradients, order, scaling, flat=flat)
+    clipping = _clipping(max_norm, total.norm)
+    if scaling.factor.device.type != "cpu":
+        is_finite = torch.isfinite(total.norm) & (clipping >= 0)
+        total.found_inf = (~is_finite).float()
+        _multiply(gradients, clipping)
+        return total
+
+    # On the host gradients are multiplied only if that changes them.
+    kept = float(clipping)
+    if not (math.isfinite(total.norm) and kept >= 0.0):
+        total.found_inf = torch.ones((), device="cpu")
+        total.flags = gradients.flags()  # before they are multiplied by NaN
+    if kept != 1.0:
+        _multiply(gradients, clipping)
+    return total
+
+
+@torch.no_grad()
+def clamp(gradients: OptimizerGradients, value: float) -> None:
+    """Clamp gradients to [-value, value] in place; NaN stays NaN."""
+    for _, _, _, members in gradients.groups:
+        _torch_internals.clamp(members, -value, value)
+
+
+# ---- norms
+
+
+@dataclass(slots=True)
+class TotalNorm:
+    """The norm of all gradients of all ranks together.
+
+    Attributes:
+        norm: 0-dim float32; not finite if a gradient of any rank is not.
+        ranks_differ: as in ``GradientCheck``.
+        flags: which gradients of this rank are not finite, from their own norms; None on a CPU, where they
+            are read again if needed.
+        found_inf: 0-dim float32, above 0 if the gradients are not finite after clipping; None if the host
+            knows that they are, and without clipping.
+    """
+
+    norm: torch.Tensor
+    ranks_differ: torch.Tensor | None = None
+    flags: NonfiniteFlags | None = None
+    found_inf: torch.Tensor | None = None
+
+
+def total_norm(
+    gradients: OptimizerGradients, order: float, scaling: Scaling, *, flat: FlatCopies | None = None
+) -> TotalNorm:
+    """Compute the norm in one read of the gradients and one collective for each process group.
+
+    Of sparse gradients the values are read as they are. The result is on the device of the scale's factor.
+    ``flat`` is memory for small gradients.
+    """
+    device = scaling.factor.device
+    groups = _process_groups(gradients, scaling)
+
+    # Small gradients on a CPU, as one tensor.
+    rows = None if groups or flat is None else flat.of(gradients)
+    if rows is not None:
+        norms = _torch_internals.norms_of_rows(rows, order)
+        return TotalNorm(norm_of_norms([norms], order, device).float())
+
+    # One kernel for each device and dtype.
+    stacks = []
+    norms_by_group = []
+    for _, _, positions, members in gradients.groups:
+        stack = torch.stack(_torch_internals.norms(members, order))
+        stacks.append(stack)
+        norms_by_group.append((positions, stack))
+    flags = None
+    if device.type != "cpu":
+        flags = NonfiniteFlags(len(gradients.values), tuple(norms_by_group))
+    if not groups:
+        return TotalNorm(norm_of_norms(stacks, order, device).float(), flags=flags)
+    sharded_group = scaling.process_group if scaling.sharded else None
+    norm, ranks_differ = norm_over_ranks(gradients, norms_by_group, order, device, groups, sharded_group)
+    return TotalNorm(norm.float(), ranks_differ, flags)
+
+
 # ---- writes
 
 
-def multiply(gradients: OptimizerGradients, factor: torch.Tensor) -> None:
+def _multiply(gradients: OptimizerGradients, factor: torch.Tensor) -> None:
     """Multiply gradients in place, one kernel for each device and dtype."""
     for device, dtype, _, members in gradients.groups:
         factor_there = factor.to(device, non_blocking=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import OrderError, UnsupportedError
-from narrowcast.gradients import _check, _clipping, _torch_internals
+from narrowcast.gradients import _check, _torch_internals
 from narrowcast.gradients._check import GradientCheck, Scaling, versions_of
 from narrowcast.gradients._misuse import (
     SchedulersAfterSkips,
@@ -239,7 +239,7 @@ class Iteration:
         if state["stage"] is OptState.READY and order in (2.0, math.inf):
             gradients = self._gradients(optimizer, summed=True)
             defer = _torch_internals.takes_grad_scale(optimizer) and gradients.dense
-            check = _clipping.clip(gradients, scaling, max_norm, order, defer=defer, flat=flat)
+            check = _check.clip(gradients, scaling, max_norm, order, defer=defer, flat=flat)
             self._set_check(state, check)
             assert check.norm is not None
             return check.norm
@@ -249,7 +249,7 @@ class Iteration:
             self.unscale(optimizer)
         check = self._unscaled_check(state, optimizer)
         gradients = self._gradients(optimizer, summed=True)
-        total = _clipping.clip_unscaled(gradients, max_norm, order, scaling, flat=flat)
+        total = _check.clip_unscaled(gradients, max_norm, order, scaling, flat=flat)
 
         # What was not finite before clipping stays so, whatever clipping made of it.
         check.norm = total.norm
@@ -268,7 +268,7 @@ class Iteration:
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
         self._unscaled_check(state, optimizer)
-        _clipping.clamp(self._gradients(optimizer, summed=True), value)
+        _check.clamp(self._gradients(optimizer, summed=True), value)
 
     def _gradients(self, optimizer: torch.optim.Optimizer, *, summed: bool = False) -> OptimizerGradients:
         return gradients_of(optimizer, allow_fp16=self._allow_fp16, summed=summed, names=self.names)
@@ -428,7 +428,7 @@ class Iteration:
             if hasattr(optimizer, "grad_scale"):  # set by the script for this step; torch deletes it too
                 del optimizer.grad_scale
         else:
-            returned = _call_step(
+            returned = call_step(
                 optimizer, check, found_inf, skipped, args, kwargs, skips_itself=skips_itself
             )
         if looks_later:
@@ -555,7 +555,7 @@ class Iteration:
         return result
 
 
-def _call_step(
+def call_step(
     optimizer: torch.optim.Optimizer,
     check: GradientCheck,
     found_inf: torch.Tensor,

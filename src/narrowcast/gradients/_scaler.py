@@ -10,8 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowcast.errors import OrderError, ScaleError, UnsupportedError
 from narrowcast.gradients import _scales
-from narrowcast.gradients._check import scaled_by
-from narrowcast.gradients._clipping import clamp, clip_unscaled
+from narrowcast.gradients._check import clamp, clip_unscaled, scaled_by
 from narrowcast.gradients._iteration import Iteration, OptimizerStates
 from narrowcast.gradients._optimizer_gradients import gradients_of
 from narrowcast.gradients._scales import DeviceScale
