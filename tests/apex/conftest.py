@@ -3,23 +3,21 @@
 import pytest
 from o1 import HALVES, begin
 
-from narrowcast.apex import amp
+from ended_apex import end_apex
 
 
 @pytest.fixture(autouse=True)
 def _nothing_in_force(request):
     yield
     if "half_of_module" not in request.fixturenames:
-        amp.shutdown()
-        amp._amp_state.verbosity = 1
-        amp._amp_state.allow_incoming_model_not_fp32 = False
+        end_apex()
 
 
 @pytest.fixture(params=HALVES.values(), ids=HALVES, scope="module")
 def half_of_module(request):
     begin(request.param)
     yield request.param
-    amp.shutdown()
+    end_apex()
 
 
 @pytest.fixture

@@ -14,5 +14,5 @@ def initialize(model, half=torch.float16):
 
 
 def begin(half=torch.float16):
-    """Have this thread cast by the lists until ``amp.shutdown``."""
+    """Have this thread cast by the lists until ``end_apex``."""
     initialize(torch.nn.Linear(1, 1), half)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from o1 import HALVES
 
+from ended_apex import end_apex
 from narrowcast.apex import amp
 from narrowcast.errors import ScaleError
 
@@ -16,7 +17,7 @@ STEPS = 10
 BATCHES = torch.randn(STEPS, 6, 5, generator=torch.Generator().manual_seed(7))
 
 
-def made(seed, level, *, num_losses=1, **settings):
+def plain(seed):
     """A model with batch norm and a tied pair of weights, and its optimizer."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
@@ -27,11 +28,14 @@ def made(seed, level, *, num_losses=1, **settings):
         torch.nn.Linear(8, 8),
     )
     model[4].weight = model[3].weight
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def made(seed, level, *, num_losses=1, **settings):
     # O3's scale stays at 1 by default, where nothing could be saved wrongly.
     extra = {"loss_scale": "dynamic"} if level == "O3" else {}
     return amp.initialize(
-        model, optimizer, opt_level=level, num_losses=num_losses, verbosity=0, **{**extra, **settings}
+        *plain(seed), opt_level=level, num_losses=num_losses, verbosity=0, **{**extra, **settings}
     )
 
 
@@ -88,7 +92,7 @@ def test_resumed_at_five_of_ten_it_goes_on_to_the_bit(level, num_losses, half):
     assert level == "O0" or wanted[2]["loss_scaler0"]["loss_scale"] in (2.0**14, 2.0**13)
     for order in (("amp", "model", "optimizer"), ("model", "optimizer", "amp")):
         checkpoint = read(file)
-        amp.shutdown()
+        end_apex()
         model, optimizer = made(1, level, **settings)
         for name in order:
             {"amp": amp, "model": model, "optimizer": optimizer}[name].load_state_dict(checkpoint[name])
@@ -129,10 +133,8 @@ def test_weights_load_before_initialize_and_through_wrappers(how):
     weights = checkpoint["model"]
     train(model, optimizer, range(5, STEPS))
     wanted = everything(model, optimizer)
-    amp.shutdown()
     if how == "before":
-        model, optimizer = made(1, "O0")
-        amp.shutdown()
+        model, optimizer = plain(1)
         model.load_state_dict(weights)
         optimizer.load_state_dict(checkpoint["optimizer"])
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -162,7 +164,6 @@ def test_a_checkpoint_of_apex_loads():
     model, optimizer = made(0, "O2")
     train(model, optimizer, range(5))
     checkpoint = read(saved(model, optimizer))
-    amp.shutdown()
     model, optimizer = made(1, "O2")
     model.load_state_dict(apexs(checkpoint["model"]))
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -218,7 +219,7 @@ def test_a_static_scale_counts_on_and_is_loaded_as_it_is():
     amp.load_state_dict(state_of((64.0, 123456)))
     assert scales() == [(64.0, 123456)]
     assert amp.state_dict() == state_of((64.0, 123456))
-    amp.shutdown()
+    end_apex()
     # Where the scale moves, the next good block makes it grow.
     made(0, "O1")
     amp.load_state_dict(state_of((64.0, 123456)))

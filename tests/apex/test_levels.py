@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from narrowcast.apex import amp
-from narrowcast.apex.amp import _levels
 from narrowcast.errors import AmpError, UnsupportedError
 
 LEVELS = ("O0", "O1", "O2", "O3")
@@ -18,7 +17,13 @@ TABLE = {
     "O2": (torch.float16, False, True, True, "dynamic"),
     "O3": (torch.float16, False, False, False, 1.0),
 }
-PROPERTIES = list(_levels._NAMES)
+PROPERTIES = [
+    "cast_model_type",
+    "patch_torch_functions",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+]
 
 
 def model():

@@ -62,18 +62,12 @@ def input_of(step, loss):
     return torch.tensor([(1 + 2 * step + loss) / 16, -(1 + step + 3 * loss) / 16])
 
 
-def bad_losses(layout, place, step, joins):
-    """Return the losses of a step whose gradients are not finite.
-
-    A delayed block takes in the gradients of the loss before it where these belong to a weight in ``joins``.
-    """
-    if place is None or place[0] != step:
-        return set()
-    both = place[1] == 0 and place[3] in joins and set(layout.named[0]) & set(layout.named[1])
-    return {0, 1} if both else {place[1]}
+def is_bad(place, step, loss):
+    """Whether the gradients of this loss are not finite in this step."""
+    return place is not None and place[:2] == (step, loss)
 
 
-def reference(layout, place, joins):
+def reference(layout, place):
     """Parameters and gradients of each step in float32, and which optimizers step."""
     weights = [[start_of(number), torch.ones(2)] for number in range(len(layout.optimizer_of))]
     velocities = [[torch.zeros(2), torch.zeros(2)] for _ in weights]
@@ -85,7 +79,7 @@ def reference(layout, place, joins):
             for model in models:
                 gradients[model][0] += input_of(step, loss)
                 gradients[model][1] += 2 * input_of(step, loss)
-            if loss in bad_losses(layout, place, step, joins):
+            if is_bad(place, step, loss):
                 skipped |= set(layout.named[loss])
         for model, optimizer in enumerate(layout.optimizer_of):
             if optimizer in skipped:
@@ -142,32 +136,31 @@ def blocks_of(delayed):
     return [(0.5, True), (0.5, False)] if delayed else [(1.0, False)]
 
 
-def train(models, optimizers, layout, place, *, several_scales, how, joins, case):
+def train(models, optimizers, layout, place, *, several_scales, how, delayed, case):
     """Train and compare each step; return whether each block of each scale was good."""
-    _, history = reference(layout, place, joins)
+    _, history = reference(layout, place)
     blocks = [[], []]
     for step in range(STEPS):
         clear(models, optimizers, how)
         for loss, members in enumerate(layout.losses):
             named = [optimizers[number] for number in layout.named[loss]]
-            planted = place is not None and place[:2] == (step, loss)
-            for number, (part, delay) in enumerate(blocks_of(bool(joins))):
+            for number, (part, delay) in enumerate(blocks_of(delayed)):
                 total = sum(models[model](part * input_of(step, loss)) for model in members)
                 loss_id = loss if several_scales else 0
                 with amp.scale_loss(total, named, loss_id=loss_id, delay_unscale=delay) as scaled:
                     scaled.backward()
                     # In the first block of an even step, in the last of an odd one.
-                    if planted and (not joins or number == step % 2):
+                    if is_bad(place, step, loss) and (not delayed or number == step % 2):
                         plant(models, layout, place)
-            blocks[loss_id].append(loss not in bad_losses(layout, place, step, joins))
+            blocks[loss_id].append(not is_bad(place, step, loss))
         check_gradients(optimizers, layout, history[step], case)
         for optimizer in optimizers:
             optimizer.step()
     return blocks
 
 
-def check_parameters(models, layout, place, joins, case):
-    for model, (narrow, wide) in zip(models, reference(layout, place, joins)[0], strict=True):
+def check_parameters(models, layout, place, case):
+    for model, (narrow, wide) in zip(models, reference(layout, place)[0], strict=True):
         state = model.state_dict()
         assert torch.equal(state["narrow"].float(), narrow), case
         assert torch.equal(state["norm.weight"], wide), case
@@ -205,8 +198,6 @@ def start_again(models, optimizers, initial):
 def test_infinities_skip_the_right_steps(layout, level, half, weights, delayed, places, capsys):
     amp._amp_state.allow_incoming_model_not_fp32 = True
     layout = LAYOUTS[layout]
-    # Gradients of masters stay unscaled and apart.
-    joins = {"half", "float32"} - ({"half"} if level == "O2" else set()) if delayed else set()
     models = [Toy(number, weights) for number in range(len(layout.optimizer_of))]
     optimizers = optimizers_for(models, layout)
     dynamic = {"loss_scale": "dynamic"} if level == "O3 dynamic" else {}
@@ -219,15 +210,15 @@ def test_infinities_skip_the_right_steps(layout, level, half, weights, delayed, 
         capsys.readouterr()
         blocks = train(
             models, optimizers, layout, place,
-            several_scales=several_scales, how=how, joins=joins, case=case,
+            several_scales=several_scales, how=how, delayed=delayed, case=case,
         )  # fmt: skip
-        check_parameters(models, layout, place, joins, case)
+        check_parameters(models, layout, place, case)
         for scaler, good in zip(amp._amp_state.loss_scalers, blocks, strict=True):
             halvings = good.count(False) if scaler.dynamic else 0
             assert scaler.loss_scale() == (START if scaler.dynamic else 1.0) / 2**halvings, case
             assert scaler._unskipped == (good[::-1].index(False) if False in good else len(good)), case
         said = capsys.readouterr().err.count("Skipping step")
-        assert said == sum(len(skipped) for _, skipped in reference(layout, place, joins)[1]), case
+        assert said == sum(len(skipped) for _, skipped in reference(layout, place)[1]), case
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -236,6 +227,6 @@ def test_plain_float32_training_is_not_touched(layout):
     models = [Toy(n, torch.float32) for n in range(len(layout.optimizer_of))]
     optimizers = optimizers_for(models, layout)
     amp.initialize(models, optimizers, opt_level="O0", num_losses=2)
-    how = {"several_scales": True, "how": "optimizer", "joins": {"half"}, "case": "O0"}
+    how = {"several_scales": True, "how": "optimizer", "delayed": True, "case": "O0"}
     train(models, optimizers, layout, None, **how)
-    check_parameters(models, layout, None, {"half"}, "O0")
+    check_parameters(models, layout, None, "O0")

@@ -1,7 +1,9 @@
-"""Models under O0, O2 and O3: weights, inputs, outputs, exported states, and ``shutdown``."""
+"""Models under O0, O2 and O3: weights, inputs, outputs, copies, and what is freed."""
 
 import copy
+import gc
 import io
+import weakref
 from collections import namedtuple
 
 import pytest
@@ -112,26 +114,16 @@ def test_copies_are_models_of_their_own(level, half):
     assert torch.equal(model.train()(torch.ones(2, 3))[0], expected)
 
 
-@halves
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_the_way_back(level, half):
-    model = Model()
-    hooks = {name: dict(value) for name, value in vars(model).items() if "hooks" in name}
-    names = set(vars(model))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    settings = {"half_type": half} if level == "O1" else {} if level == "O0" else {"cast_model_type": half}
-    amp.initialize(model, opt_level=level, verbosity=0, **settings)
-    parameters = list(model.parameters())
-    amp.shutdown()
-    assert set(vars(model)) == names
-    assert {name: dict(value) for name, value in vars(model).items() if "hooks" in name} == hooks
-    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
-    for name, value in model.state_dict().items():
-        assert value.dtype == before[name].dtype
-        rounded = level in ("O2", "O3") and not (level == "O2" and name.startswith("norm"))
-        wanted = (
-            before[name].to(half).to(value.dtype) if rounded and value.is_floating_point() else before[name]
-        )
-        assert torch.equal(value, wanted)
-    assert model(torch.ones(2, 3))[0].dtype == torch.float32
-    assert model(torch.ones(2, 3), torch.ones(1).half())[1][0].dtype == torch.float16
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "off"])
+def test_models_and_optimizers_can_be_freed(level):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    weak = [weakref.ref(one) for one in (model, model.weight, optimizer)]
+    settings = {"enabled": False} if level == "off" else {"opt_level": level}
+    amp.initialize(model, optimizer, verbosity=0, **settings)
+    with amp.scale_loss(model(torch.randn(3, 4)).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    del model, optimizer, loss
+    gc.collect()
+    assert [one() for one in weak] == [None, None, None]

@@ -1,5 +1,7 @@
 """O1: where its casts are in force: models in any thread, loose calls in one, never in backward passes."""
 
+import multiprocessing
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +12,7 @@ from torch.autograd import grad as imported_grad
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
+from ended_apex import end_apex
 from narrowcast.apex import amp
 
 
@@ -38,7 +41,7 @@ def test_models_in_every_thread_and_loose_calls_in_this_one(half):
     assert F.cross_entropy(model(x), torch.tensor([0, 1])).dtype == torch.float32
     assert in_a_thread(lambda: model(x)).dtype == half
     assert in_a_thread(product).dtype == torch.float32
-    amp.shutdown()
+    end_apex()
     assert model(x).dtype == torch.float32
     assert product().dtype == torch.float32
 
@@ -60,6 +63,40 @@ def test_the_latest_has_the_loose_calls_and_each_model_its_own():
     assert third[0].weight.dtype == torch.float16
 
 
+def test_a_model_that_is_initialized_again_follows_the_latest():
+    model = small_model()
+    initialize(model)
+    initialize(model, torch.bfloat16)
+    assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+
+
+def test_deactivated_casts_end_in_models_and_outside():
+    model = initialize(small_model())
+    amp._amp_state.handle._deactivate()
+    assert not amp._amp_state.handle.is_active()
+    assert model(torch.ones(2, 4)).dtype == product().dtype == torch.float32
+    with pytest.raises(AttributeError, match=r"_amp_state\.handle\._deactivate\(\)"):
+        amp.shutdown()
+
+
+def _in_the_child(results):
+    results.put(str(product().dtype))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="gpu: no fork here")
+def test_a_forked_process_casts_nothing_outside_of_models():
+    initialize(small_model())
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    process = context.Process(target=_in_the_child, args=(results,))
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 0
+    assert results.get() == "torch.float32"
+    assert product().dtype == torch.float16
+
+
 @halves
 @pytest.mark.parametrize("how", ["backward", "grad", "imported grad", "scale_loss"])
 def test_backward_passes_cast_nothing(how, half):
@@ -75,8 +112,8 @@ def test_backward_passes_cast_nothing(how, half):
 
     # O1's region, closed before the backward pass.
     initialize(model, half)
-    policy = amp._amp_state.handle._casts.policy
-    amp.shutdown()
+    policy = amp._amp_state.handle.casts.policy
+    end_apex()
     with nc.autocast("cpu", policy=policy):
         with nc.autocast("cpu", enabled=False):
             wide = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)) @ weight

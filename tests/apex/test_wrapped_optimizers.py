@@ -40,7 +40,7 @@ class LayerwiseRates:
             group["weight_decay"] = decay
 
 
-def trained(level, steps=4, broken=None, **settings):
+def trained(level, **settings):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = LayerwiseRates(torch.optim.SGD(model.parameters(), 1.0, momentum=0.9, weight_decay=0.01))
@@ -49,10 +49,8 @@ def trained(level, steps=4, broken=None, **settings):
         model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **settings)
         assert optimizer is given
     data = torch.Generator().manual_seed(1)
-    for step in range(steps):
+    for _ in range(4):
         x = torch.randn(16, 4, generator=data)
-        if step == broken:
-            x = x * torch.inf
         loss = (model(x).float() - x[:, :1]).square().mean()
         optimizer.zero_grad()
         if level is None:
@@ -62,25 +60,17 @@ def trained(level, steps=4, broken=None, **settings):
                 scaled.backward()
             assert all(p.dtype == torch.float32 or level == "O3" for p in amp.master_params(optimizer))
         optimizer.step()
-    return torch.cat([p.detach().float().flatten() for p in model.parameters()]), optimizer
+    assert optimizer.param_groups[0]["weight_decay"] == 0.01
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("half_type", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", LEVELS)
 def test_it_trains_as_without_amp(level, half_type):
-    expected, _ = trained(None)
-    found, _ = trained(level, **({} if level == "O0" else {"half_type": half_type}))
+    expected = trained(None)
+    found = trained(level, **({} if level == "O0" else {"half_type": half_type}))
     close = {"O0": 0.0, "O3": 0.05}.get(level, 2e-2)
     assert (found - expected).norm() <= close * expected.norm()
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_skips_the_step_inside(level):
-    two, _ = trained(level, steps=2)
-    three, optimizer = trained(level, steps=3, broken=2)
-    assert torch.equal(two, three)
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
-    assert optimizer.param_groups[0]["weight_decay"] == 0.01
 
 
 def test_the_optimizer_inside_is_the_same_one():

@@ -9,6 +9,7 @@ from casting_cases import BF16, FP32, Calls, rules
 from torch import nn
 
 import narrowcast as nc
+from ended_apex import end_apex
 from narrowcast.apex import amp
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -77,7 +78,7 @@ def test_apex_levels_train_or_refuse(kind, level, request):
     expected = result(made(kind), torch.autocast("cpu", BF16))[0]
     model, refusal = made(kind), MODELS[kind][1] if level == "O2" else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    request.addfinalizer(amp.shutdown)
+    request.addfinalizer(end_apex)
     with pytest.raises(nc.errors.NarrowcastError, match=refusal) if refusal else contextlib.nullcontext():
         amp.initialize(model, optimizer, opt_level=level, verbosity=0, half_type=BF16, loss_scale=1.0)
     output = model(X.to("meta") if expected.is_meta else X)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from example_runs import assert_same, load, run, succeeded
 
 import narrowcast as nc
-from narrowcast.apex import amp
+from ended_apex import end_apex
 from narrowcast.attach import call_site
 from narrowcast.observe.profiling import HostReads
 
@@ -109,7 +109,7 @@ def module(example):
 @pytest.fixture(autouse=True)
 def nothing_of_apex_stays():
     yield
-    amp.shutdown()
+    end_apex()
 
 
 def everything(training):

@@ -216,7 +216,6 @@ def test_a_whole_step_in_a_cuda_graph_is_torchs(scaled):
 
 
 def test_squares_that_overflow_skip_a_clipped_step(no_waiting):
-    """On a CPU they are looked at again; here that would wait, and a lower scale mends it."""
     weight = torch.nn.Parameter(torch.zeros(4, device="cuda"))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0, fused=True), nc.GradScaler("cuda", 2.0)
     scaler.scale((weight * 6.6e19).sum()).backward()

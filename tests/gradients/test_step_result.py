@@ -1,5 +1,6 @@
 """``StepResult``: what a step did, and what the next steps and the listeners make of it."""
 
+import inspect
 import math
 import warnings
 
@@ -205,6 +206,7 @@ def test_optimizers_step_together_or_not_at_all(fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_patience_ends_with_an_error(fused):
+    assert inspect.signature(nc.GradScaler).parameters["patience"].default == 25
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.named_parameters(), fused=fused)
     scaler = nc.GradScaler("cpu", patience=3)

@@ -5,7 +5,7 @@ import contextlib
 import io
 import textwrap
 
-from narrowcast.apex import amp
+from ended_apex import end_apex
 from narrowcast.migrate import migrate_text
 
 
@@ -43,6 +43,5 @@ def numbers(text):
                 {"__name__": "__main__"},
             )
     finally:
-        amp.shutdown()
-        amp._amp_state.verbosity = 1
+        end_apex()
     return [float(word) for word in out.getvalue().split()]

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.apex import amp
 from narrowcast.casting import _apply, _promotion
 
 SOURCE = str(Path(nc.__file__).parent)
@@ -74,7 +73,6 @@ def a_model():
     return model, optimizer
 
 
-SILENT = {"verbosity": 0, "half_type": torch.bfloat16}
 NORM = nc.rule.module_type("torch.nn.BatchNorm1d", compute="fp32")
 RULES = nc.Policy.preset("bf16").with_rules(NORM, nc.rule.op("softmax", compute="fp16"))
 ENTRIES = {
@@ -83,10 +81,6 @@ ENTRIES = {
     "Stepper": lambda *given: nc.Stepper(*given, RULES),
     "Stepper O2": lambda *given: nc.Stepper(*given, nc.Policy(compute="bf16", master_weights=True)),
     "Stepper O3": lambda *given: nc.Stepper(*given, nc.Policy(compute="bf16", low_weights=True)),
-    "O0": lambda *given: amp.initialize(*given, opt_level="O0", **SILENT),
-    "O1": lambda *given: amp.initialize(*given, opt_level="O1", **SILENT),
-    "O2": lambda *given: amp.initialize(*given, opt_level="O2", **SILENT),
-    "O3": lambda *given: amp.initialize(*given, opt_level="O3", **SILENT),
 }
 
 
@@ -96,15 +90,12 @@ ENTRIES = {
 def test_an_exception_in_any_call_changes_nothing(name):
     for _ in range(2):  # the first one fills caches
         sites, _ = call(ENTRIES[name], a_model())
-        amp.shutdown()
     last = {site: at for at, site in enumerate(sites, 1)}
     first = {site: at for at, site in reversed(list(enumerate(sites, 1)))}
     assert len(last) > 50
     for at in sorted({*first.values(), *last.values()}):
         before = whole_state(*(given := a_model()))
         seen, done = call(ENTRIES[name], given, at)
-        if done:  # Python ignored the exception, in an object that it was freeing
-            amp.shutdown()
-        elif whole_state(*given) != before:
+        if not done and whole_state(*given) != before:  # done: ignored, in an object that was being freed
             gc.collect()  # what is held by an error alone
             assert whole_state(*given) == before, seen[-1]

@@ -28,21 +28,27 @@ with its own exit code.
 
 def main(words: Sequence[str]) -> int:
     """Run the script that ``words`` name; return 2 for wrong use, and let the script's exceptions through."""
-    if list(words[:1]) in (["-h"], ["--help"]):
+    rest = list(words)
+    if rest[:1] in (["-h"], ["--help"]):
         sys.stdout.write(_HELP)
         return 0
-    module = list(words[:1]) == ["-m"]
-    rest = list(words[1:] if module else words)
-    if not rest or (rest[0].startswith("-") and rest[0] != "-"):
-        unknown = f"unknown option {rest[0]}" if rest else "expected a script"
-        return _wrong_use(f"{unknown}: {_USAGE}")
+    is_module = rest[:1] == ["-m"]
+    if is_module:
+        del rest[0]
+    if not rest:
+        return _wrong_use(f"expected a script: {_USAGE}")
+    # A single dash is Python's name for standard input.
+    if rest[0].startswith("-") and rest[0] != "-":
+        return _wrong_use(f"unknown option {rest[0]}: {_USAGE}")
+
     try:
         # Imported here, so that --help works without torch.
         from narrowcast.attach import Script, run_script
         from narrowcast.machine import require_torch
 
         require_torch()
-        script = (Script.from_module if module else Script.from_path)(rest[0], rest[1:])
+        make_script = Script.from_module if is_module else Script.from_path
+        script = make_script(rest[0], rest[1:])
     except NarrowcastError as error:
         return _wrong_use(str(error))
     install(announces=True)

@@ -58,22 +58,26 @@ class _ApexFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname.startswith(f"{_OURS}."):
             # `from apex import x` asks for narrowcast.apex.x, because the module that it gets has that name.
-            if (found := self._from_others(fullname, path, target)) is None:
+            spec = self._from_others(fullname, path, target)
+            if spec is None:
                 raise MissingModuleError(refusal(fullname.removeprefix("narrowcast.")))
             self.provides(fullname.removeprefix("narrowcast."))
-            return found
+            return spec
         package, _, rest = fullname.partition(".")
         if package != "apex":
             return None
         self._is_asked = True
+
+        # An apex that is installed comes first, and narrowcast has what it lacks.
         if not rest or self._apex_is_installed:
-            found = self._from_others(fullname, path, target)
+            spec = self._from_others(fullname, path, target)
             if not rest:
-                self._apex_is_installed = found is not None
-            if found is not None:
+                self._apex_is_installed = spec is not None
+            if spec is not None:
                 if fullname == "apex.amp":
-                    self._announce(f"apex with its own amp is installed and runs: {found.origin}")
-                return found
+                    self._announce(f"apex with its own amp is installed and runs: {spec.origin}")
+                return spec
+
         ours = _our_name(fullname)
         if ours is None:
             raise MissingModuleError(refusal(fullname))
@@ -85,10 +89,12 @@ class _ApexFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if finder is not self and find is not None and (found := find(fullname, path, target)):
-                answer: ModuleSpec = found
-                return answer
+            find_spec = getattr(finder, "find_spec", None)
+            if finder is self or find_spec is None:
+                continue
+            spec: ModuleSpec | None = find_spec(fullname, path, target)
+            if spec is not None:
+                return spec
         return None
 
     def provides(self, name: str) -> None:
@@ -122,8 +128,9 @@ class _AliasLoader(Loader):
         # Register the submodules too. A later import of one would overwrite the attribute of the package with
         # that name: apex.amp._amp_state is an object and a module.
         for name, loaded in list(sys.modules.items()):
-            if name.startswith(f"{self._ours}.") and _is_public(name.removeprefix(f"{_OURS}.")):
-                sys.modules.setdefault(f"apex.{name.removeprefix(f'{_OURS}.')}", loaded)
+            path = name.removeprefix(f"{_OURS}.")
+            if name.startswith(f"{self._ours}.") and _is_public(path):
+                sys.modules.setdefault(f"apex.{path}", loaded)
 
 
 def _is_public(path: str) -> bool:
@@ -143,11 +150,12 @@ def _our_name(fullname: str) -> str | None:
 
 def refusal(fullname: str) -> str:
     """Return the error text for a module of apex that narrowcast does not offer."""
-    parts = fullname.split(".")
-    prefixes = (".".join(parts[:count]) for count in range(len(parts), 1, -1))
-    instead = next((_INSTEAD[prefix] for prefix in prefixes if prefix in _INSTEAD), None)
-    also = f". In place of it: {instead}" if instead else ""
-    return f"narrowcast provides {', '.join(OFFERED[:-1])} and {OFFERED[-1]}, but not {fullname}{also}"
+    text = f"narrowcast provides {', '.join(OFFERED[:-1])} and {OFFERED[-1]}, but not {fullname}"
+    # Of apex.contrib.xentropy what is said of apex.contrib.
+    prefix = fullname
+    while prefix not in _INSTEAD and "." in prefix:
+        prefix = prefix.rpartition(".")[0]
+    return f"{text}. In place of it: {_INSTEAD[prefix]}" if prefix in _INSTEAD else text
 
 
 class _InstallInChild:

@@ -22,19 +22,20 @@ import torch.distributed as dist
 
 from narrowcast.errors import OrderError
 from narrowcast.gradients import _torch_internals
+from narrowcast.gradients._norms import norm_of_norms, norm_over_ranks
 from narrowcast.gradients._optimizer_gradients import (
     FlatCopies,
-    MeshPlacement,
     NonfiniteFlags,
     OptimizerGradients,
     gradients_of,
     parameters_of,
 )
 
+# Read of each gradient at each step: by map and attrgetter, whose loop is in C.
 _GRAD, _VERSION, _NBYTES = attrgetter("grad"), attrgetter("_version"), attrgetter("nbytes")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-_SAME = 1e-3  # norms of copies agree to rounding; norms of different gradients do not
 _LARGEST_DIVISOR = 2.0**127  # of a deferred division; the inverse of infinity would be 0
 
 _HELD_BYTES = 64 * 2**20
@@ -65,13 +66,13 @@ class Scaling:
         return float(self.factor) if self.on_host is None else self.on_host
 
     def inverse(self) -> torch.Tensor:
-        factor, kind = self.factor, self.factor.device.type
+        factor, device_type = self.factor, self.factor.device.type
         if not self.scales:
             return factor
-        if kind == "mps":
+        if device_type == "mps":
             return factor.reciprocal()  # MPS has no fp64
         # On a CPU Python divides in fp64, without a kernel. Of a smaller scale torch.full would raise.
-        if kind == "cpu" and self.number() >= 2.0**-126:
+        if device_type == "cpu" and self.number() >= 2.0**-126:
             return torch.full((), 1.0 / self.number(), dtype=torch.float32, device="cpu")
         # The reciprocal in fp64, as in torch/amp/grad_scaler.py.
         return factor.double().reciprocal().float()
@@ -106,20 +107,17 @@ class GradientCheck:
 
     def refuse_changes(self) -> None:
         """Raise OrderError if gradients were written to while their division was deferred."""
-        if self.versions is not None and self.versions != _versions(self.gradients):
+        if self.versions is not None and self.versions != versions_of(self.gradients):
             raise OrderError(
                 "the gradients were changed between clip_grad_norm_ and step, while they were still scaled "
                 "(a fused optimizer divides them itself): change them after unscale_(optimizer) and before "
                 "clip_grad_norm_(optimizer, ...), or clip with torch.nn.utils.clip_grad_norm_"
             )
 
-    def written(self) -> list[int]:
-        """Identify the gradients and count the writes to them."""
-        return _versions(self.gradients)
-
     def replace_flag(self, found_inf: torch.Tensor) -> None:
         """Decide by another flag from now on."""
-        self.found_inf, self.overflowed = found_inf, known_on_host(found_inf)
+        self.found_inf = found_inf
+        self.overflowed = known_on_host(found_inf)
 
     def nonfinite(self) -> NonfiniteFlags:
         """Return which gradients are not finite; reads them now if that is not known yet."""
@@ -143,13 +141,17 @@ class GradientCheck:
         All are named if that is no longer known, because something wrote to them since: a zero_grad that
         keeps their memory, or a backward pass that uses it again.
         """
-        gradients, found_inf, versions = self.gradients, self.found_inf, _versions_of_values(self.gradients)
+        gradients, found_inf = self.gradients, self.found_inf
+        versions = _versions_of_values(gradients)
 
         def look() -> list[bool]:
             if not bool(found_inf):  # another optimizer's overflow skipped the step of both
                 return [False] * len(gradients.values)
-            flags = gradients.flags().read() if versions == _versions_of_values(gradients) else []
-            return flags if any(flags) else [True] * len(gradients.values)
+            if versions == _versions_of_values(gradients):
+                flags = gradients.flags().read()
+                if any(flags):
+                    return flags
+            return [True] * len(gradients.values)
 
         return look
 
@@ -173,11 +175,12 @@ def known_on_host(found_inf: torch.Tensor) -> bool | None:
 @torch.no_grad()
 def unscale(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
     """Divide gradients by the scale, in place, and check them."""
-    found = _multiply_and_check(gradients, scaling.inverse())
+    found_inf = _multiply_and_check(gradients, scaling.inverse())
     if scaling.below_one:
         # The kernel checks before it multiplies, and dividing by 2**-20 may overflow.
-        found = torch.maximum(found, _multiply_and_check(gradients, torch.ones_like(scaling.factor)))
-    return _decided(found, gradients, scaling)
+        overflowed = _multiply_and_check(gradients, torch.ones_like(scaling.factor))
+        found_inf = torch.maximum(found_inf, overflowed)
+    return _over_ranks(found_inf, gradients, scaling)
 
 
 @torch.no_grad()
@@ -191,10 +194,9 @@ def check_finite(gradients: OptimizerGradients, scaling: Scaling) -> GradientChe
         # It multiplies by 1. On a CPU it takes a fifth of the time of as many norms, and for large gradients,
         # which it writes back, a tenth more.
         one = torch.ones_like(scaling.factor) if scaling.scales else scaling.factor
-        found = _multiply_and_check(gradients, one)
-        return _decided(found, gradients, scaling)
+        return _over_ranks(_multiply_and_check(gradients, one), gradients, scaling)
     flags = gradients.flags()
-    check = _decided(flags.any(device), gradients, scaling)
+    check = _over_ranks(flags.any(device), gradients, scaling)
     check.flags = flags
     return check
 
@@ -229,18 +231,19 @@ def known_to_be_finite(optimizer: torch.optim.Optimizer) -> bool:
     For a step in which mostly nothing is wrong: half the time of ``check_gradients``, which says more.
     """
     gradients = list(map(_GRAD, parameters_of(optimizer)))
-    kinds = set(map(type, gradients))
-    if type(None) in kinds:
-        kinds.remove(type(None))
+    classes = set(map(type, gradients))
+    if type(None) in classes:
+        classes.remove(type(None))
         gradients = [gradient for gradient in gradients if gradient is not None]
-    if kinds != {torch.Tensor}:
-        return not kinds
-    if gradients[0].device.type != "cpu" or any(map(_REQUIRES_GRAD, gradients)):
+    if not classes:
+        return True
+    if classes != {torch.Tensor} or gradients[0].device.type != "cpu" or any(map(_REQUIRES_GRAD, gradients)):
         return False
-    found = torch.zeros((), device="cpu")
+
+    found_inf = torch.zeros((), device="cpu")
     with suppress(RuntimeError):  # it takes neither sparse nor expanded gradients, nor those on other devices
-        _torch_internals.multiply_and_check(gradients, found, torch.ones((), device="cpu"))
-        return not found
+        _torch_internals.multiply_and_check(gradients, found_inf, torch.ones((), device="cpu"))
+        return not found_inf
     return False
 
 
@@ -254,7 +257,7 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> GradientCheck:
             return check_finite(gradients, scaling)
     with torch.no_grad():
         flags = gradients.flags()
-        check = _decided(flags.any(scaling.factor.device), gradients, scaling)
+        check = _over_ranks(flags.any(scaling.factor.device), gradients, scaling)
     check.flags = flags
     return check
 
@@ -269,28 +272,46 @@ def scaled_by(scale: float, gradients: OptimizerGradients) -> Scaling:
 def _multiply_and_check(gradients: OptimizerGradients, factor: torch.Tensor) -> torch.Tensor:
     """Multiply gradients in place, one kernel for each device and dtype; return 1.0 if one was not finite."""
     device = factor.device
-    found = torch.zeros((), device=device)
-    for where, _, _, members in gradients.groups:
-        if where == device:
-            _torch_internals.multiply_and_check(members, found, factor)
+    found_inf = torch.zeros((), device=device)
+    for group_device, _, _, members in gradients.groups:
+        if group_device == device:
+            _torch_internals.multiply_and_check(members, found_inf, factor)
             continue
-        there = torch.zeros((), device=where)
-        _torch_internals.multiply_and_check(members, there, factor.to(where, non_blocking=True))
+        found_there = torch.zeros((), device=group_device)
+        factor_there = factor.to(group_device, non_blocking=True)
+        _torch_internals.multiply_and_check(members, found_there, factor_there)
         # Fused steps skip at exactly 1.
-        torch.maximum(found, there.to(device, non_blocking=True), out=found)
-    return found
+        torch.maximum(found_inf, found_there.to(device, non_blocking=True), out=found_inf)
+    return found_inf
 
 
-def _decided(found: torch.Tensor, gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
+def _over_ranks(found_inf: torch.Tensor, gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
     """Return a check whose flag is this rank's, and that of every rank that decides with it."""
     groups = _process_groups(gradients, scaling)
-    _max_over_ranks(found, groups)
+    _max_over_ranks(found_inf, groups)
     any_checked = bool(gradients.values or groups)
-    check = GradientCheck(found, known_on_host(found), any_checked, gradients, one_rank=not groups)
+    check = GradientCheck(found_inf, known_on_host(found_inf), any_checked, gradients, one_rank=not groups)
     if check.overflowed:
         # Before clipping by a NaN norm makes every gradient NaN.
         check.flags = gradients.flags()
     return check
+
+
+def _process_groups(gradients: OptimizerGradients, scaling: Scaling) -> list[Any]:
+    """Return the process groups that decide together on these gradients."""
+    groups: list[Any] = [] if scaling.process_group is None else [scaling.process_group]
+    for placement in gradients.meshes or ():
+        if placement is not None:
+            for group in (*placement.sharded, *placement.copied):
+                if group not in groups:
+                    groups.append(group)
+    return groups
+
+
+def _max_over_ranks(flag: torch.Tensor, groups: Sequence[Any]) -> None:
+    """Set ``flag`` in place to its largest value on any rank."""
+    for group in groups:
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
 
 
 def _are_small(gradients: OptimizerGradients) -> bool:
@@ -298,8 +319,11 @@ def _are_small(gradients: OptimizerGradients) -> bool:
 
     The kernel writes them back, which for large gradients costs more than a kernel for each.
     """
-    in_place = all(_torch_internals.checks_in_place(where, dtype) for where, dtype, _, _ in gradients.groups)
-    return in_place and sum(map(_NBYTES, gradients.values)) <= _HELD_BYTES
+    for device, dtype, _, _ in gradients.groups:
+        if not _torch_internals.checks_in_place(device, dtype):
+            return False
+    total_bytes: int = sum(map(_NBYTES, gradients.values))
+    return total_bytes <= _HELD_BYTES
 
 
 # ---- clipping
@@ -315,56 +339,45 @@ def clip(
     defer: bool,
     flat: FlatCopies,
 ) -> GradientCheck:
-    """Unscale, check and clip in one read; with ``defer`` in the optimizer's step, where possible."""
+    """Unscale, check and clip in one read; with ``defer`` in the optimizer's step, where possible.
+
+    A norm that is not finite skips the step, also of finite gradients whose squares overflow.
+    """
     total = total_norm(gradients, order, scaling, flat=flat)
     defer = defer and not scaling.below_one
-    if scaling.factor.device.type == "cpu":
-        return _clip_on_host(gradients, scaling, max_norm, order, total, defer=defer)
-    return _clip_on_device(gradients, scaling, max_norm, total, defer=defer)
+    clip_here = _clip_on_host if scaling.factor.device.type == "cpu" else _clip_on_device
+    return clip_here(gradients, scaling, max_norm, total, defer=defer)
 
 
 def _clip_on_host(
-    gradients: OptimizerGradients,
-    scaling: Scaling,
-    max_norm: float,
-    order: float,
-    total: TotalNorm,
-    *,
-    defer: bool,
+    gradients: OptimizerGradients, scaling: Scaling, max_norm: float, total: TotalNorm, *, defer: bool
 ) -> GradientCheck:
     """Clip where reading a number costs nothing: gradients are multiplied only if that changes them."""
     groups = _process_groups(gradients, scaling)
     inverse = scaling.inverse()
     norm = total.norm * inverse if scaling.scales else total.norm
-    finite = math.isfinite(norm)
-    flags = None if finite else gradients.flags()
-    if flags is not None and not groups and not any(flags.read()):
-        # Finite gradients whose squares overflow. On an accelerator a second read would need a host sync, so
-        # the step is skipped there.
-        check = unscale(gradients, scaling)
-        check.norm = clip_unscaled(gradients, max_norm, order, scaling).norm
-        return check
-
+    norm_is_finite = math.isfinite(norm)
     clipping = _clipping(max_norm, norm)
     kept = float(clipping)
-    finite = finite and kept >= 0.0  # a max_norm in a tensor may be NaN or negative
+    finite = norm_is_finite and kept >= 0.0  # a max_norm in a tensor may be NaN or negative
     check = GradientCheck(
         torch.full((), float(not finite), device="cpu"),
         overflowed=not finite,
         any_checked=bool(gradients.values or groups),
         gradients=gradients,
         one_rank=not groups,
-        flags=flags,
+        flags=None if norm_is_finite else gradients.flags(),
         norm=norm,
         ranks_differ=total.ranks_differ,
     )
     if not scaling.scales and kept == 1.0:
         return check
+
     # Gradients of a step that will be skipped stay as they are.
     fits = not finite or (kept > 0.0 and scaling.number() / kept < _LARGEST_DIVISOR)
     if defer and fits:
         check.divisor = scaling.factor / clipping
-        check.versions = _versions(gradients)
+        check.versions = versions_of(gradients)
     else:
         _multiply(gradients, inverse * clipping)
     return check
@@ -375,16 +388,16 @@ def _clip_on_device(
 ) -> GradientCheck:
     """Clip without reading anything from the device."""
     # The kernel that unscales gradients also unscales their norm, and checks it.
-    found = torch.zeros((), device=scaling.factor.device)
+    found_inf = torch.zeros((), device=scaling.factor.device)
     inverse = scaling.inverse()
     norm = total.norm
-    _torch_internals.multiply_and_check([norm], found, inverse)
+    _torch_internals.multiply_and_check([norm], found_inf, inverse)
     if scaling.below_one:
-        _check_number(norm, found)
+        _check_number(norm, found_inf)
     clipping = _clipping(max_norm, norm)
     groups = _process_groups(gradients, scaling)
     check = GradientCheck(
-        found,
+        found_inf,
         overflowed=None,
         any_checked=bool(gradients.values or groups),
         gradients=gradients,
@@ -394,17 +407,18 @@ def _clip_on_device(
         ranks_differ=total.ranks_differ,
     )
     if isinstance(max_norm, torch.Tensor):
-        found.masked_fill_(~(clipping >= 0), 1.0)  # it may be NaN or negative
+        found_inf.masked_fill_(~(clipping >= 0), 1.0)  # it may be NaN or negative
     if not defer:
         _multiply(gradients, inverse * clipping if scaling.scales else clipping)
         return check
+
     check.divisor = scaling.factor / clipping
-    check.versions = _versions(gradients)
+    check.versions = versions_of(gradients)
     # A division by infinity would train on zeros. To a norm of 0 that is what the caller wants.
     if isinstance(max_norm, torch.Tensor):
-        found.masked_fill_(~torch.isfinite(check.divisor) & (clipping > 0), 1.0)
+        found_inf.masked_fill_(~torch.isfinite(check.divisor) & (clipping > 0), 1.0)
     elif max_norm > 0.0 and scaling.scales:
-        _check_number(check.divisor, found)
+        _check_number(check.divisor, found_inf)
     return check
 
 
@@ -413,9 +427,9 @@ def _clipping(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
     return (max_norm / (norm + _EPSILON)).clamp(max=1.0)
 
 
-def _check_number(number: torch.Tensor, found: torch.Tensor) -> None:
-    """Set ``found`` to 1 if ``number`` is not finite, in one kernel."""
-    _torch_internals.multiply_and_check([number], found, torch.ones_like(found))
+def _check_number(number: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Set ``found_inf`` to 1 if ``number`` is not finite, in one kernel."""
+    _torch_internals.multiply_and_check([number], found_inf, torch.ones_like(found_inf))
 
 
 @torch.no_grad()
@@ -429,22 +443,19 @@ def clip_unscaled(
 ) -> TotalNorm:
     """Clip gradients that are unscaled; return their norm before clipping."""
     total = total_norm(gradients, order, scaling, flat=flat)
-    on_host = scaling.factor.device.type == "cpu"
-    if on_host and not math.isfinite(total.norm):
-        # All ranks compute the wide norm or none, because they have the same norm here.
-        ranks = bool(_process_groups(gradients, scaling))
-        if ranks or not any(gradients.flags().read()):
-            total.norm = total_norm(gradients, order, scaling, wide=True).norm
     clipping = _clipping(max_norm, total.norm)
-    if on_host:
-        kept = float(clipping)
-        finite = math.isfinite(total.norm) and kept >= 0.0
-        total.found_inf = None if finite else torch.ones((), device="cpu")
-        if kept != 1.0:
-            _multiply(gradients, clipping)
-    else:
-        finite_on_device = torch.isfinite(total.norm) & (clipping >= 0)
-        total.found_inf = (~finite_on_device).float()
+    if scaling.factor.device.type != "cpu":
+        is_finite = torch.isfinite(total.norm) & (clipping >= 0)
+        total.found_inf = (~is_finite).float()
+        _multiply(gradients, clipping)
+        return total
+
+    # On the host gradients are multiplied only if that changes them.
+    kept = float(clipping)
+    if not (math.isfinite(total.norm) and kept >= 0.0):
+        total.found_inf = torch.ones((), device="cpu")
+        total.flags = gradients.flags()  # before they are multiplied by NaN
+    if kept != 1.0:
         _multiply(gradients, clipping)
     return total
 
@@ -456,26 +467,7 @@ def clamp(gradients: OptimizerGradients, value: float) -> None:
         _torch_internals.clamp(members, -value, value)
 
 
-def _multiply(gradients: OptimizerGradients, factor: torch.Tensor) -> None:
-    for where, dtype, _, members in gradients.groups:
-        there = factor.to(where, non_blocking=True)
-        if dtype.itemsize >= 4:
-            _torch_internals.multiply(members, there)
-        else:  # multiplies in fp32 and rounds once; _foreach_mul_ would round the factor first
-            ignored = torch.zeros((), device=where)
-            _torch_internals.multiply_and_check(members, ignored, there.float())
-
-
-def _versions(gradients: OptimizerGradients) -> list[int]:
-    """Return the identity of each ``p.grad`` and the version of the tensor that is read of it."""
-    return [*map(id, map(_GRAD, gradients.parameters)), *_versions_of_values(gradients)]
-
-
-def _versions_of_values(gradients: OptimizerGradients) -> list[int]:
-    return list(map(_VERSION, gradients.values))
-
-
-# ---- norms over all ranks
+# ---- norms
 
 
 @dataclass(slots=True)
@@ -498,18 +490,12 @@ class TotalNorm:
 
 
 def total_norm(
-    gradients: OptimizerGradients,
-    order: float,
-    scaling: Scaling,
-    *,
-    wide: bool = False,
-    flat: FlatCopies | None = None,
+    gradients: OptimizerGradients, order: float, scaling: Scaling, *, flat: FlatCopies | None = None
 ) -> TotalNorm:
     """Compute the norm in one read of the gradients and one collective for each process group.
 
-    Of sparse gradients the values are read as they are. The result is on the device of the scale's factor;
-    ``wide``: computed in fp64, for finite gradients whose norm overflows. ``flat`` is memory for small
-    gradients.
+    Of sparse gradients the values are read as they are. The result is on the device of the scale's factor.
+    ``flat`` is memory for small gradients.
     """
     device = scaling.factor.device
     groups = _process_groups(gradients, scaling)
@@ -517,99 +503,44 @@ def total_norm(
     # Small gradients on a CPU, as one tensor.
     rows = None if groups or flat is None else flat.of(gradients)
     if rows is not None:
-        norms = _torch_internals.norms_of_rows(rows, order, wide=wide)
-        norm = _norm_of_norms([norms], order, device)
-        return TotalNorm(norm if wide else norm.float())
+        norms = _torch_internals.norms_of_rows(rows, order)
+        return TotalNorm(norm_of_norms([norms], order, device).float())
 
     # One kernel for each device and dtype.
-    stacks = [
-        torch.stack(_torch_internals.norms(members, order, wide=wide))
-        for _, _, _, members in gradients.groups
-    ]
+    stacks = []
+    norms_by_group = []
+    for _, _, positions, members in gradients.groups:
+        stack = torch.stack(_torch_internals.norms(members, order))
+        stacks.append(stack)
+        norms_by_group.append((positions, stack))
     flags = None
     if device.type != "cpu":
-        positions = [positions for _, _, positions, _ in gradients.groups]
-        flags = NonfiniteFlags(len(gradients.values), tuple(zip(positions, stacks, strict=True)))
-    ranks_differ = None
-    if groups:
-        norm, ranks_differ = _norm_over_ranks(gradients, stacks, order, scaling, groups)
-    else:
-        norm = _norm_of_norms(stacks, order, device)
-    return TotalNorm(norm if wide else norm.float(), ranks_differ, flags)
+        flags = NonfiniteFlags(len(gradients.values), tuple(norms_by_group))
+    if not groups:
+        return TotalNorm(norm_of_norms(stacks, order, device).float(), flags=flags)
+    sharded_group = scaling.process_group if scaling.sharded else None
+    norm, ranks_differ = norm_over_ranks(gradients, norms_by_group, order, device, groups, sharded_group)
+    return TotalNorm(norm.float(), ranks_differ, flags)
 
 
-def _norm_over_ranks(
-    gradients: OptimizerGradients,
-    stacks: Sequence[torch.Tensor],
-    order: float,
-    scaling: Scaling,
-    groups: Sequence[Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm over all ranks, and whether ranks with copies differ."""
-    device = scaling.factor.device
-    each: list[torch.Tensor] = [torch.empty(0)] * len(gradients.values)
-    for (_, _, positions, _), stack in zip(gradients.groups, stacks, strict=True):
-        for position, norm in zip(positions, stack.unbind(), strict=True):
-            each[position] = norm
-    meshes = gradients.meshes or [None] * len(each)
-    # Every rank has the same placements in the same order; plain gradients first.
-    placements: list[MeshPlacement | None] = [None]
-    placements += dict.fromkeys(placement for placement in meshes if placement is not None)
-    parts = [
-        _power([norm for norm, place in zip(each, meshes, strict=True) if place == wanted], order, device)
-        for wanted in placements
-    ]
-    ranks_differ = torch.zeros((), dtype=torch.bool, device=device)
-    for group in groups:
-        row = torch.stack(parts)
-        gathered = row.new_empty(dist.get_world_size(group) * len(row))
-        _torch_internals.all_gather(gathered, row, group)
-        for index, placement in enumerate(placements):
-            ranks = gathered[index :: len(row)]
-            if placement is None:
-                split = scaling.sharded and group is scaling.process_group
-            else:
-                split = group in placement.sharded
-            parts[index] = ranks.sum() if split and order != math.inf else ranks.amax()
-            if not split:
-                differ = ranks.amax() > ranks.amin() * (1 + _SAME)
-                ranks_differ = ranks_differ | (differ & torch.isfinite(ranks.amax()))
-    total = torch.stack(parts)
-    return (total.amax() if order == math.inf else total.sum() ** (1 / order)), ranks_differ
+# ---- writes
 
 
-def _process_groups(gradients: OptimizerGradients, scaling: Scaling) -> list[Any]:
-    """Return the process groups that decide together on these gradients."""
-    groups: list[Any] = [] if scaling.process_group is None else [scaling.process_group]
-    for placement in gradients.meshes or ():
-        if placement is not None:
-            groups += [g for g in (*placement.sharded, *placement.copied) if g not in groups]
-    return groups
+def _multiply(gradients: OptimizerGradients, factor: torch.Tensor) -> None:
+    """Multiply gradients in place, one kernel for each device and dtype."""
+    for device, dtype, _, members in gradients.groups:
+        factor_there = factor.to(device, non_blocking=True)
+        if dtype.itemsize >= 4:
+            _torch_internals.multiply(members, factor_there)
+        else:  # multiplies in fp32 and rounds once; _foreach_mul_ would round the factor first
+            ignored = torch.zeros((), device=device)
+            _torch_internals.multiply_and_check(members, ignored, factor_there.float())
 
 
-def _max_over_ranks(flag: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
-    """Set ``flag`` in place to its largest value on any rank."""
-    for group in groups:
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-    return flag
+def versions_of(gradients: OptimizerGradients) -> list[int]:
+    """Return the identity of each ``p.grad`` and the version of the tensor that is read of it."""
+    return [*map(id, map(_GRAD, gradients.parameters)), *_versions_of_values(gradients)]
 
 
-def _norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of norms, which are 1-dim tensors on any device."""
-    if not stacks:
-        return torch.zeros((), device=device)
-    there = [stack.to(device, non_blocking=True) for stack in stacks]
-    total: torch.Tensor = torch.linalg.vector_norm(there[0] if len(there) == 1 else torch.cat(there), order)
-    return total
-
-
-def _power(norms: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """Return the norm to the power of its order, which ranks add up.
-
-    In fp64 if the device has it, so that it is finite if the norm is. NaN becomes infinity, because maxima
-    over ranks treat NaN in different ways.
-    """
-    norm = _norm_of_norms([norm.reshape(1) for norm in norms], order, device)
-    norm = norm if device.type == "mps" else norm.double()
-    power = norm if order == math.inf else norm**order
-    return torch.nan_to_num(power, nan=math.inf, posinf=math.inf)
+def _versions_of_values(gradients: OptimizerGradients) -> list[int]:
+    return list(map(_VERSION, gradients.values))

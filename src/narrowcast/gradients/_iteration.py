@@ -6,15 +6,14 @@ import functools
 import math
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import _check, _torch_internals
-from narrowcast.gradients._check import GradientCheck, Scaling
+from narrowcast.gradients._check import GradientCheck, Scaling, versions_of
 from narrowcast.gradients._misuse import (
     SchedulersAfterSkips,
     StepsByHand,
@@ -57,14 +56,41 @@ _BACKWARD_AFTER_UNSCALE = (
     "scaled gradients were added to gradients that unscale_ had unscaled: call unscale_, clip_grad_norm_ and "
     "clip_grad_value_ after the last scaler.scale(loss).backward() of the step"
 )
-State = dict[str, Any]
 _ITERATIONS: weakref.WeakSet[Iteration] = weakref.WeakSet()
 """Those of every scaler that exists."""
 
 
-def fresh_state() -> State:
-    """Return the state of an optimizer of which nothing is known yet, as torch does; "check" is ours."""
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
+class OptimizerState(dict[str, Any]):
+    """What is known of one optimizer; the items "stage" and "found_inf_per_device" are those of torch.
+
+    Other libraries read and write the items, and nothing else.
+
+    Attributes:
+        check: the check of its gradients; None before it, and after the step.
+        later_loss: of a loss that was scaled after the gradients were unscaled: its node in the graph, and
+            how often the gradients had been written to.
+    """
+
+    __slots__ = ("check", "later_loss")
+
+    def __init__(self) -> None:
+        super().__init__(stage=OptState.READY, found_inf_per_device={})
+        self.check: GradientCheck | None = None
+        self.later_loss: tuple[Any, list[int]] | None = None
+
+
+class OptimizerStates(dict[int, OptimizerState]):
+    """The state of each optimizer, by its id; what a script puts there becomes an ``OptimizerState``."""
+
+    def __missing__(self, key: int) -> OptimizerState:
+        state = self[key] = OptimizerState()
+        return state
+
+    def __setitem__(self, key: int, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, OptimizerState):
+            items, state = state, OptimizerState()
+            state.update(items)
+        super().__setitem__(key, state)
 
 
 class Iteration:
@@ -89,20 +115,20 @@ class Iteration:
         self.process_group = process_group
         self._sharded = sharded
         self._allow_fp16 = allow_fp16
-        self.states: dict[int, State] = defaultdict(fresh_state)
+        self.states = OptimizerStates()
         self.names: dict[int, str] = {}
-        self._flat: weakref.WeakKeyDictionary[torch.optim.Optimizer, FlatCopies]
-        self._flat = weakref.WeakKeyDictionary()
         self.stepping = False
-        _ITERATIONS.add(self)
+        self.steps_by_hand: StepsByHand | None = None
+        self.schedulers = SchedulersAfterSkips()
+        self._flat_copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, FlatCopies]
+        self._flat_copies = weakref.WeakKeyDictionary()
         # Whether ``update`` came, and no ``scale`` since.
         self._updated = False
         # Whether a CUDA graph holds a call of ``scale``, whose replays nobody sees.
         self._replayed = False
         # Ids of the optimizers that had gradients in some iteration.
         self._trained: set[int] = set()
-        self.steps_by_hand: StepsByHand | None = None
-        self.schedulers = SchedulersAfterSkips()
+        _ITERATIONS.add(self)
 
     def loss_scaled(self, scaled: Any) -> None:
         """Note that a loss was scaled; costs next to nothing after the first iteration."""
@@ -110,30 +136,31 @@ class Iteration:
         if torch.compiler.is_compiling():
             return
         if self.states:
-            self._note_unscaled(scaled)
+            self._remember_later_loss(scaled)
+
         # A Stepper, which names parameters, watches its optimizers itself.
         if self.steps_by_hand is None and not self.stepping and not self.names and self._loss_scale.scales:
             self.steps_by_hand = StepsByHand(scaled, weakref.WeakMethod(self.stage_outside))
         if _torch_internals.is_capturing():
             self._replayed = True
 
-    def _note_unscaled(self, scaled: Any) -> None:
-        """Note how often unscaled gradients were written, to which this loss may add scaled ones."""
-        root = getattr(scaled, "grad_fn", None)
+    def _remember_later_loss(self, scaled: Any) -> None:
+        """Remember how often unscaled gradients were written to: this loss may add scaled ones to them."""
+        node = getattr(scaled, "grad_fn", None)
         for state in self.states.values():
-            check: GradientCheck | None = state.get("check")
-            if state["stage"] is OptState.UNSCALED and check is not None and root is not None:
-                state["later"] = (root, check.written())
+            if state["stage"] is OptState.UNSCALED and state.check is not None and node is not None:
+                state.later_loss = (node, versions_of(state.check.gradients))
 
     def _refuse_later_backward(
-        self, optimizer: torch.optim.Optimizer, state: State, check: GradientCheck
+        self, optimizer: torch.optim.Optimizer, later_loss: tuple[Any, list[int]], check: GradientCheck
     ) -> None:
         """Refuse gradients that were unscaled, and then got more from a loss that was scaled afterwards."""
-        root, written = state.pop("later")
-        same = len(self._gradients(optimizer).values) == len(check.gradients.values)
-        if same and written == check.written():
+        # The loss of another optimizer may be scaled meanwhile: what counts is who got gradients.
+        node, versions = later_loss
+        has_no_new_ones = len(self._gradients(optimizer).values) == len(check.gradients.values)
+        if has_no_new_ones and versions == versions_of(check.gradients):
             return
-        leaves = leaves_below(root)
+        leaves = leaves_below(node)
         if any(id(parameter) in leaves for parameter in parameters_of(optimizer)):
             raise OrderError(_BACKWARD_AFTER_UNSCALE)
 
@@ -149,7 +176,7 @@ class Iteration:
         if self.steps_by_hand is not None:
             self.steps_by_hand.end()
 
-    def state(self, method: str, optimizer: torch.optim.Optimizer) -> State:
+    def state(self, method: str, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Return the optimizer's state; OrderError if ``method`` may not be called now."""
         self._loss_scale.factor_for(method)
         check_optimizer(optimizer)
@@ -157,17 +184,18 @@ class Iteration:
             raise OrderError(_UPDATED_BEFORE)
         state = self.states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
-            raise OrderError(
-                _STEPPED_TWICE
-                if method == "step"
-                else f"{method}() is being called after step(): call it between backward and step."
-            )
+            if method == "step":
+                raise OrderError(_STEPPED_TWICE)
+            raise OrderError(f"{method}() is being called after step(): call it between backward and step.")
         return state
 
-    def found(self, device: torch.device) -> list[torch.Tensor]:
+    def overflow_flags(self, device: torch.device) -> list[torch.Tensor]:
         """Return the overflow flags of all optimizers, on ``device``."""
-        flags = [flag for state in self.states.values() for flag in state["found_inf_per_device"].values()]
-        return [flag.to(device, non_blocking=True) for flag in flags]
+        flags = []
+        for state in self.states.values():
+            for flag in state["found_inf_per_device"].values():
+                flags.append(flag.to(device, non_blocking=True))
+        return flags
 
     def may_lack_checks(self) -> bool:
         """Return whether all that happened is that optimizers which were trained before had no gradients."""
@@ -175,13 +203,13 @@ class Iteration:
 
     def forget_steps(self) -> None:
         """Let optimizers that stepped without any gradient step again, though ``update`` raised."""
-        for key, state in [*self.states.items()]:
+        for key, state in list(self.states.items()):
             if state["stage"] is OptState.STEPPED:
                 del self.states[key]
 
     def end(self) -> None:
         """Forget the state of each optimizer."""
-        self.states = defaultdict(fresh_state)
+        self.states = OptimizerStates()
         self._updated = not self._replayed
         if self.steps_by_hand is not None:
             self.steps_by_hand.end()
@@ -202,10 +230,12 @@ class Iteration:
 
     def clip_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
         state = self.state("clip_grad_norm_", optimizer)
-        flat = self._flat.get(optimizer)
+        flat = self._flat_copies.get(optimizer)
         if flat is None:
-            flat = self._flat[optimizer] = FlatCopies()
+            flat = self._flat_copies[optimizer] = FlatCopies()
         scaling = self._scaling()
+
+        # One read gives the norm and the check.
         if state["stage"] is OptState.READY and order in (2.0, math.inf):
             gradients = self._gradients(optimizer, summed=True)
             defer = _torch_internals.takes_grad_scale(optimizer) and gradients.dense
@@ -220,6 +250,8 @@ class Iteration:
         check = self._unscaled_check(state, optimizer)
         gradients = self._gradients(optimizer, summed=True)
         total = _check.clip_unscaled(gradients, max_norm, order, scaling, flat=flat)
+
+        # What was not finite before clipping stays so, whatever clipping made of it.
         check.norm = total.norm
         check.flags = check.flags or total.flags
         if check.ranks_differ is None:
@@ -243,9 +275,8 @@ class Iteration:
 
     def _scaling(self) -> Scaling:
         scale = self._loss_scale
-        factor = scale.factor_for("step")
         return Scaling(
-            factor,
+            scale.factor_for("step"),
             scale.may_be_below(1.0),
             self.process_group,
             self._sharded,
@@ -253,25 +284,30 @@ class Iteration:
             on_host=scale.number() if scale.on_host else None,
         )
 
-    def _set_check(self, state: State, check: GradientCheck, stage: OptState = OptState.UNSCALED) -> None:
-        found = check.found_inf
-        state["found_inf_per_device"] = {found.device: found} if check.any_checked else {}
-        state["check"], state["stage"] = check, stage
+    def _set_check(
+        self, state: OptimizerState, check: GradientCheck, stage: OptState = OptState.UNSCALED
+    ) -> None:
+        state.check = check
+        state["stage"] = stage
+        flags = {}
+        if check.any_checked:
+            flags[check.found_inf.device] = check.found_inf
+        state["found_inf_per_device"] = flags
 
-    def _unscaled_check(self, state: State, optimizer: torch.optim.Optimizer) -> GradientCheck:
+    def _unscaled_check(self, state: OptimizerState, optimizer: torch.optim.Optimizer) -> GradientCheck:
         """Return the check of gradients, which are unscaled from now on."""
-        check: GradientCheck | None = state.get("check")
+        check = state.check
         if check is None:  # an optimizer that takes ``grad_scaler`` filled torch's own entries
-            found = torch.zeros_like(self._loss_scale.factor_for("step"))
-            for flag in state["found_inf_per_device"].values():
-                torch.maximum(found, flag.to(found.device), out=found)
-            check = GradientCheck(
-                found,
-                _check.known_on_host(found),
-                any_checked=bool(state["found_inf_per_device"]),
+            flags = state["found_inf_per_device"]
+            found_inf = torch.zeros_like(self._loss_scale.factor_for("step"))
+            for flag in flags.values():
+                torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
+            check = state.check = GradientCheck(
+                found_inf,
+                _check.known_on_host(found_inf),
+                any_checked=bool(flags),
                 gradients=self._gradients(optimizer),
             )
-            state["check"] = check
         check.divide_now()
         return check
 
@@ -290,21 +326,21 @@ class Iteration:
         states = [self.state("step", optimizer) for optimizer in optimizers]
         checks = [self._check_for_step(o, state) for o, state in zip(optimizers, states, strict=True)]
         device = checks[0].found_inf.device
-        found = torch.stack([check.found_inf.to(device, non_blocking=True) for check in checks]).amax()
-        skipped = _check.known_on_host(found)
-        return tuple(
-            self._step_if_finite(optimizer, state, check, found, skipped, (), {})
-            for optimizer, state, check in zip(optimizers, states, checks, strict=True)
-        )
+        found_inf = torch.stack([check.found_inf.to(device, non_blocking=True) for check in checks]).amax()
+        skipped = _check.known_on_host(found_inf)
+        results = []
+        for optimizer, state, check in zip(optimizers, states, checks, strict=True):
+            results.append(self._step_if_finite(optimizer, state, check, found_inf, skipped, (), {}))
+        return tuple(results)
 
-    def _check_for_step(self, optimizer: torch.optim.Optimizer, state: State) -> GradientCheck:
+    def _check_for_step(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> GradientCheck:
         # First: of an optimizer that weights.hold holds it may raise.
-        by_itself = _torch_internals.takes_grad_scale(optimizer)
-        check: GradientCheck | None = state.get("check")
+        skips_itself = _torch_internals.takes_grad_scale(optimizer)
+        check = state.check
         if state["stage"] is OptState.READY:
             gradients = self._gradients(optimizer)
             scaling = self._scaling()
-            if by_itself and gradients.dense and self._defers_unscaling(optimizer, scaling):
+            if skips_itself and gradients.dense and self._defers_unscaling(optimizer, scaling):
                 check = _check.check_scaled(gradients, scaling)
                 self._set_check(state, check, OptState.READY)
             else:
@@ -317,16 +353,18 @@ class Iteration:
         # A script may have written flags into torch's own entries.
         flags = list(state["found_inf_per_device"].values())
         if flags and not (len(flags) == 1 and flags[0] is check.found_inf):
-            device = check.found_inf.device
-            check.replace_flag(torch.stack([flag.to(device) for flag in flags]).amax())
-            check.any_checked, check.flags = True, check.gradients.flags()
+            on_one_device = [flag.to(check.found_inf.device) for flag in flags]
+            check.replace_flag(torch.stack(on_one_device).amax())
+            check.any_checked = True
+            check.flags = check.gradients.flags()
 
         if check.any_checked:
             self._trained.add(id(optimizer))
         else:
-            self._without_gradients(optimizer, may_be_first=by_itself)
-        if "later" in state:
-            self._refuse_later_backward(optimizer, state, check)
+            self._without_gradients(optimizer, may_be_first=skips_itself)
+        if state.later_loss is not None:
+            self._refuse_later_backward(optimizer, state.later_loss, check)
+            state.later_loss = None
         if check.ranks_differ is not None and check.ranks_differ.device.type == "cpu" and check.ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)
         check.refuse_changes()
@@ -356,25 +394,26 @@ class Iteration:
         """
         if scaling.below_one or not scaling.scales:
             return False
-        by_itself = hasattr(optimizer, "grad_scale") or not _torch_internals.is_torchs_own(optimizer)
-        if by_itself or scaling.factor.device.type != "cpu":
+        if hasattr(optimizer, "grad_scale") or not _torch_internals.is_torchs_own(optimizer):
+            return True
+        if scaling.factor.device.type != "cpu":
             return True
         return math.frexp(scaling.number())[0] != 0.5
 
     def _step_if_finite(
         self,
         optimizer: torch.optim.Optimizer,
-        state: State,
+        state: OptimizerState,
         check: GradientCheck,
-        found: torch.Tensor,
+        found_inf: torch.Tensor,
         skipped: bool | None,
         args: Any,
         kwargs: Any,
     ) -> StepResult:
-        """Step, unless ``found`` is above 0, which ``skipped`` says if the host knows it."""
-        by_itself = _torch_internals.takes_grad_scale(optimizer)
-        if skipped is None and (not by_itself or _torch_internals.starts_momentum(optimizer)):
-            skipped = bool(found.item())
+        """Step, unless ``found_inf`` is above 0, which ``skipped`` says if the host knows it."""
+        skips_itself = _torch_internals.takes_grad_scale(optimizer)
+        if skipped is None and (not skips_itself or _torch_internals.starts_momentum(optimizer)):
+            skipped = bool(found_inf.item())
 
         # Names are looked for at once if the step is skipped; if only the device knows, after the step. In
         # between stand gradients that cannot be held until then.
@@ -389,11 +428,13 @@ class Iteration:
             if hasattr(optimizer, "grad_scale"):  # set by the script for this step; torch deletes it too
                 del optimizer.grad_scale
         else:
-            returned = call_step(optimizer, check, found, skipped, args, kwargs, by_itself=by_itself)
+            returned = call_step(
+                optimizer, check, found_inf, skipped, args, kwargs, skips_itself=skips_itself
+            )
         if looks_later:
             # After the step, which may write gradients.
             nonfinite = self._names_of(optimizer, check, check.look_later())
-        return self._result(optimizer, state, check, found, skipped, nonfinite or (), returned)
+        return self._result(optimizer, state, check, found_inf, skipped, nonfinite or (), returned)
 
     def step_by_itself(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> StepResult:
         """Step an optimizer of torch's old contract, which gets the scaler in ``kwargs`` and unscales."""
@@ -407,8 +448,10 @@ class Iteration:
         returned = optimizer.step(*args, **kwargs)
         check = self._unscaled_check(state, optimizer)
         skipped = bool(check.found_inf.item())
-        nonfinite = self._names_of(optimizer, check, check.nonfinite().read) if skipped else ()
-        return self._result(optimizer, state, check, check.found_inf, skipped, nonfinite, returned)
+        nonfinite: Callable[[], tuple[str, ...]] | None = None
+        if skipped:
+            nonfinite = self._names_of(optimizer, check, check.nonfinite().read)
+        return self._result(optimizer, state, check, check.found_inf, skipped, nonfinite or (), returned)
 
     def step_with_closure(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], args: Any, kwargs: Any
@@ -426,11 +469,13 @@ class Iteration:
         checks: list[GradientCheck] = []
 
         def evaluate() -> Any:
-            begun = self.states[id(optimizer)] = fresh_state()
+            fresh_state = self.states[id(optimizer)] = OptimizerState()
             loss = closure()
-            if self.states.get(id(optimizer)) is not begun:
+            if self.states.get(id(optimizer)) is not fresh_state:
                 self._loss_scale.factor_for("step")
                 raise OrderError("update() was called inside the closure of a step: call it after the step")
+
+            # The closure may have unscaled and clipped the gradients itself.
             state = self.state("step", optimizer)
             if state["stage"] is OptState.READY:
                 self.unscale(optimizer)
@@ -450,14 +495,13 @@ class Iteration:
         returned, skip = step_or_restore(optimizer, optimizer.step, args, kwargs, evaluate)
         if not checks:
             raise OrderError(f"{type(optimizer).__name__}.step never called its closure")
-        check, nonfinite = checks[-1], None
+        check = checks[-1]
+        nonfinite: tuple[str, ...] = ()
         if skip is not None:
             _torch_internals.mark_as_stepped(optimizer)
             nonfinite = self._names_of(optimizer, check, check.nonfinite().read)()
         state = self.states[id(optimizer)]
-        return self._result(
-            optimizer, state, check, check.found_inf, skip is not None, nonfinite or (), returned
-        )
+        return self._result(optimizer, state, check, check.found_inf, skip is not None, nonfinite, returned)
 
     # ---- results
 
@@ -476,17 +520,18 @@ class Iteration:
     def _result(
         self,
         optimizer: torch.optim.Optimizer,
-        state: State,
+        state: OptimizerState,
         check: GradientCheck,
-        found: torch.Tensor,
+        found_inf: torch.Tensor,
         skipped: bool | None,
         nonfinite: Callable[[], tuple[str, ...]] | tuple[str, ...],
         returned: Any,
     ) -> StepResult:
         """End the step of an optimizer: report it, now or once the host can know its flag."""
-        state["stage"], state["check"] = OptState.STEPPED, None
+        state["stage"] = OptState.STEPPED
+        state.check = None
         result = StepResult(
-            found_inf=found if skipped is None else skipped,
+            found_inf=found_inf if skipped is None else skipped,
             scale=self._loss_scale.copied(),
             grad_norm=check.norm,
             nonfinite=nonfinite,
@@ -494,16 +539,17 @@ class Iteration:
         )
         if _torch_internals.is_capturing():
             return result  # the host sees this step once, but the graph is replayed many times
-        number, differ = self._outcomes.next_number(), check.ranks_differ
+        number, ranks_differ = self._outcomes.next_number(), check.ranks_differ
         if skipped:
             self.schedulers.skipped(optimizer)
         if skipped is not None:
-            self._outcomes.report(optimizer, result, number, ranks_differ=bool(differ))
+            self._outcomes.report(optimizer, result, number, ranks_differ=bool(ranks_differ))
             return result
 
         # The flag, the scale, and whether ranks differ travel to the host in one copy.
-        scale = self._loss_scale.factor_for("step")
-        values = [found, scale] if differ is None else [found, scale, differ.to(found)]
+        values = [found_inf, self._loss_scale.factor_for("step")]
+        if ranks_differ is not None:
+            values.append(ranks_differ.to(found_inf))
         learn_scale = functools.partial(self._loss_scale.learn, moves=self._loss_scale.moves)
         self._outcomes.wait_for(optimizer, result, number, torch.stack(values), learn_scale)
         return result
@@ -512,24 +558,28 @@ class Iteration:
 def call_step(
     optimizer: torch.optim.Optimizer,
     check: GradientCheck,
-    found: torch.Tensor,
+    found_inf: torch.Tensor,
     skipped: bool | None,
     args: Any,
     kwargs: Any,
     *,
-    by_itself: bool,
+    skips_itself: bool,
 ) -> Any:
     """Call the optimizer's step; set ``grad_scale`` and ``found_inf`` if it divides and skips by itself."""
     target: Any = optimizer
-    preset = getattr(optimizer, "grad_scale", None)
-    needs_attributes = check.divisor is not None or preset is not None or skipped is None
-    needs_attributes |= not _torch_internals.is_torchs_own(optimizer)
-    if not (needs_attributes and by_itself):
+    is_torchs_own = _torch_internals.is_torchs_own(optimizer)
+    scale_of_script = getattr(optimizer, "grad_scale", None)  # which a script may set for one step
+    needs_attributes = check.divisor is not None or scale_of_script is not None or skipped is None
+    if not skips_itself or (is_torchs_own and not needs_attributes):
         return optimizer.step(*args, **kwargs)
-    given = [scale for scale in (check.divisor, preset) if scale is not None]
-    target.grad_scale = functools.reduce(torch.mul, given) if given else None
+
+    grad_scale = check.divisor
+    if scale_of_script is not None:
+        grad_scale = scale_of_script if grad_scale is None else grad_scale * scale_of_script
+    target.grad_scale = grad_scale
     # Given found_inf, torch's fused optimizers take back the step that they counted, in one more pass.
-    target.found_inf = None if skipped is False and _torch_internals.is_torchs_own(optimizer) else found
+    is_known_to_be_finite = skipped is False
+    target.found_inf = None if is_known_to_be_finite and is_torchs_own else found_inf
     try:
         return optimizer.step(*args, **kwargs)
     finally:

@@ -22,15 +22,18 @@ _INSIDE = ("narrowcast.", "torch.")
 
 def warn_at_script(message: str) -> None:
     """Warn with the first line outside of this package and torch, which wrap the scaler's methods."""
-    level, frame = 2, sys._getframe(1)
+    level = 2
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
-        level, frame = level + 1, frame.f_back
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def leaves_below(root: Any) -> set[int]:
     """Return the ids of the leaves whose gradients backward from ``root`` would accumulate."""
-    return {id(leaf_of(node)) for node in nodes_below([root]) if leaf_of(node) is not None}
+    leaves = map(leaf_of, nodes_below([root]))
+    return {id(leaf) for leaf in leaves if leaf is not None}
 
 
 class StepsByHand:
@@ -48,13 +51,16 @@ class StepsByHand:
         self._root = getattr(scaled, "grad_fn", None)
         if self._root is None:
             return
+
+        # The hook is torch's for the whole process: it keeps neither this object nor the scaler alive.
         watching = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            watch, stage_of_one = watching(), stage_of()
-            if watch is None or stage_of_one is None or closure_of(args[1:], kwargs) is not None:
-                return  # a closure computes the gradients inside the step
-            watch._look_at(optimizer, stage_of_one(optimizer))
+            # A closure computes the gradients inside the step.
+            if closure_of(args[1:], kwargs) is None:
+                watch, read_stage = watching(), stage_of()
+                if watch is not None and read_stage is not None:
+                    watch._look_at(optimizer, read_stage(optimizer))
 
         handle = register_optimizer_step_pre_hook(before_step)
         self._remove = weakref.finalize(self, handle.remove)
@@ -64,6 +70,8 @@ class StepsByHand:
         if stage is None or stage is OptState.UNSCALED:
             return  # an unscaled step is right if the script checks gradients itself
         name = type(optimizer).__name__
+
+        # The gradients are unscaled, and the weights move twice.
         if stage is OptState.STEPPED:
             self.end()
             warn_at_script(
@@ -71,6 +79,8 @@ class StepsByHand:
                 "optimizer.step() out"
             )
             return
+
+        # Optimizers of models that the scaler has nothing to do with step by themselves.
         leaves = leaves_below(self._root)
         if any(p.grad is not None and id(p) in leaves for p in parameters_of(optimizer)):
             self.end()
@@ -112,10 +122,11 @@ class SchedulersAfterSkips:
         known = self._rates.pop(id(optimizer), None)
         if known is None:
             return
-        before, has_moved = known
+        rates_before, has_moved = known
         rates = _rates_of(optimizer)
-        if rates == before:
+        if rates == rates_before:
             return
+        # Moved once: perhaps an epoch ended.
         if not has_moved:
             self._rates[id(optimizer)] = (rates, True)
             return
@@ -130,5 +141,9 @@ class SchedulersAfterSkips:
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
     """Return the learning rates that are numbers; comparing tensors may need a host sync."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return [rate for rate in rates if isinstance(rate, float)]
+    rates = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, float):
+            rates.append(rate)
+    return rates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,10 +44,11 @@ class NonfiniteFlags:
         """Return 1.0 if any flag is set, else 0.0: 0-dim, float32, on ``device``, without a host sync."""
         if not self.norms_by_group:
             return torch.zeros((), device=device)
-        each = [
-            (~torch.isfinite(norms)).any().to(device, non_blocking=True) for _, norms in self.norms_by_group
-        ]
-        return torch.stack(each).any().float()
+        any_in_group = []
+        for _, norms in self.norms_by_group:
+            is_bad = ~torch.isfinite(norms)
+            any_in_group.append(is_bad.any().to(device, non_blocking=True))
+        return torch.stack(any_in_group).any().float()
 
 
 def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
@@ -59,6 +59,7 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
     magnitude takes ten times as long as the Euclidean norm, so the norm is computed first, and only gradients
     whose norm is not finite are read again.
     """
+    # Empty gradients have no norm.
     kept: dict[int, torch.Tensor] = {}
     for position, gradient in enumerate(gradients):
         values = gradient.detach()
@@ -68,12 +69,15 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
             values = torch.view_as_real(values)
         if values.numel():
             kept[position] = values
-    places = list(kept)
-    groups = _torch_internals.by_device_and_dtype(list(kept.values())) if kept else []
-    return NonfiniteFlags(
-        len(gradients),
-        tuple((tuple(places[i] for i in positions), _norms(members)) for _, _, positions, members in groups),
-    )
+    if not kept:
+        return NonfiniteFlags(len(gradients), ())
+
+    kept_positions = list(kept)
+    norms_by_group = []
+    for _, _, indices, members in _torch_internals.by_device_and_dtype(list(kept.values())):
+        positions = [kept_positions[index] for index in indices]
+        norms_by_group.append((positions, _norms(members)))
+    return NonfiniteFlags(len(gradients), tuple(norms_by_group))
 
 
 def _norms(members: list[torch.Tensor]) -> torch.Tensor:
@@ -146,6 +150,8 @@ class FlatCopies:
         device, dtype, _, members = gradients.groups[0]
         if device.type != "cpu":
             return None
+
+        # The same shapes as at the last step, mostly.
         if dtype != self._rows.dtype or self._shapes != list(map(_SHAPE, members)):
             if any(member.numel() > _SMALL for member in members):
                 return None
@@ -156,16 +162,19 @@ class FlatCopies:
     def _allocate(self, members: list[torch.Tensor], dtype: torch.dtype) -> None:
         self._shapes = list(map(_SHAPE, members))
         sizes = [member.numel() for member in members]
-        rows = max(1, math.ceil(sum(sizes) / _ROW))
-        self._rows = torch.zeros(rows, _ROW, dtype=dtype, device="cpu")
-        pieces = torch.split(self._rows.view(-1)[: sum(sizes)], sizes)
+        count = sum(sizes)
+        self._rows = torch.zeros(max(1, math.ceil(count / _ROW)), _ROW, dtype=dtype, device="cpu")
+        pieces = torch.split(self._rows.view(-1)[:count], sizes)
         self._copies = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
 
 def parameters_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of optimizers, in the order of their groups."""
-    lists = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    return list(itertools.chain.from_iterable(lists))
+    parameters: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+    return parameters
 
 
 def gradients_of(
@@ -186,19 +195,17 @@ def gradients_of(
     """
     parameters = parameters_of(optimizer)
     gradients = list(map(_GRAD, parameters))
-    kinds = set(map(type, gradients))
-    if type(None) in kinds:
-        kinds.remove(type(None))
+    classes = set(map(type, gradients))
+    if type(None) in classes:
+        classes.remove(type(None))
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = list(map(_GRAD, parameters))
-    values, dense, meshes = gradients, True, None
-
-    # Local parts of DTensors, and values of sparse gradients.
-    if not kinds <= {torch.Tensor, torch.nn.Parameter}:
+    values, meshes = gradients, None
+    if not classes <= {torch.Tensor, torch.nn.Parameter}:
         values, meshes = _local_parts(gradients)
-    if True in set(map(_IS_SPARSE, values)):
+    dense = True not in set(map(_IS_SPARSE, values))
+    if not dense:
         values = [_dense_values(p, value, summed) for p, value in zip(parameters, values, strict=True)]
-        dense = False
 
     # Complex gradients are read as pairs of real numbers, because no kernel of the check takes them.
     groups = _torch_internals.by_device_and_dtype(values) if values else []
@@ -240,21 +247,19 @@ def _local_parts(
                 values.append(gradient)
                 meshes.append(None)
                 continue
-            if any(isinstance(placement, Partial) for placement in gradient.placements):
-                raise UnsupportedError(
-                    "expected gradients that are reduced, got a DTensor with the placements "
-                    f"{gradient.placements}: redistribute it to Shard or Replicate before the step"
-                )
-            mesh = gradient.device_mesh
-            groups = [(mesh.get_group(dim), place) for dim, place in enumerate(gradient.placements)]
+            sharded: list[torch.distributed.ProcessGroup] = []
+            copied: list[torch.distributed.ProcessGroup] = []
+            for dimension, placement in enumerate(gradient.placements):
+                if isinstance(placement, Partial):
+                    raise UnsupportedError(
+                        "expected gradients that are reduced, got a DTensor with the placements "
+                        f"{gradient.placements}: redistribute it to Shard or Replicate before the step"
+                    )
+                # fully_shard turns a dimension that is already sharded into a placement other than Shard.
+                groups = copied if isinstance(placement, Replicate) else sharded
+                groups.append(gradient.device_mesh.get_group(dimension))
             values.append(gradient.to_local())
-            # fully_shard turns a dimension that is already sharded into a placement other than Shard.
-            meshes.append(
-                MeshPlacement(
-                    sharded=tuple(group for group, place in groups if not isinstance(place, Replicate)),
-                    copied=tuple(group for group, place in groups if isinstance(place, Replicate)),
-                )
-            )
+            meshes.append(MeshPlacement(sharded=tuple(sharded), copied=tuple(copied)))
     return values, meshes if any(meshes) else None
 
 
@@ -289,9 +294,11 @@ def parameter_labels(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.T
     for number, group in enumerate(optimizer.param_groups):
         names: Sequence[str] = group.get("param_names", ())
         for index, parameter in enumerate(group["params"]):
+            if index < len(names):
+                yield parameter, names[index]
+                continue
             shape = "unknown" if torch.nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
-            place = f"group {number}, parameter {index}, shape {shape}"
-            yield parameter, names[index] if index < len(names) else place
+            yield parameter, f"group {number}, parameter {index}, shape {shape}"
 
 
 def labels_of(
@@ -306,14 +313,14 @@ def _fp16_message(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], names: Mapping[int, str]
 ) -> str:
     narrow = [p for p in parameters if p.grad is not None and p.grad.dtype is torch.float16]
-    half = labels_of(optimizer, narrow, names)
+    labels = few(labels_of(optimizer, narrow, names), 5)
     if all(parameter.dtype is not torch.float16 for parameter in narrow):
         return (
-            f"expected gradients in fp32, got fp16 for {few(half, 5)}, as grad_dtype says: leave that at the "
+            f"expected gradients in fp32, got fp16 for {labels}, as grad_dtype says: leave that at the "
             "parameter's own, or pass allow_fp16_gradients=True to nc.GradScaler to continue in fp16"
         )
     return (
-        f"expected gradients in fp32, got fp16 for {few(half, 5)}: an update smaller than 2**-11 of a weight "
+        f"expected gradients in fp32, got fp16 for {labels}: an update smaller than 2**-11 of a weight "
         'in fp16 is lost. Keep fp32 master weights with nc.Stepper(model, optimizer, policy="O2"), or pass '
         "allow_fp16_gradients=True to nc.GradScaler to continue in fp16"
     )

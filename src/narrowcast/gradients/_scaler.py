@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from narrowcast.errors import OrderError, ScaleError, UnsupportedError
 from narrowcast.gradients import _scales
 from narrowcast.gradients._check import clamp, clip_unscaled, scaled_by
-from narrowcast.gradients._iteration import Iteration, State, fresh_state
+from narrowcast.gradients._iteration import Iteration, OptimizerStates
 from narrowcast.gradients._optimizer_gradients import gradients_of
 from narrowcast.gradients._scales import DeviceScale
 from narrowcast.gradients._steps import Listener, Outcomes, StepResult, closure_of
@@ -21,6 +20,8 @@ from narrowcast.scaling import Dynamic, LossScale, scale_in, state_of
 
 
 def _setting(name: str) -> Any:
+    """Return a property that reads and writes a setting of a dynamic loss scale."""
+
     def read(scaler: TorchNames) -> Any:
         value = scaler._loss_scale.settings
         if not isinstance(value, Dynamic):
@@ -36,11 +37,14 @@ def _setting(name: str) -> Any:
 def _initial(name: str) -> Any:
     """Return a property that has no effect once the scale is on a device, as in torch."""
 
+    def read(scaler: TorchNames) -> Any:
+        return getattr(scaler._loss_scale.settings, name, 0)
+
     def write(scaler: TorchNames, value: Any) -> None:
         if scaler._loss_scale.factor is None:
             scaler._loss_scale.change(**{name: value})
 
-    return property(lambda scaler: getattr(scaler._loss_scale.settings, name, 0), write)
+    return property(read, write)
 
 
 class TorchNames:
@@ -92,14 +96,14 @@ class TorchNames:
             self._loss_scale.change(good_steps=int(value))
 
     @property
-    def _per_optimizer_states(self) -> dict[int, State]:
+    def _per_optimizer_states(self) -> Any:  # torch's type of it is another mapping
         return self._iteration.states
 
     @_per_optimizer_states.setter
-    def _per_optimizer_states(self, states: Mapping[int, State]) -> None:
-        self._iteration.states = defaultdict(fresh_state)
+    def _per_optimizer_states(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        self._iteration.states = OptimizerStates()
         for key, state in states.items():
-            self._iteration.states[key] = fresh_state() | state
+            self._iteration.states[key] = state
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self._loss_scale.place(torch.device(dev))
@@ -293,10 +297,13 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             result = StepResult(found_inf=False, scale=1.0, returned=optimizer.step(*args, **kwargs))
             self._outcomes.report(optimizer, result, self._outcomes.next_number())
             return result
+
+        # Earlier steps whose flag has arrived: listeners hear of steps in their order.
         self._outcomes.report_pending()
         iteration = self._iteration
         if iteration.schedulers:
             iteration.schedulers.stepping(optimizer)
+
         closure = closure_of(args, kwargs)
         iteration.stepping = True
         try:
@@ -342,18 +349,20 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if not self._enabled:
             return
         factor = self._loss_scale.factor_for("update")
+
+        # The scale moves once for all optimizers, if any of them overflowed.
         if new_scale is not None:
             self._loss_scale.change(scale=_scales.one_number(new_scale))
         else:
-            found = self._iteration.found(factor.device)
-            if not found and not self._iteration.may_lack_checks():
+            flags = self._iteration.overflow_flags(factor.device)
+            if not flags and not self._iteration.may_lack_checks():
                 self._iteration.forget_steps()
                 raise OrderError(
                     "No inf checks were recorded prior to update: call step(optimizer), or "
                     "unscale_(optimizer), after backward and before update"
                 )
-            if found:
-                self._loss_scale.move(found[0] if len(found) == 1 else torch.stack(found).amax())
+            if flags:
+                self._loss_scale.move(flags[0] if len(flags) == 1 else torch.stack(flags).amax())
         self._iteration.end()
 
     def report_pending(self) -> None:
@@ -467,6 +476,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     def __repr__(self) -> str:
         if not self._enabled:
             return "GradScaler(enabled=False)"
-        value = self._loss_scale.read() if self._loss_scale.on_host else None
-        now = "" if value is None else f", scale={value.scale:g}"
-        return f"GradScaler({type(self._loss_scale.settings).__name__}{now})"
+        kind = type(self._loss_scale.settings).__name__
+        if not self._loss_scale.on_host:
+            return f"GradScaler({kind})"
+        return f"GradScaler({kind}, scale={self._loss_scale.read().scale:g})"

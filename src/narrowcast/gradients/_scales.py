@@ -138,18 +138,21 @@ class DeviceScale:
         assert self.factor is not None
         if self.on_host:
             return self.number() < limit
-        value, (known, moves) = self.settings, self._known
-        if isinstance(value, Dynamic):
-            return max(known * value.backoff_factor ** (self.moves - moves), value.min_scale) < limit
-        return value.scale < limit
+        value = self.settings
+        if not isinstance(value, Dynamic):
+            return value.scale < limit
+        # It may have backed off at each update since it was known.
+        known, moves = self._known
+        lowest = known * value.backoff_factor ** (self.moves - moves)
+        return max(lowest, value.min_scale) < limit
 
     def set(self, value: LossScale) -> None:
         """Replace the loss scale; it stays on its device."""
-        device = None if self.factor is None else self.factor.device
+        factor_before = self.factor
         self.settings, self.factor, self._untouched = value, None, True
         self._known = (value.scale, self.moves)
-        if device is not None:
-            self.place(device)
+        if factor_before is not None:
+            self.place(factor_before.device)
 
     def change(self, **settings: Any) -> None:
         """Change some settings; waits for the device."""
@@ -182,6 +185,8 @@ class DeviceScale:
         backs_off = overflow & (left <= 1)
         good = self.good_steps + 1
         grows = ~overflow & (good >= value.growth_interval)
+
+        # The product in fp64, as Python computes it; MPS has none.
         wide = self.factor.double() if self.factor.device.type != "mps" else self.factor
         grown = (wide * value.growth_factor).float()
         moved = torch.where(grows & torch.isfinite(grown), grown, self.factor)
@@ -222,19 +227,23 @@ def loss_scale_of(
     **settings: Any,
 ) -> LossScale:
     """Return the loss scale that the arguments of ``GradScaler`` describe, or raise ScaleError."""
-    limits = {"min_scale": min_scale, "max_scale": max_scale}
-    settings |= {name: limit for name, limit in limits.items() if limit is not None}
+    if min_scale is not None:
+        settings["min_scale"] = min_scale
+    if max_scale is not None:
+        settings["max_scale"] = max_scale
     if hysteresis != 1:
         settings |= {"hysteresis": hysteresis, "rule": "apex"}
     if given is None:
         return Dynamic(**settings)
     check_loss_scale(given)
     default = Dynamic()
-    beside = [name for name, value in settings.items() if value != getattr(default, name) and name != "rule"]
+    beside = []
+    for name, value in settings.items():
+        if name != "rule" and value != getattr(default, name):
+            beside.append("init_scale" if name == "scale" else name)
     if beside:
-        names = ", ".join("init_scale" if name == "scale" else name for name in beside)
         raise ScaleError(
-            f"loss_scale has settings of its own, got {names} beside it: write "
+            f"loss_scale has settings of its own, got {', '.join(beside)} beside it: write "
             f"loss_scale={type(given).__name__}(...) with them inside"
         )
     return given

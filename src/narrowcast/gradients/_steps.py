@@ -66,18 +66,27 @@ class StepResult:
     @classmethod
     def joined(cls, results: Sequence[StepResult], *, grad_norm: torch.Tensor | None = None) -> StepResult:
         """Join the results of optimizers that stepped together; all were skipped or none."""
+
+        def nonfinite() -> tuple[str, ...]:
+            names: list[str] = []
+            for result in results:
+                names += result.nonfinite
+            return tuple(names)
+
         first = results[0]
         return cls(
             found_inf=first._found_inf,
             scale=first._scale,
             grad_norm=grad_norm,
-            nonfinite=lambda: tuple(name for result in results for name in result.nonfinite),
+            nonfinite=nonfinite,
             returned=tuple(result.returned for result in results),
         )
 
     def skipped_on_device(self) -> torch.Tensor | bool:
         """Return ``skipped`` without a host sync: a 0-dim bool tensor if only the device knows."""
-        return self._found_inf > 0 if isinstance(self._found_inf, torch.Tensor) else self._found_inf
+        if isinstance(self._found_inf, torch.Tensor):
+            return self._found_inf > 0
+        return self._found_inf
 
     def settle(self, *, skipped: bool) -> None:
         """Learn whether the step was skipped, and let go of gradients that were held to name parameters."""
@@ -126,10 +135,14 @@ class StepResult:
         return super().__getstate__()
 
     def __repr__(self) -> str:
-        norm = "" if self.grad_norm is None else f", grad_norm={self.grad_norm:.6g}"
-        bad = f", nonfinite={self.nonfinite}" if self.skipped else ""
-        waiting = "" if self.complete else ", complete=False"
-        return f"StepResult(skipped={self.skipped}, scale={self.scale}{norm}{bad}{waiting})"
+        parts = [f"skipped={self.skipped}", f"scale={self.scale}"]
+        if self.grad_norm is not None:
+            parts.append(f"grad_norm={self.grad_norm:.6g}")
+        if self.skipped:
+            parts.append(f"nonfinite={self.nonfinite}")
+        if not self.complete:
+            parts.append("complete=False")
+        return f"StepResult({', '.join(parts)})"
 
 
 Listener = Callable[[StepResult], None]
@@ -148,6 +161,7 @@ class HostCopies:
         """Copy 1-dim values; return a function that waits for them and returns them, to be called once."""
         if values.device.type != "cuda":  # only CUDA copies without a sync
             return values.cpu().tolist
+
         free = self._free.setdefault((values.device, len(values)), [])
         if free:
             host, event = free.pop()
@@ -216,24 +230,23 @@ def collapse_message(
     advice: str,
 ) -> str:
     """Return the message of a ``ScaleCollapseError``; a scale of 1 is not mentioned."""
-    of_whom = few(names, 5) or "another rank"
-    did_not_help = f", and a loss scale of {scale:g} did not help" if scale != 1.0 else ""
-    return (
-        f"{patience} steps of {type(optimizer).__name__} in a row were skipped, since step {since}: the "
-        f"gradients of {of_whom} are not finite{did_not_help}. {advice}"
-    )
+    reason = f"the gradients of {few(names, 5) or 'another rank'} are not finite"
+    if scale != 1.0:
+        reason += f", and a loss scale of {scale:g} did not help"
+    skips = f"{patience} steps of {type(optimizer).__name__} in a row were skipped, since step {since}"
+    return f"{skips}: {reason}. {advice}"
 
 
 class Outcomes:
     """The results of all steps of one scaler, in order."""
 
     def __init__(self, patience: int | None) -> None:
-        if patience is not None and (
-            not isinstance(patience, int) or isinstance(patience, bool) or patience < 1
-        ):
+        is_number = isinstance(patience, int) and not isinstance(patience, bool)
+        if patience is not None and (not is_number or patience < 1):
             raise ScaleError(f"patience must be a whole number of at least 1, or None, got {patience!r}")
         self.patience = patience
         self.steps = 0
+        # By the id of a handle, as torch's RemovableHandle removes them.
         self.on_step: OrderedDict[int, Listener] = OrderedDict()
         self.on_skip: OrderedDict[int, Listener] = OrderedDict()
         self.pending: deque[PendingStep] = deque()  # steps to report once the host can know their flag
@@ -288,12 +301,15 @@ class Outcomes:
         """
         if ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)
-        skipped = result.skipped
-        for listener in list((self.on_skip if skipped else self.on_step).values()):
+        # A copy, since a listener may remove itself.
+        listeners = self.on_skip if result.skipped else self.on_step
+        for listener in list(listeners.values()):
             listener(result)
+
+        # The optimizer may have been freed before its flag arrived.
         if optimizer is None:
             return
-        if not skipped:
+        if not result.skipped:
             self._skips.took(optimizer)
             return
         since = self._skips.skipped(optimizer, number)
@@ -326,7 +342,9 @@ class SkipStep(BaseException):  # no ``except Exception`` of an optimizer stops 
 
 def closure_of(args: Any, kwargs: Any) -> Callable[[], Any] | None:
     """Return the closure among the arguments of a ``step``, positional or keyword."""
-    closure = kwargs.get("closure", args[0] if args else None)
+    closure = kwargs.get("closure")
+    if "closure" not in kwargs and args:
+        closure = args[0]
     return closure if callable(closure) else None
 
 
@@ -348,6 +366,7 @@ def step_or_restore(
         What ``step`` returned, or the loss of a skipped step; and the ``SkipStep``, None if none was raised.
     """
     restore = _snapshot(optimizer) if moves_first else None
+    # In the place where the caller gave its closure.
     if callable(kwargs.get("closure")):
         kwargs = {**kwargs, "closure": evaluate}
     else:
@@ -362,18 +381,21 @@ def step_or_restore(
 
 def _snapshot(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Copy an optimizer's parameters, state and settings; return a function that restores them."""
-    groups = optimizer.param_groups
-    values = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
-    state = {parameter: copied(one) for parameter, one in optimizer.state.items()}
-    settings = [copied({key: group[key] for key in group if key != "params"}) for group in groups]
+    values = [(parameter, parameter.detach().clone()) for parameter in parameters_of(optimizer)]
+    state = {parameter: copied(its_state) for parameter, its_state in optimizer.state.items()}
+    settings_of_groups = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        settings_of_groups.append((group, copied(settings)))
 
     def restore() -> None:
         with torch.no_grad():
             for parameter, value in values:
                 parameter.copy_(value)
+        # In place, since schedulers and wrappers hold the same dicts.
         optimizer.state.clear()
         optimizer.state.update(state)
-        for group, before in zip(groups, settings, strict=True):
-            group.update(before)
+        for group, settings in settings_of_groups:
+            group.update(settings)
 
     return restore

@@ -80,22 +80,27 @@ def move_as_torch(
     torch._amp_update_scale_(scale, good_steps, found_inf, growth_factor, backoff_factor, growth_interval)
 
 
-def norms(tensors: Sequence[torch.Tensor], order: float, *, wide: bool = False) -> list[torch.Tensor]:
-    """Return the norm of each dense tensor, accumulated in fp32 (fp64 for fp64, or ``wide``); 0 if empty."""
-    # One kernel for all, as torch.nn.utils.get_total_norm calls:
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/clip_grad.py
-    dtype = torch.float64 if wide or tensors[0].dtype == torch.float64 else torch.float32
-    if order == math.inf and any(tensor.numel() == 0 for tensor in tensors):
-        # torch raises for the largest magnitude of an empty tensor, which a rank may hold.
-        zero = torch.zeros((), dtype=dtype, device=tensors[0].device)
-        some = iter(norms(there, order, wide=wide) if (there := [t for t in tensors if t.numel()]) else ())
-        return [next(some) if tensor.numel() else zero for tensor in tensors]
-    return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Return the norm of each dense tensor, accumulated in fp32, of fp64 in fp64; 0 if it is empty."""
+    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    if order != math.inf or all(map(torch.Tensor.numel, tensors)):
+        # One kernel for all, as torch.nn.utils.get_total_norm calls:
+        # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/clip_grad.py
+        return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
+
+    # torch raises for the largest magnitude of an empty tensor, which a rank may hold.
+    results = []
+    for tensor in tensors:
+        if tensor.numel():
+            results += norms([tensor], order)
+        else:
+            results.append(torch.zeros((), dtype=dtype, device=tensor.device))
+    return results
 
 
-def norms_of_rows(rows: torch.Tensor, order: float, *, wide: bool = False) -> torch.Tensor:
+def norms_of_rows(rows: torch.Tensor, order: float) -> torch.Tensor:
     """Return the norm of each row, accumulated as in ``norms``."""
-    dtype = torch.float64 if wide or rows.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     norms: torch.Tensor = torch.linalg.vector_norm(rows, order, dim=1, dtype=dtype)
     return norms
 
@@ -136,9 +141,13 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
     # torch.utils._foreach_utils calls it too: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/Module.cpp
     group: Any = torch._C._group_tensors_by_device_and_dtype
     grouped = group([tensors], False)
-    if len(grouped) > 1:
-        return [(*key, positions, members) for key, ([members], positions) in group([tensors], True).items()]
-    return [(*key, range(len(tensors)), members) for key, ([members], _) in grouped.items()]
+    if len(grouped) == 1:
+        ((device, dtype),) = grouped
+        return [(device, dtype, range(len(tensors)), tensors)]
+    groups: list[Group] = []
+    for (device, dtype), ([members], positions) in group([tensors], True).items():
+        groups.append((device, dtype, positions, members))
+    return groups
 
 
 ASKED_BY_SCALERS = "_step_supports_amp_scaling"
@@ -162,10 +171,13 @@ def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
 def starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its next step makes momentum that torch's fused SGD leaves unwritten if it skips."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py, _fused_sgd
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        first = next((p for p in group["params"] if p.grad is not None), None)
-        if group["momentum"] and first is not None:
-            return optimizer.state.get(first, {}).get("momentum_buffer") is None
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    for group in optimizer.param_groups:
+        if group["momentum"]:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return optimizer.state.get(parameter, {}).get("momentum_buffer") is None
     return False
 
 

@@ -1,6 +1,6 @@
 """The ``apex.amp`` package: ``from narrowcast.apex import amp``."""
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from narrowcast.apex.amp import lists
 from narrowcast.apex.amp._amp_state import _amp_state
@@ -13,7 +13,7 @@ from narrowcast.apex.amp._casts import (
     register_half_function,
     register_promote_function,
 )
-from narrowcast.apex.amp._initialize import initialize, shutdown
+from narrowcast.apex.amp._initialize import initialize
 from narrowcast.apex.amp._scale_loss import load_state_dict, master_params, scale_loss, state_dict
 from narrowcast.errors import UnsupportedError
 
@@ -32,7 +32,6 @@ __all__ = [
     "register_half_function",
     "register_promote_function",
     "scale_loss",
-    "shutdown",
     "state_dict",
 ]
 
@@ -44,3 +43,12 @@ def init(*args: object, **kwargs: object) -> NoReturn:
         "model, optimizer = amp.initialize(model, optimizer, opt_level='O1'), and "
         "with amp.scale_loss(loss, optimizer) as scaled_loss in place of optimizer.scale_loss(loss)"
     )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "shutdown":
+        raise AttributeError(
+            "amp.shutdown was removed, which apex never had: amp._amp_state.handle._deactivate() ends the "
+            "casts of O1, and models and optimizers stay as amp.initialize made them"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,46 +1,6 @@
-"""The ``apex.amp._amp_state`` module: what the latest ``initialize`` set for the whole process."""
+"""apex's name for ``_process_state``: scripts say ``from apex.amp._amp_state import _amp_state``."""
 
-from __future__ import annotations
-
-import os
-import sys
-from typing import Any
-
-from narrowcast.apex.amp._levels import Properties
+from narrowcast.apex.amp._process_state import AmpState, maybe_print
+from narrowcast.apex.amp._process_state import process_state as _amp_state
 
 __all__ = ["AmpState", "_amp_state", "maybe_print"]
-
-
-class AmpState:
-    """The object that scripts read and write as ``amp._amp_state``.
-
-    Attributes:
-        opt_properties: the settings of the latest ``initialize``; None before it.
-        loss_scalers: the loss scalers of the latest ``initialize``, by ``loss_id``.
-        handle: the casts that O1 put in force; None under the other levels and before ``initialize``.
-        verbosity: 0 turns the messages off.
-        allow_incoming_model_not_fp32: True lets ``initialize`` take models in half.
-    """
-
-    def __init__(self) -> None:
-        self.opt_properties: Properties | None = None
-        self.loss_scalers: list[Any] = []
-        self.handle: Any = None
-        self.verbosity = 1
-        self.allow_incoming_model_not_fp32 = False
-
-    def reset(self) -> None:
-        """Forget every ``initialize``. Settings that the user made stay."""
-        self.opt_properties, self.loss_scalers, self.handle = None, [], None
-
-
-_amp_state = AmpState()
-
-
-def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Write a message to standard error, on rank 0 only, unless ``verbosity`` is 0.
-
-    ``rank0`` has no effect: other ranks never write.
-    """
-    if _amp_state.verbosity > 0 and int(os.environ.get("RANK", "0")) == 0:
-        sys.stderr.write(f"{msg}\n")

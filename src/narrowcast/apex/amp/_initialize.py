@@ -1,22 +1,17 @@
-"""``amp.initialize``: prepare models and optimizers for one of apex's levels; ``amp.shutdown``: undo it."""
+"""``amp.initialize``: prepare models and optimizers for one of apex's levels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from narrowcast.apex.amp._amp_state import _amp_state, maybe_print
-from narrowcast.apex.amp._casts import Handle, registered, start_casts
+from narrowcast.apex.amp._casts import Handle, planned_casts
 from narrowcast.apex.amp._levels import DISABLED, Properties, properties
-from narrowcast.apex.amp._models import CastModel, check_models
-from narrowcast.apex.amp._optimizers import optimizer_of, prepare_optimizers
-from narrowcast.apex.amp._scale_loss import LossScaler, loss_scalers_for
-from narrowcast.casting import undo_on_error
-
-# Undoes each call of ``initialize`` that is in force, in their order.
-_in_force: list[Callable[[], object]] = []
+from narrowcast.apex.amp._models import cast_model, check_models
+from narrowcast.apex.amp._optimizers import PreparedOptimizer, check_optimizers, optimizer_of
+from narrowcast.apex.amp._process_state import maybe_print, process_state
+from narrowcast.apex.amp._scale_loss import loss_scalers_for
 
 
 def initialize(
@@ -48,14 +43,17 @@ def initialize(
 
     O0, O2 and O3 cast floating inputs of the models to their type and outputs to float32, in any nesting, and
     their ``state_dict()`` is in float32. O1 casts in each call of a model, in any thread. In this thread it
-    also casts calls outside of models, on the models' device types, until ``shutdown()``. A second
-    ``initialize`` replaces the casts outside of models and leaves the models of the first as they are.
+    also casts calls outside of models, on the models' device types. A second ``initialize`` replaces the
+    casts outside of models and leaves the models of the first as they are. Nothing undoes ``initialize``.
     Backward passes cast nothing. Move models to their device before, and wrap them in DDP after. Casts of
     weights are kept from one backward pass to the next and follow every write, except those through ``.data``
     between two forward passes: call ``nc.drop_casts()`` after them.
 
-    Values that overflow half become infinite, NaN stays NaN, subnormals are kept; float64, integers and
-    complex numbers stay under O1. Source: apex ``amp/frontend.py`` and ``amp/_initialize.py``.
+    O1 is the policy preset ``"O1"`` with the user's edits of ``amp.lists``: functions on no list follow
+    PyTorch's autocast table for CUDA. Values that overflow half become infinite, NaN stays NaN, subnormals
+    are kept; float64, integers and complex numbers stay under O1.
+
+    Source: apex ``amp/frontend.py`` and ``amp/_initialize.py``.
 
     Args:
         models: a ``torch.nn.Module`` or a list of them, on any device.
@@ -83,13 +81,18 @@ def initialize(
         TypeError: models or optimizers of another kind.
         PolicyError: a name on ``amp.lists`` for which PyTorch has no operator.
     """
-    _amp_state.verbosity = verbosity
-    model_list, optimizer_list = _models(models), _optimizers(optimizers)
+    process_state.verbosity = verbosity
+    model_list = _list_of_models(models)
+    optimizer_list = _list_of_optimizers(optimizers)
+
+    # Scripts turn amp off with it, and keep their calls.
     if not enabled:
-        for one in optimizer_list:
-            optimizer_of(one)
-        _amp_state.opt_properties, _amp_state.loss_scalers = DISABLED, []
+        for optimizer in optimizer_list:
+            optimizer_of(optimizer)
+        process_state.opt_properties, process_state.loss_scalers = DISABLED, []
         return _as_given(models, optimizers)
+
+    # Whatever can be refused is refused before anything is changed.
     wanted = properties(
         opt_level,
         cast_model_type=cast_model_type,
@@ -100,67 +103,42 @@ def initialize(
         cast_model_outputs=cast_model_outputs,
         half_type=half_type,
     )
-    check_models(model_list)
+    check_models(model_list, wanted)
+    check_optimizers(optimizer_list)
     scalers = loss_scalers_for(wanted, num_losses, min_loss_scale, max_loss_scale)
+    casts = planned_casts(wanted.half_type, model_list) if wanted.patch_torch_functions else None
     _report(wanted)
-    _start(model_list, optimizer_list, wanted, scalers)
+
+    # Masters start from the float32 weights of before the cast.
+    handle = None if casts is None else Handle(casts, model_list)
+    originals: dict[torch.Tensor, torch.Tensor] = {}
+    for model in model_list:
+        originals |= cast_model(model, wanted)
+    for optimizer in optimizer_list:
+        PreparedOptimizer(optimizer_of(optimizer), wanted, scalers, originals, model_list)
+
+    process_state.opt_properties = wanted
+    process_state.loss_scalers = scalers
+    process_state.handle = handle
     return _as_given(models, optimizers)
 
 
-def shutdown() -> None:
-    """Undo every ``initialize`` and registration; models and optimizers keep their present values.
-
-    Weights that were half are in their old type again, from the masters if there are any. Raises
-    ``OrderError``, with everything still in force, in another thread than that of ``initialize``, and while a
-    region of autocast is open that was opened since.
-    """
-    while _in_force:
-        _in_force[-1]()
-        _in_force.pop()
-    registered.clear()
-    _amp_state.reset()
+def _list_of_models(models: Any) -> list[torch.nn.Module]:
+    model_list = models if isinstance(models, list) else [models]
+    if not model_list:
+        raise TypeError("expected models to be a torch.nn.Module or a list of them, got an empty list")
+    for model in model_list:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"expected models to be a torch.nn.Module or a list of them, got {type(model).__name__}"
+            )
+    return model_list
 
 
-def _start(
-    models: list[torch.nn.Module], optimizers: list[Any], wanted: Properties, scalers: list[LossScaler]
-) -> None:
-    cast_models: list[CastModel] = []
-    undo_optimizers: Callable[[], dict[torch.Tensor, torch.Tensor]] = dict
-    handle: Handle | None = None
-
-    def undo() -> None:
-        if handle is not None:
-            handle.remove()
-        values = undo_optimizers()
-        for one in reversed(cast_models):
-            one.undo({**one.originals, **values})
-
-    with undo_on_error(models, map(optimizer_of, optimizers)) as on_error:
-        on_error.callback(undo)
-        for model in models:
-            cast_models.append(CastModel(model, wanted))
-        originals = {low: full for one in cast_models for low, full in one.originals.items()}
-        undo_optimizers = prepare_optimizers(optimizers, wanted, scalers, originals, models)
-        if wanted.patch_torch_functions:
-            handle = start_casts(models, wanted.half_type)
-    for one in cast_models:
-        one.originals.clear()
-    _amp_state.opt_properties, _amp_state.loss_scalers = wanted, scalers
-    _amp_state.handle = handle
-    _in_force.append(undo)
-
-
-def _models(given: Any) -> list[torch.nn.Module]:
-    found = given if isinstance(given, list) else [given]
-    wrong = [type(one).__name__ for one in found if not isinstance(one, torch.nn.Module)]
-    if wrong or not found:
-        got = wrong[0] if wrong else "an empty list"
-        raise TypeError(f"expected models to be a torch.nn.Module or a list of them, got {got}")
-    return found
-
-
-def _optimizers(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [] if given is None else [given]
+def _list_of_optimizers(optimizers: Any) -> list[Any]:
+    if optimizers is None:
+        return []
+    return optimizers if isinstance(optimizers, list) else [optimizers]
 
 
 def _as_given(models: Any, optimizers: Any) -> Any:
@@ -169,8 +147,9 @@ def _as_given(models: Any, optimizers: Any) -> Any:
 
 def _report(wanted: Properties) -> None:
     weights = "as they are" if wanted.cast_model_type is None else _word(wanted.cast_model_type)
-    lists = f"{_word(wanted.half_type)} or float32 by the lists"
-    functions = lists if wanted.patch_torch_functions else "as they come"
+    functions = "as they come"
+    if wanted.patch_torch_functions:
+        functions = f"{_word(wanted.half_type)} or float32 by the lists"
     scale = wanted.loss_scale if wanted.loss_scale == "dynamic" else f"{wanted.loss_scale:g}"
     maybe_print(f"amp: {wanted.opt_level}: weights {weights}, functions {functions}, loss scale {scale}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -46,25 +46,57 @@ class Properties:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-_NAMES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-_LEVELS: dict[str, tuple[Any, ...]] = {
-    "O0": (torch.float32, False, None, False, 1.0),
-    "O1": (None, True, None, None, "dynamic"),
-    "O2": (torch.float16, False, True, True, "dynamic"),
-    "O3": (torch.float16, False, False, False, 1.0),
+# The table of apex's documentation: https://nvidia.github.io/apex/amp.html
+_LEVELS = {
+    "O0": Properties(
+        opt_level="O0",
+        cast_model_type=torch.float32,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=None,
+        master_weights=False,
+        loss_scale=1.0,
+    ),
+    "O1": Properties(
+        opt_level="O1",
+        cast_model_type=None,
+        patch_torch_functions=True,
+        keep_batchnorm_fp32=None,
+        master_weights=None,
+        loss_scale="dynamic",
+    ),
+    "O2": Properties(
+        opt_level="O2",
+        cast_model_type=torch.float16,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=True,
+        master_weights=True,
+        loss_scale="dynamic",
+    ),
+    "O3": Properties(
+        opt_level="O3",
+        cast_model_type=torch.float16,
+        patch_torch_functions=False,
+        keep_batchnorm_fp32=False,
+        master_weights=False,
+        loss_scale=1.0,
+    ),
 }
-DISABLED = Properties(enabled=False, opt_level="O0", **dict(zip(_NAMES, _LEVELS["O0"], strict=True)))
+DISABLED = replace(_LEVELS["O0"], enabled=False)
 """The settings of ``enabled=False``."""
 
 
-def properties(opt_level: Any, *, half_type: Any = None, **given: Any) -> Properties:
-    """Return the settings of a level, replaced by those in ``given`` that are not None."""
+def properties(opt_level: Any, *, half_type: Any = None, **asked: Any) -> Properties:
+    """Return the settings of a level, replaced by those in ``asked`` that are not None."""
     if opt_level not in _LEVELS:
         raise AmpError(
             f"expected opt_level to be 'O0', 'O1', 'O2' or 'O3', got {opt_level!r}; the first character is "
             "the letter O, not the number zero"
         )
-    settings = {name: _read(opt_level, name, value) for name, value in given.items() if value is not None}
+    settings = {}
+    for name, value in asked.items():
+        if value is not None:
+            settings[name] = _checked(opt_level, name, value)
+
     if half_type not in (None, *LOW_DTYPES):
         raise AmpError(f"expected half_type to be torch.float16 or torch.bfloat16, got {half_type!r}")
     model_type = settings.get("cast_model_type")
@@ -73,14 +105,16 @@ def properties(opt_level: Any, *, half_type: Any = None, **given: Any) -> Proper
             f"expected cast_model_type and half_type to be one format, got {model_type} and {half_type}; "
             "leave half_type out"
         )
-    chosen = {**dict(zip(_NAMES, _LEVELS[opt_level], strict=True)), **settings}
-    half = half_type or torch.float16
-    if chosen["cast_model_type"] in LOW_DTYPES:
-        half = chosen["cast_model_type"] = half_type or chosen["cast_model_type"]
-    return Properties(opt_level=opt_level, half_type=half, **chosen)
+
+    # Under O2 and O3 there is one half format: that of the weights.
+    chosen = replace(_LEVELS[opt_level], **settings)
+    if chosen.cast_model_type not in LOW_DTYPES:
+        return replace(chosen, half_type=half_type or torch.float16)
+    half = half_type or chosen.cast_model_type
+    return replace(chosen, cast_model_type=half, half_type=half)
 
 
-def _read(opt_level: str, name: str, value: Any) -> Any:
+def _checked(opt_level: str, name: str, value: Any) -> Any:
     """Check one setting and convert it to its type."""
     if opt_level == "O1" and name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
         if name == "cast_model_type" and (value is False or value is torch.float32):
@@ -95,9 +129,10 @@ def _read(opt_level: str, name: str, value: Any) -> Any:
             raise AmpError("expected patch_torch_functions=True only with opt_level='O1', which sets it")
         return bool(value)
     if name == "loss_scale":
-        return _scale(value)
+        return _checked_scale(value)
     if name in ("keep_batchnorm_fp32", "master_weights"):
-        if name == "keep_batchnorm_fp32":
+        # Scripts pass on what their command line says.
+        if name == "keep_batchnorm_fp32" and isinstance(value, str):
             value = {"True": True, "False": False}.get(value, value)
         if not isinstance(value, bool):
             raise AmpError(f"expected {name} to be True, False or None, got {value!r}")
@@ -109,7 +144,7 @@ def _read(opt_level: str, name: str, value: Any) -> Any:
     return value
 
 
-def _scale(value: Any) -> float | str:
+def _checked_scale(value: Any) -> float | str:
     if isinstance(value, str) and value == "dynamic":
         return value
     try:

@@ -7,14 +7,14 @@ exported weights are the masters, so that the documented calls of apex save the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from narrowcast.apex.amp._amp_state import _amp_state
 from narrowcast.apex.amp._levels import LOW_DTYPES, Properties
+from narrowcast.apex.amp._process_state import process_state
 from narrowcast.casting import cast_floating
 from narrowcast.errors import AmpError
 from narrowcast.weights import HeldWeights, is_batch_or_instance_norm, lower
@@ -23,106 +23,75 @@ _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
-def check_models(models: list[torch.nn.Module]) -> None:
-    """Refuse models that are wrapped for several devices already, or that hold half tensors."""
+# ---- what is refused
+
+
+def check_models(models: list[torch.nn.Module], properties: Properties) -> None:
+    """Refuse models that are wrapped for several devices already, or that hold what cannot be cast."""
     for model in models:
         if isinstance(model, _PARALLEL):
             raise AmpError(
                 f"expected a model that is not wrapped yet, got a {type(model).__name__}: wrap what "
                 "amp.initialize returns"
             )
-        if not _amp_state.allow_incoming_model_not_fp32:
-            _refuse_half(model)
+        if not process_state.allow_incoming_model_not_fp32:
+            _refuse_half("parameter", model.named_parameters())
+            _refuse_half("buffer", model.named_buffers())
+        if properties.cast_model_type is not None:
+            _refuse_torchscript(model)
 
 
-def _refuse_half(model: torch.nn.Module) -> None:
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            if tensor.dtype in LOW_DTYPES:
-                raise AmpError(
-                    f"expected a model in float32, got {kind} {name!r} in "
-                    f"{str(tensor.dtype).removeprefix('torch.')}: leave out .half() and .bfloat16(), "
-                    "amp.initialize casts what the level needs; to start from half nevertheless set "
-                    "amp._amp_state.allow_incoming_model_not_fp32 = True before"
-                )
+def _refuse_half(kind: str, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in named_tensors:
+        if tensor.dtype in LOW_DTYPES:
+            raise AmpError(
+                f"expected a model in float32, got {kind} {name!r} in "
+                f"{str(tensor.dtype).removeprefix('torch.')}: leave out .half() and .bfloat16(), "
+                "amp.initialize casts what the level needs; to start from half nevertheless set "
+                "amp._amp_state.allow_incoming_model_not_fp32 = True before"
+            )
 
 
-class CastModel:
-    """A model whose weights, inputs and outputs are cast; ``undo`` restores its methods and formats.
+def _refuse_torchscript(model: torch.nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AmpError(
+                f"expected no TorchScript where weights are cast, got {path or 'the model'}, whose "
+                "state_dict cannot be followed: use O1, or the module before torch.jit"
+            )
 
-    Attributes:
-        originals: the float32 values of the weights that were cast down, by weight, until they are dropped.
+
+# ---- casts of weights, inputs and outputs
+
+
+def cast_model(model: torch.nn.Module, properties: Properties) -> dict[torch.Tensor, torch.Tensor]:
+    """Cast the weights of a model, and from now on its inputs and outputs, as the level asks.
+
+    Returns:
+        By each weight that was cast down, its float32 value of before, for the masters.
     """
-
-    def __init__(self, model: torch.nn.Module, properties: Properties) -> None:
-        self._model = weakref.ref(model)
-        self.originals: dict[torch.Tensor, torch.Tensor] = {}
-        self._formats: dict[str, tuple[torch.dtype, torch.dtype]] = {}  # by name: before and after the cast
-        self._handles: list[Any] = []
-        inputs, outputs = properties.cast_model_type, properties.cast_model_outputs
-        if inputs is not None:
-            self._cast_weights(model, inputs, bool(properties.keep_batchnorm_fp32))
-            outputs = outputs or torch.float32
-            modules: Any = model.modules()
-            for module in modules:
-                self._handles.append(module.register_state_dict_post_hook(_export))
-                self._handles.append(module.register_load_state_dict_pre_hook(_load_masters))
-        self._forward: weakref.ref[_CastForward] | None = None
-        if outputs is not None:
-            forward = _CastForward(model, inputs, outputs, vars(model).get("forward"))
-            self._forward, vars(model)["forward"] = weakref.ref(forward), forward
-
-    def _cast_weights(self, model: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
-        for path, part in model.named_modules():
-            if isinstance(part, torch.jit.ScriptModule):
-                raise AmpError(
-                    f"expected no TorchScript where weights are cast, got {path or 'the model'}, whose "
-                    "state_dict cannot be followed: use O1, or the module before torch.jit"
-                )
-        before = {name: tensor.dtype for name, tensor in _named_tensors(model).items()}
-        if dtype in LOW_DTYPES:
-            keep = is_batch_or_instance_norm if keep_batchnorm else None
-            self.originals = lower(model, dtype, keep_fp32=keep)
+    originals: dict[torch.Tensor, torch.Tensor] = {}
+    inputs, outputs = properties.cast_model_type, properties.cast_model_outputs
+    if inputs is not None:
+        outputs = outputs or torch.float32
+        if inputs in LOW_DTYPES:
+            kept = is_batch_or_instance_norm if properties.keep_batchnorm_fp32 else None
+            originals = lower(model, inputs, keep_fp32=kept)
         else:
-            model.to(dtype)
-        self._formats = {
-            name: (before[name], tensor.dtype)
-            for name, tensor in _named_tensors(model).items()
-            if tensor.dtype != before[name]
-        }
-
-    def undo(self, values: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Restore the model as before ``initialize``, with its present weights or those in ``values``."""
-        for handle in self._handles:
-            handle.remove()
-        model = self._model()
-        if model is None:
-            return
-        ours = None if self._forward is None else self._forward()
-        is_in_place = vars(model).get("forward") is ours
-        if ours is not None and is_in_place:
-            del vars(model)["forward"]
-            if ours.before is not None:
-                vars(model)["forward"] = ours.before
-        with torch.no_grad():
-            for name, tensor in _named_tensors(model).items():
-                was, became = self._formats.get(name, (None, None))
-                if was is None or tensor.dtype != became:
-                    continue  # replaced or cast by other code since
-                gradient, tensor.grad = tensor.grad, None
-                tensor.data = values.get(tensor, tensor).detach().to(was, copy=True)
-                if gradient is not None:
-                    tensor.grad = gradient.to(was)
-
-
-def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers, each once, by name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            model.to(inputs)
+        # On every module, since scripts also save and load parts of a model.
+        modules: Any = model.modules()  # the two methods have no types
+        for module in modules:
+            module.register_state_dict_post_hook(_export)
+            module.register_load_state_dict_pre_hook(_load_masters)
+    if outputs is not None:
+        vars(model)["forward"] = _CastForward(model, inputs, outputs, vars(model).get("forward"))
+    return originals
 
 
 @dataclass(eq=False, repr=False)
 class _CastForward:
-    """Replaces the ``forward`` of one model; copied and saved along with it."""
+    """Replaces the ``forward`` of one model; copied and saved along with it, so these names stay."""
 
     _model: torch.nn.Module
     inputs: torch.dtype | None
@@ -131,7 +100,10 @@ class _CastForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.inputs is not None:
-            args, kwargs = _cast(args, self.inputs), _cast(kwargs, self.inputs)
+            inputs = self.inputs
+            args = tuple(_cast_object(value, inputs) for value in args)
+            kwargs = {name: _cast_object(value, inputs) for name, value in kwargs.items()}
+            args, kwargs = cast_floating((args, kwargs), inputs, only=_FLOATING)
         if self.before is None:
             output = type(self._model).forward(self._model, *args, **kwargs)
         else:
@@ -139,18 +111,11 @@ class _CastForward:
         return cast_floating(output, self.outputs, only=_FLOATING)
 
 
-def _cast(arguments: Any, dtype: torch.dtype) -> Any:
-    """Cast floating tensors in any nesting, and objects of other classes by their own ``to``, as in apex."""
-    if isinstance(arguments, dict):
-        arguments = {name: _cast_object(value, dtype) for name, value in arguments.items()}
-    else:
-        arguments = tuple(_cast_object(value, dtype) for value in arguments)
-    return cast_floating(arguments, dtype, only=_FLOATING)
-
-
 def _cast_object(value: Any, dtype: torch.dtype) -> Any:
-    known = isinstance(value, torch.Tensor | tuple | list | dict | torch.nn.Module | type)
-    return value if known or not callable(getattr(value, "to", None)) else value.to(dtype)
+    """Cast an object of an unknown class by its own ``to``, as apex does with batches."""
+    if isinstance(value, torch.Tensor | tuple | list | dict | torch.nn.Module | type):
+        return value
+    return value.to(dtype) if callable(getattr(value, "to", None)) else value
 
 
 # ---- masters
@@ -165,30 +130,25 @@ class Masters:
     def __init__(self, held: HeldWeights) -> None:
         self.held = held
         self.pairs: list[tuple[torch.Tensor, torch.nn.Parameter]] = []
-        self._places: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
 
     def refresh(self) -> None:
         """Take in the parameters that were added to the optimizer."""
         self.pairs = self.held.parameters
-        for place in range(len(self._places), len(self.pairs)):
-            low, _ = self.pairs[place]
-            self._places[id(low)] = place
+        for position in range(len(self._positions), len(self.pairs)):
+            low, _ = self.pairs[position]
+            self._positions[id(low)] = position
             _masters_by_weight[id(low)] = self
 
     def full_value(self, low: torch.Tensor) -> torch.Tensor:
         """Return the master, and where the weight is not the rounded master, the weight, widened."""
-        master = self.pairs[self._places[id(low)]][1].detach()
+        master = self.pairs[self._positions[id(low)]][1].detach()
         weight = low.detach()
         return torch.where(master.to(weight.dtype) == weight, master, weight.to(torch.float32))
 
     def set(self, low: torch.Tensor, value: torch.Tensor) -> None:
         """Write a value to a master, and rounded to its weight."""
-        self.held.set_values({self._places[id(low)]: value})
-
-    def forget(self) -> None:
-        """Leave the weights without masters."""
-        for number in self._places:
-            _masters_by_weight.pop(number, None)
+        self.held.set_values({self._positions[id(low)]: value})
 
 
 def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

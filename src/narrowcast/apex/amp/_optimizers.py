@@ -1,6 +1,7 @@
 """Optimizers as ``amp.initialize`` prepares them: fp32 masters, skipped steps, and gradients of blocks.
 
-``scale_loss`` blocks keep earlier gradients apart, unscale those of the block, and add both.
+Gradients from before a ``scale_loss`` block are unscaled, and are kept apart during it. Those of the block
+are scaled; at its end they are unscaled, and the others are added.
 """
 
 from __future__ import annotations
@@ -10,26 +11,27 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from narrowcast.apex._torch_internals import is_view
-from narrowcast.apex.amp._amp_state import maybe_print
 from narrowcast.apex.amp._levels import LOW_DTYPES, Properties
 from narrowcast.apex.amp._models import Masters
+from narrowcast.apex.amp._process_state import maybe_print
 from narrowcast.errors import AmpError
-from narrowcast.gradients import closure_of, lost_eps, mark_as_stepped, unscale_by
+from narrowcast.gradients import closure_of, lost_eps, mark_as_stepped, parameters_of, unscale_by
 from narrowcast.weights import hold, version_of
 
+# The attribute of an optimizer in which apex keeps its own record too.
 _STASH = "_amp_stash"
-_NO_EFFECT = (
-    "amp: gradients of this {name}'s half weights were changed after the scale_loss block, which has no "
-    "effect: clip and change those of amp.master_params(optimizer), which it steps on"
-)
-active: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
 # Methods that scripts of apex call before they load masters from a checkpoint.
 _MAKE_MASTERS = ("_amp_lazy_init", "_lazy_init_maybe_master_weights")
+active: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
+
+
+# ---- the optimizer
 
 
 class PreparedOptimizer:
@@ -54,44 +56,43 @@ class PreparedOptimizer:
         self.optimizer = optimizer
         self.properties = properties
         self.loss_scalers = loss_scalers
-        self.gradients = Accumulation(optimizer)
+        self.gradients = BlockGradients(optimizer)
         self.skip: str | None = None
         self.in_block = False
-        self._active = True
-        self._replaced: dict[str, tuple[Any, Any]] = {}  # attribute: ours, and the instance's own
+        # For one comparison with the parameters that the models have at the first block.
         self._models = [weakref.ref(model) for model in models]
-        self._ids_at_start = {id(p) for model in models for p in model.parameters()}
+        self._ids_at_start: set[int] = set()
+        for model in models:
+            self._ids_at_start.update(map(id, model.parameters()))
+
         setattr(optimizer, _STASH, self)
-        try:
-            self._begin(originals)
-        except BaseException:
-            self.undo()
-            raise
+        for name in _MAKE_MASTERS:
+            setattr(optimizer, name, self.refresh)
+        self._wrap("step", self._step)
+        # Before the masters, whose holder puts its own zero_grad in front.
+        self._wrap("zero_grad", self._zero_grad)
+        self.refresh(originals)
         active.add(self)
 
-    def _begin(self, originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        # First, so that the zero_grad that hold puts in front is removed before ours is.
-        self._wrap("step", self._step)
-        self._wrap("zero_grad", self._zero_grad)
-        for name in _MAKE_MASTERS:
-            self._replaced[name] = (self.refresh, None)
-            setattr(self.optimizer, name, self.refresh)
-        self.refresh(originals)
-        eps = lost_eps(self.optimizer)
+        eps = lost_eps(optimizer)
         if eps is not None:
             maybe_print(
                 f"amp: {self._name} keeps its state in float16 with the weights, where its eps of {eps:g} is "
                 "0 and weights become NaN: give it eps=1e-4, or choose opt_level='O2'"
             )
-        if self.properties.cast_model_type is not None and self.optimizer.state:
+        if properties.cast_model_type is not None and optimizer.state:
             # State from before the cast of the model: torch casts what it loads to the parameters' formats.
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
+            optimizer.load_state_dict(optimizer.state_dict())
 
     @property
     def scales(self) -> bool:
         """Whether losses are scaled or gradients checked: always, except in plain float32 training."""
         half = self.properties.patch_torch_functions or self.properties.cast_model_type in LOW_DTYPES
         return bool(self.properties.master_weights or half or self.properties.loss_scale != 1.0)
+
+    @property
+    def _name(self) -> str:
+        return type(self.optimizer).__name__
 
     def refresh(self, originals: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Make masters for half parameters that have none, where the level has masters."""
@@ -105,64 +106,37 @@ class PreparedOptimizer:
 
     def check_that_models_have_its_parameters(self) -> None:
         """Refuse parameters that were replaced in the models since ``initialize``; check once."""
-        models = [model for one in self._models if (model := one()) is not None]
+        if not self._models:
+            return
+        ids_now: set[int] = set()
+        for reference in self._models:
+            model = reference()
+            if model is not None:
+                ids_now.update(map(id, model.parameters()))
         self._models = []
-        now = {id(p) for model in models for p in model.parameters()}
-        lost = {id(p) for p in self.gradients.leaves} & self._ids_at_start - now
-        if models and lost and now - self._ids_at_start:
+
+        lost = {id(p) for p in self.gradients.leaves} & self._ids_at_start - ids_now
+        if lost and ids_now - self._ids_at_start:
             raise AmpError(
                 f"{len(lost)} parameters of this {self._name} were replaced in the models after "
                 "amp.initialize, as fully_shard and FullyShardedDataParallel do, so that it would train "
                 "nothing there: use DistributedDataParallel, or narrowcast.Stepper with fully_shard"
             )
 
-    def undo(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Restore the optimizer, with its present state; return the values of weights that had masters."""
-        if not self._active:
-            return {}
-        self._active = False
-        active.discard(self)
-        values = self._take_masters_away()
-        for name, (ours, instance) in self._replaced.items():
-            if vars(self.optimizer).get(name) == ours:
-                delattr(self.optimizer, name)
-                if instance is not None:
-                    setattr(self.optimizer, name, instance)
-        delattr(self.optimizer, _STASH)
-        return values
-
-    def _take_masters_away(self) -> dict[torch.Tensor, torch.Tensor]:
-        masters = self.gradients.masters
-        if masters is None:
-            return {}
-        self.gradients.forget_low_gradients()
-        self.refresh()
-        values = {low: masters.full_value(low) for low, _ in masters.pairs}
-        for low, value in values.items():
-            low.grad = None
-            # Before the state returns to it: torch casts state to the format of its weight.
-            low.data = value
-        masters.held.remove()
-        masters.forget()
-        return values
-
     # ---- replacements of the optimizer's own methods
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> None:
-        instance, inner = vars(self.optimizer).get(name), getattr(self.optimizer, name)
+        inner = getattr(self.optimizer, name)
 
         @functools.wraps(inner)
         def wrapper(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return call(inner, args, kwargs) if self._active else inner(*args, **kwargs)
+            return call(inner, args, kwargs)
 
         # A bound method, because learning-rate schedulers use its __func__.
-        method = types.MethodType(wrapper, self.optimizer)
-        self._replaced[name] = (method, instance)
-        setattr(self.optimizer, name, method)
+        setattr(self.optimizer, name, types.MethodType(wrapper, self.optimizer))
 
     def _zero_grad(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self.gradients.forget_low_gradients()
-        self.gradients.scaled_by = self.gradients.scaled_by_others = None
+        self.gradients.forget()
         return inner(*args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -176,6 +150,8 @@ class PreparedOptimizer:
                 f"{self._name}.step(closure) is not supported with a scaled loss: call the closure before "
                 "step(), or use narrowcast.GradScaler, whose step takes closures"
             )
+
+        # The block found an overflow.
         if self.skip is not None:
             maybe_print(self.skip)
             self.skip = None
@@ -183,19 +159,15 @@ class PreparedOptimizer:
             self.gradients.drop_masters_gradients()
             mark_as_stepped(self.optimizer)
             return None
-        if self.gradients.scaled_by is not None:
+        if self.gradients.delayed_scale is not None:
             raise AmpError(
-                f"{self._name}.step() came while gradients are scaled by {self.gradients.scaled_by:g}, left "
-                "so by scale_loss(..., delay_unscale=True): leave delay_unscale out for the last backward "
-                "pass before a step, or call zero_grad() to drop them"
+                f"{self._name}.step() came while gradients are scaled by {self.gradients.delayed_scale:g}, "
+                "left so by scale_loss(..., delay_unscale=True): leave delay_unscale out for the last "
+                "backward pass before a step, or call zero_grad() to drop them"
             )
         self.gradients.check_own()
         with self.gradients.low_gradients_hidden():
             return inner(*args, **kwargs)
-
-    @property
-    def _name(self) -> str:
-        return type(self.optimizer).__name__
 
 
 def optimizer_of(given: Any) -> torch.optim.Optimizer:
@@ -215,42 +187,21 @@ def optimizer_of(given: Any) -> torch.optim.Optimizer:
 
 def prepared(optimizer: torch.optim.Optimizer) -> PreparedOptimizer | None:
     """Return what ``amp.initialize`` made of this optimizer; None if it was not given one."""
-    found = vars(optimizer).get(_STASH)
-    return found if isinstance(found, PreparedOptimizer) else None
+    stash = vars(optimizer).get(_STASH)
+    return stash if isinstance(stash, PreparedOptimizer) else None
 
 
-def prepare_optimizers(
-    optimizers: Sequence[Any],
-    properties: Properties,
-    loss_scalers: list[Any],
-    originals: Mapping[torch.Tensor, torch.Tensor],
-    models: Sequence[torch.nn.Module],
-) -> Callable[[], dict[torch.Tensor, torch.Tensor]]:
-    """Prepare optimizers for ``scale_loss``; under O2 masters replace their half parameters.
-
-    Masters start from ``originals``, float32 values by half weight, where these round to the weight. Returns
-    a function that restores every optimizer and returns the values of weights that had masters. It keeps no
-    optimizer alive.
-    """
-    found = [optimizer_of(one) for one in optimizers]
-    for position, optimizer in enumerate(found):
-        if prepared(optimizer) is not None or any(optimizer is other for other in found[:position]):
+def check_optimizers(optimizers: Sequence[Any]) -> None:
+    """Refuse what is no optimizer, and an optimizer that was initialized before."""
+    seen: set[int] = set()
+    for given in optimizers:
+        optimizer = optimizer_of(given)
+        if prepared(optimizer) is not None or id(optimizer) in seen:
             raise AmpError(
                 f"this {type(optimizer).__name__} was given to amp.initialize before: give each optimizer "
                 "once, and call amp.initialize once for it"
             )
-    made: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
-
-    def undo() -> dict[torch.Tensor, torch.Tensor]:
-        return {low: value for one in list(made) for low, value in one.undo().items()}
-
-    try:
-        for optimizer in found:
-            made.add(PreparedOptimizer(optimizer, properties, loss_scalers, originals, models))
-    except BaseException:
-        undo()
-        raise
-    return undo
+        seen.add(id(optimizer))
 
 
 # ---- gradients of scale_loss blocks
@@ -260,7 +211,8 @@ _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 Versions = dict[torch.Tensor, tuple[torch.Tensor, int]]
 
 
-class _LowGradient(NamedTuple):
+@dataclass(slots=True)
+class _TakenGradient:
     """The scaled gradient of a half weight, after it was added to the gradient of its master."""
 
     low: torch.Tensor
@@ -269,78 +221,133 @@ class _LowGradient(NamedTuple):
     version: int
 
 
-class Accumulation:
+class BlockGradients:
     """The gradients of one optimizer from block to block.
 
-    Gradients from before a block are unscaled, and are kept apart during it. Those of the block are scaled;
-    at its end they are unscaled and added to the others. Under O2 the unscaled ones belong to the masters.
-    The scaled ones of the half weights stay in ``.grad`` until the next block, as in apex; if the script
-    sets them to None, as ``model.zero_grad()`` does, those of the masters are cleared too.
+    Under O2 the unscaled gradients belong to the masters. The scaled ones of the half weights stay in
+    ``.grad`` until the next block, as in apex; if the script sets them to None, as ``model.zero_grad()``
+    does, those of the masters are cleared too.
 
     Attributes:
         masters: None if the optimizer has no half parameters.
-        scaled_by: the scale of gradients that ``delay_unscale`` left scaled; None if they are unscaled.
+        delayed_scale: the scale of gradients that ``delay_unscale`` left scaled; None if there are none.
         scaled_by_others: the scale of a block that did not name the optimizer, but wrote its gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.masters: Masters | None = None
-        self.scaled_by: float | None = None
+        self.delayed_scale: float | None = None
         self.scaled_by_others: float | None = None
-        self._said = False
         self._apart: _Gradients = []
-        self._low: list[_LowGradient] = []
+        self._taken: list[_TakenGradient] = []
+        self._said_no_effect = False
 
-    def begin(self, scale: float, *, delayed: bool) -> None:
+    @property
+    def _pairs(self) -> Sequence[tuple[torch.Tensor, torch.nn.Parameter]]:
+        return () if self.masters is None else self.masters.pairs
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The parameters that backward passes give gradients to: half weights in place of their masters."""
+        parameters = parameters_of(self._optimizer)
+        if self.masters is None:
+            return parameters
+        low_of: dict[torch.Tensor, torch.Tensor] = {master: low for low, master in self._pairs}
+        return [low_of.get(parameter, parameter) for parameter in parameters]
+
+    # ---- one block
+
+    def begin(self, scale: float) -> None:
         """Prepare for the backward pass of a block; refuse gradients that another scale has scaled."""
         self.check_own()
-        if self.scaled_by not in (None, scale):
-            if any(parameter.grad is not None for parameter in self.leaves):
-                raise AmpError(
-                    f"the gradients are scaled by {self.scaled_by:g}, left so by scale_loss(..., "
-                    f"delay_unscale=True), and this block scales by {scale:g}: their sum cannot be unscaled. "
-                    "Give blocks that accumulate with delay_unscale=True one loss_id, or leave delay_unscale "
-                    "out"
-                )
-            self.scaled_by = None
-        if self.scaled_by is not None:
-            # The gradients of masters are unscaled even while those of their weights are not.
-            self._apart = [] if delayed else _take_apart(master for _, master in self._pairs)
-        else:
-            self.forget_low_gradients()
+        if all(parameter.grad is None for parameter in self.leaves):
+            self.delayed_scale = None  # the script has cleared what delayed blocks left
+        if self.delayed_scale not in (None, scale):
+            raise AmpError(
+                f"the gradients are scaled by {self.delayed_scale:g}, left so by scale_loss(..., "
+                f"delay_unscale=True), and this block scales by {scale:g}: their sum cannot be unscaled. "
+                "Give blocks that accumulate with delay_unscale=True one loss_id, or leave delay_unscale out"
+            )
+
+        # A delayed block before this one has put the unscaled gradients apart, and this one adds to its own.
+        if self.delayed_scale is None:
+            self._drop_taken_gradients()
             if self.masters is not None:
                 self.masters.held.take_gradients()
-            if not delayed:
-                self._apart = _take_apart(self._parameters)
-            else:
-                # Existing gradients are scaled too, to be added to. Those of masters stay unscaled.
-                of_masters = _take_apart(master for _, master in self._pairs)
-                unscale_by(self._optimizer, 1.0 / scale)
-                for master, gradient in of_masters:
-                    master.grad = gradient
-                self.scaled_by = scale
+            self._apart = _take_apart(parameters_of(self._optimizer))
+
+    def delay_unscale(self, scale: float) -> None:
+        """Leave the gradients of a block scaled, to be added to in further blocks."""
+        self.delayed_scale = scale
+
+    def unscale(self, scale: float) -> torch.Tensor:
+        """Unscale the gradients of a block, and of delayed ones before it, and add those from before.
+
+        Returns:
+            Float32 of shape (2,), on the device of the gradients: the first is above 0 if a gradient of the
+            block is NaN or infinite, the second if a sum is.
+        """
+        if self.masters is not None:
+            self._give_to_masters(self.masters)
+        overflow = unscale_by(self._optimizer, scale)
+        overflow_of_sum = torch.zeros_like(overflow)
+        if self._apart:
+            _add(self._apart)
+            self._apart = []
+            overflow_of_sum = unscale_by(self._optimizer, 1.0).to(overflow.device)
+        self.delayed_scale = None
+        return torch.stack((overflow, overflow_of_sum))
+
+    def _give_to_masters(self, masters: Masters) -> None:
+        self._taken = []
+        for low, master in self._pairs:
+            if low.grad is not None:
+                self._taken.append(_TakenGradient(low, master, low.grad, version_of(low.grad)))
+        masters.held.take_gradients()
+        # Scripts find them there after a block, as under apex.
+        for taken in self._taken:
+            taken.low.grad = taken.gradient
+
+    def abandon(self) -> None:
+        """Restore the gradients from before a block that raised, and drop those of the block.
+
+        Gradients of delayed blocks before it stay scaled, and were added to: only ``zero_grad`` helps.
+        """
+        if self.delayed_scale is not None:
+            return
+        for parameter in (*parameters_of(self._optimizer), *self.leaves):
+            parameter.grad = None
+        for parameter, gradient in self._apart:
+            parameter.grad = gradient
+        self._apart = []
+
+    # ---- misuse
 
     def versions(self) -> Versions:
         """Return the present gradients, for ``written_since``."""
-        return {p: (p.grad, version_of(p.grad)) for p in self.leaves if p.grad is not None}
+        versions: Versions = {}
+        for parameter in self.leaves:
+            if parameter.grad is not None:
+                versions[parameter] = (parameter.grad, version_of(parameter.grad))
+        return versions
 
     def written_since(self, before: Versions) -> list[torch.Tensor]:
         """Return the gradients that are new, or were written to, since ``before``."""
-        found = []
+        written = []
         for parameter, (gradient, version) in self.versions().items():
-            kept, kept_version = before.get(parameter, (None, 0))
-            if kept is not gradient or kept_version != version:
-                found.append(gradient)
-        return found
+            gradient_before, version_before = before.get(parameter, (None, 0))
+            if gradient_before is not gradient or version_before != version:
+                written.append(gradient)
+        return written
 
     def check_own(self) -> None:
         """Refuse gradients from a block that did not name the optimizer, unless they were cleared since."""
         if self.scaled_by_others is None:
             return
-        self._follow_the_script()
-        taken_over = {one.low for one in self._low}
-        left = [p.grad for p in self.leaves if p.grad is not None and p not in taken_over]
+        self._follow_cleared_gradients()
+        taken = {one.low for one in self._taken}
+        left = [p.grad for p in self.leaves if p.grad is not None and p not in taken]
         if any_not_zero(left):
             raise AmpError(
                 f"gradients of this {type(self._optimizer).__name__} came in a scale_loss block that did not "
@@ -358,55 +365,24 @@ class Accumulation:
                 "what depends on it to the loss"
             )
 
-    def unscale(self, scale: float) -> torch.Tensor:
-        """Unscale the gradients of a block and add those from before it.
+    # ---- between blocks
 
-        Returns:
-            Float32 of shape (2,), on the device of the gradients: the first is above 0 if a gradient of the
-            block is NaN or infinite, the second if a sum is.
-        """
-        if self.masters is not None:
-            self._low = [
-                _LowGradient(low, master, low.grad, version_of(low.grad))
-                for low, master in self._pairs
-                if low.grad is not None
-            ]
-            self.masters.held.take_gradients()
-            for one in self._low:
-                one.low.grad = one.gradient
-        found = unscale_by(self._optimizer, scale)
-        total = torch.zeros_like(found)
-        if self._apart:
-            _add(self._apart)
-            self._apart = []
-            total = unscale_by(self._optimizer, 1.0).to(found.device)
-        self.scaled_by = None
-        return torch.stack((found, total))
-
-    def abandon(self, *, delayed: bool) -> None:
-        """Restore the gradients from before a block that raised, and drop those of the block.
-
-        Gradients that were scaled before, and were added to, stay scaled: only ``zero_grad`` helps.
-        """
-        if not delayed and self.scaled_by is None:
-            for parameter in (*self._parameters, *self.leaves):
-                parameter.grad = None
-        for parameter, gradient in self._apart:
-            parameter.grad = gradient
+    def forget(self) -> None:
+        """Drop what was kept of gradients, which are about to be cleared."""
+        self._drop_taken_gradients()
         self._apart = []
+        self.delayed_scale = self.scaled_by_others = None
 
-    def forget_low_gradients(self) -> None:
-        """Drop the gradients that the masters have taken over, and what a block keeps apart."""
-        self._follow_the_script()
-        for one in self._low:
-            one.low.grad = None
-        self._low, self._apart = [], []
+    def drop_masters_gradients(self) -> None:
+        """Set the gradients of masters to None, as a step does."""
+        for _, master in self._pairs:
+            master.grad = None
 
     @contextmanager
     def low_gradients_hidden(self) -> Iterator[None]:
         """Hide the gradients that the masters have taken over from a step, which would add them again."""
-        self._follow_the_script()
-        hidden = [(one.low, one.low.grad) for one in self._low]
+        self._follow_cleared_gradients()
+        hidden = [(one.low, one.low.grad) for one in self._taken]
         for low, _ in hidden:
             low.grad = None
         try:
@@ -416,53 +392,29 @@ class Accumulation:
                 if low.grad is None:
                     low.grad = gradient
 
-    def _follow_the_script(self) -> None:
-        """Clear the gradients of masters if those of their weights were cleared or replaced since."""
-        same, others, differ = [], [], []
-        for one in self._low:
-            found = one.low.grad
-            if found is one.gradient:
-                same.append(one)
-                if version_of(found) != one.version and one.master.grad is not None and not self._said:
-                    self._said = True
-                    maybe_print(_NO_EFFECT.format(name=type(self._optimizer).__name__))
-            elif found is None or (found.shape, found.dtype) != (one.gradient.shape, one.gradient.dtype):
+    def _drop_taken_gradients(self) -> None:
+        self._follow_cleared_gradients()
+        for one in self._taken:
+            one.low.grad = None
+        self._taken = []
+
+    def _follow_cleared_gradients(self) -> None:
+        """Clear the gradients of masters if those of their weights were cleared since."""
+        kept = []
+        for one in self._taken:
+            if one.low.grad is None:
                 one.master.grad = None
-            else:
-                # DDP replaces gradients by equal ones when it rebuilds its buckets. Compared as integers,
-                # because NaN is not equal to itself.
-                differ.append((_bits(found) != _bits(one.gradient)).any())
-                others.append(one._replace(gradient=found, version=version_of(found)))
-        # Waits for the device.
-        for one, was_replaced in zip(others, torch.stack(differ).tolist() if differ else (), strict=True):
-            if was_replaced:
-                one.master.grad = None
-            else:
-                same.append(one)
-        self._low = same
-
-    def drop_masters_gradients(self) -> None:
-        """Set the gradients of masters to None, as a step does."""
-        for _, master in self._pairs:
-            master.grad = None
-
-    @property
-    def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-
-    @property
-    def _pairs(self) -> Sequence[tuple[torch.Tensor, torch.nn.Parameter]]:
-        return () if self.masters is None else self.masters.pairs
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """The parameters that backward passes give gradients to: half weights in place of their masters."""
-        low_of: dict[torch.Tensor, torch.Tensor] = {master: low for low, master in self._pairs}
-        return [low_of.get(parameter, parameter) for parameter in self._parameters]
-
-
-def _bits(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.detach().view(torch.int16)
+                continue
+            kept.append(one)
+            was_changed = one.low.grad is one.gradient and version_of(one.gradient) != one.version
+            if was_changed and one.master.grad is not None and not self._said_no_effect:
+                self._said_no_effect = True
+                maybe_print(
+                    f"amp: gradients of this {type(self._optimizer).__name__}'s half weights were changed "
+                    "after the scale_loss block, which has no effect: clip and change those of "
+                    "amp.master_params(optimizer), which it steps on"
+                )
+        self._taken = kept
 
 
 def any_not_zero(gradients: Iterable[torch.Tensor]) -> bool:

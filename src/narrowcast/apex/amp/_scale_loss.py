@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from narrowcast.apex.amp._amp_state import _amp_state, maybe_print
 from narrowcast.apex.amp._levels import Properties
 from narrowcast.apex.amp._optimizers import (
     PreparedOptimizer,
@@ -21,6 +20,7 @@ from narrowcast.apex.amp._optimizers import (
     optimizer_of,
     prepared,
 )
+from narrowcast.apex.amp._process_state import maybe_print, process_state
 from narrowcast.errors import AmpError, UnsupportedError
 from narrowcast.gradients import check_apart
 from narrowcast.scaling import Dynamic, Static, from_apex
@@ -49,13 +49,13 @@ class LossScaler:
     ) -> None:
         self._good_blocks = 0
         self.value: Dynamic | Static
-        if isinstance(loss_scale, str):
-            self.value = Dynamic(rule="apex", scale=min(_START, max_loss_scale), max_scale=max_loss_scale)
-            if min_loss_scale:
-                scale = max(self.value.scale, min_loss_scale)
-                self.value = replace(self.value, scale=scale, min_scale=min_loss_scale)
-        else:
+        if not isinstance(loss_scale, str):
             self.value = Static(scale=loss_scale)
+            return
+        self.value = Dynamic(rule="apex", scale=min(_START, max_loss_scale), max_scale=max_loss_scale)
+        if min_loss_scale:
+            scale = max(self.value.scale, min_loss_scale)
+            self.value = replace(self.value, scale=scale, min_scale=min_loss_scale)
 
     def loss_scale(self) -> float:
         """Return the factor that the loss is multiplied by."""
@@ -146,7 +146,7 @@ def scale_loss(
 
     Source: apex ``amp/handle.py``; https://nvidia.github.io/apex/advanced.html
     """
-    named = _named(optimizers)
+    named = _prepared_optimizers(optimizers)
     if named is None:
         yield loss
         return
@@ -158,47 +158,100 @@ def scale_loss(
             "end of the block"
         )
     scaler = _scaler_for(named, loss_id)
+    # Plain float32 training, as under O0.
     if not any(one.scales for one in named):
         yield loss.float()
         return
+
     scale = scaler.loss_scale()
     scaled = _scaled(loss, scale)
+    backward = _BackwardPass(scale)
     # Nothing to check where the scale makes no difference, or there is no graph.
-    backward = _Backward(scale, was_seen=scale == 1.0 or not scaled.requires_grad)
-    if not backward.was_seen:
+    if scale == 1.0 or not scaled.requires_grad:
+        backward.was_seen = True
+    else:
         scaled.register_hook(backward.see)  # type: ignore[no-untyped-call]
-    before: dict[PreparedOptimizer, Versions] = {}
     try:
-        with _opened(named, scale, delayed=delay_unscale):
-            before = {one: one.gradients.versions() for one in active} if scale != 1.0 else {}
+        with _opened(named, scale) as gradients_before:
             yield scaled
-            backward.check({one: before.get(one, {}) for one in named})
-            for one in named:
-                one.gradients.check_graph()
-            found = [] if delay_unscale else [one.gradients.unscale(scale) for one in named]
+            backward.check({one: gradients_before.get(one, {}) for one in named})
+            overflows = _end_block(named, scale, delay_unscale=delay_unscale)
     finally:
         backward.is_over = True
-        for one, versions in before.items():
+    if not delay_unscale:
+        _update(scaler, loss_id, named, overflows)
+
+
+@contextmanager
+def _opened(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[dict[PreparedOptimizer, Versions]]:
+    """Begin a block of these optimizers; where it raises, restore their gradients.
+
+    Yields the gradients that every optimizer of ``amp`` had before the block, where they may get scaled ones.
+    """
+    begun: list[PreparedOptimizer] = []
+    gradients_before: dict[PreparedOptimizer, Versions] = {}
+    try:
+        for one in named:
+            if one.in_block:
+                raise AmpError(
+                    "a scale_loss block came within another one of the same optimizer, which would unscale "
+                    "its gradients twice: end the first block before"
+                )
+            one.check_that_models_have_its_parameters()
+            one.refresh()
+            one.gradients.begin(scale)
+            one.in_block = True
+            begun.append(one)
+        if scale != 1.0:
+            gradients_before.update((one, one.gradients.versions()) for one in active)
+        yield gradients_before
+    except BaseException:
+        for one in begun:
+            one.gradients.abandon()
+        raise
+    finally:
+        for one in begun:
+            one.in_block = False
+        # A loss that goes through the parameters of an optimizer that the block does not name.
+        for one, versions in gradients_before.items():
             if one not in named and one.gradients.written_since(versions):
                 one.gradients.scaled_by_others = scale
-    if not delay_unscale:
-        _update(scaler, loss_id, named, found)
+
+
+def _end_block(
+    named: Sequence[PreparedOptimizer], scale: float, *, delay_unscale: bool
+) -> list[torch.Tensor]:
+    """Unscale the gradients of a block, unless that is delayed; return the flags of each optimizer."""
+    # All are checked before the first is changed.
+    for one in named:
+        one.gradients.check_graph()
+    overflows = []
+    for one in named:
+        if delay_unscale:
+            one.gradients.delay_unscale(scale)
+        else:
+            overflows.append(one.gradients.unscale(scale))
+    return overflows
 
 
 def _update(
-    scaler: Any, loss_id: int, named: Sequence[PreparedOptimizer], found: Sequence[torch.Tensor]
+    scaler: Any, loss_id: int, named: Sequence[PreparedOptimizer], overflows: Sequence[torch.Tensor]
 ) -> None:
     """Update the scale, and mark the optimizers whose next step is skipped; waits once for the device."""
-    flags = torch.stack([pair.to(found[0].device) for pair in found]).tolist()
-    overflow = any(new > 0 for new, _ in flags)
-    before = scaler.loss_scale()
+    # One copy to the host for all optimizers.
+    device = overflows[0].device
+    flags = torch.stack([pair.to(device) for pair in overflows]).tolist()
+    overflow = any(of_block > 0 for of_block, _ in flags)
+    scale_before = scaler.loss_scale()
     scaler.after_block(overflow=overflow)
-    after = scaler.loss_scale()
-    for one, (_, total) in zip(named, flags, strict=True):
+    scale = scaler.loss_scale()
+
+    # An overflow in one of them skips the step of all, as in apex.
+    for one, (_, of_sum) in zip(named, flags, strict=True):
         if overflow:
-            scale = f"stays at {after}" if after == before else f"reducing loss scale to {after}"
-            one.skip = f"Gradient overflow.  Skipping step, loss scaler {loss_id} {scale}"
-        elif total > 0 and one.skip is None:
+            change = f"stays at {scale}" if scale == scale_before else f"reducing loss scale to {scale}"
+            one.skip = f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change}"
+        elif of_sum > 0 and one.skip is None:
             one.skip = (
                 "Skipping step, gradients from before the scale_loss block are not finite: clear them "
                 "with zero_grad()"
@@ -206,11 +259,12 @@ def _update(
 
 
 def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
-    found = vars(loss).get("_scaled_by_amp")
-    if found is not None:
+    scale_of_loss = vars(loss).get("_scaled_by_amp")
+    if scale_of_loss is not None:
         raise AmpError(
-            f"this loss is scaled by {found:g} already, by another scale_loss block: give the loss itself, "
-            "and name the optimizers of one backward pass in one block, scale_loss(loss, [first, second])"
+            f"this loss is scaled by {scale_of_loss:g} already, by another scale_loss block: give the loss "
+            "itself, and name the optimizers of one backward pass in one block, "
+            "scale_loss(loss, [first, second])"
         )
     if scale == 1.0:
         return loss.float()
@@ -220,18 +274,18 @@ def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 @dataclass
-class _Backward:
+class _BackwardPass:
     """Whether the scaled loss of a block went backward.
 
     It has no reference to the loss, so that the graph is freed as soon as the script drops the loss.
     """
 
     scale: float
-    was_seen: bool
+    was_seen: bool = False
     is_over: bool = False
 
     def see(self, _gradient: torch.Tensor) -> None:
-        """Hook of the scaled loss: note its backward pass, and refuse one after the block."""
+        """Hook of the scaled loss: remember its backward pass, and refuse one after the block."""
         if self.is_over:
             raise AmpError(
                 f"a loss that is scaled by {self.scale:g} went backward after its scale_loss block, so that "
@@ -241,36 +295,44 @@ class _Backward:
 
     def check(self, before: Mapping[PreparedOptimizer, Versions]) -> None:
         """Raise if gradients were written since ``before`` and the scaled loss did not go backward."""
-        # zero_grad() writes too.
-        if not self.was_seen and any(
-            any_not_zero(one.gradients.written_since(versions)) for one, versions in before.items()
-        ):
-            raise AmpError(
-                "gradients came in a scale_loss block whose own loss did not go backward: they are not "
-                f"scaled, and would be divided by {self.scale:g}: call backward of what the block yields, "
-                "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
-            )
+        if self.was_seen:
+            return
+        for one, versions in before.items():
+            # zero_grad() writes too.
+            if any_not_zero(one.gradients.written_since(versions)):
+                raise AmpError(
+                    "gradients came in a scale_loss block whose own loss did not go backward: they are not "
+                    f"scaled, and would be divided by {self.scale:g}: call backward of what the block "
+                    "yields, with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
+                )
 
 
-def _named(optimizers: Any) -> list[PreparedOptimizer] | None:
+def _prepared_optimizers(optimizers: Any) -> list[PreparedOptimizer] | None:
     """Return the optimizers of a block; None where amp was asked to do nothing with them."""
-    given = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-    if _amp_state.opt_properties is None:
+    if process_state.opt_properties is None:
         raise AmpError(
             "scale_loss came before amp.initialize: call model, optimizer = amp.initialize(model, optimizer, "
             "opt_level=...) first"
         )
-    if not given:
+    optimizer_list = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    if not optimizer_list:
         raise AmpError("expected an optimizer or a list of them, got an empty list")
-    found = [prepared(optimizer_of(one)) for one in given]
-    known = [one for one in found if one is not None]
-    if not known and not _amp_state.opt_properties.enabled:
+
+    known: list[PreparedOptimizer] = []
+    unknown: list[Any] = []
+    for optimizer in optimizer_list:
+        one = prepared(optimizer_of(optimizer))
+        if one is None:
+            unknown.append(optimizer)
+        else:
+            known.append(one)
+    # After initialize(enabled=False) no optimizer is known, and scripts call scale_loss all the same.
+    if not known and not process_state.opt_properties.enabled:
         return None
-    if len(known) < len(found):
-        kind = type(given[found.index(None)]).__name__
+    if unknown:
         raise AmpError(
-            f"this {kind} was not given to amp.initialize, so its gradients would stay scaled: initialize it "
-            "with its model, and name in scale_loss what amp.initialize returned"
+            f"this {type(unknown[0]).__name__} was not given to amp.initialize, so its gradients would stay "
+            "scaled: initialize it with its model, and name in scale_loss what amp.initialize returned"
         )
     if len(known) > 1:
         check_apart([one.optimizer for one in known])
@@ -287,32 +349,6 @@ def _scaler_for(named: Sequence[PreparedOptimizer], loss_id: int) -> Any:
     return scalers[loss_id]
 
 
-@contextmanager
-def _opened(named: Sequence[PreparedOptimizer], scale: float, *, delayed: bool) -> Iterator[None]:
-    """Begin a block of these optimizers; where it raises, restore their gradients."""
-    begun: list[PreparedOptimizer] = []
-    try:
-        for one in named:
-            if one.in_block:
-                raise AmpError(
-                    "a scale_loss block came within another one of the same optimizer, which would unscale "
-                    "its gradients twice: end the first block before"
-                )
-            one.check_that_models_have_its_parameters()
-            one.refresh()
-            one.gradients.begin(scale, delayed=delayed)
-            one.in_block = True
-            begun.append(one)
-        yield
-    except BaseException:
-        for one in begun:
-            one.gradients.abandon(delayed=delayed)
-        raise
-    finally:
-        for one in begun:
-            one.in_block = False
-
-
 # ---- masters and states
 
 
@@ -322,11 +358,11 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Their gradients are unscaled at the end of each ``scale_loss`` block and scaled inside it: clip after the
     block.
     """
-    found = optimizer_of(optimizer)
-    mine = prepared(found)
-    if mine is not None:
-        mine.refresh()
-    for group in found.param_groups:
+    torchs_optimizer = optimizer_of(optimizer)
+    prepared_optimizer = prepared(torchs_optimizer)
+    if prepared_optimizer is not None:
+        prepared_optimizer.refresh()
+    for group in torchs_optimizer.param_groups:
         yield from group["params"]
 
 
@@ -338,7 +374,7 @@ def state_dict(destination: Any = None) -> Any:
     """
     _require_initialized("state_dict")
     state = OrderedDict() if destination is None else destination
-    for number, scaler in enumerate(_amp_state.loss_scalers):
+    for number, scaler in enumerate(process_state.loss_scalers):
         state[f"loss_scaler{number}"] = {
             "loss_scale": scaler.loss_scale(),
             "unskipped": scaler._unskipped,
@@ -358,25 +394,31 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             states of other libraries.
     """
     _require_initialized("load_state_dict")
-    scalers = _amp_state.loss_scalers
+    scalers = process_state.loss_scalers
     if not state_dict and not scalers:
         return
     saved = from_apex(state_dict, dynamic=False)
+    counts = []
+    for key, entry in state_dict.items():
+        if key.startswith("loss_scaler"):
+            counts.append(int(entry["unskipped"]))
+
+    # The number of losses may differ in an evaluation, or after a change of the script.
     if len(saved) != len(scalers):
         warnings.warn(
             f"the state holds {len(saved)} loss scales, and amp.initialize made {len(scalers)}: the common "
             "ones are loaded. Give amp.initialize the num_losses of the run that was saved",
             stacklevel=2,
         )
-    counts = [int(entry["unskipped"]) for key, entry in state_dict.items() if key.startswith("loss_scaler")]
-    for number, (scaler, one, count) in enumerate(zip(scalers, saved, counts, strict=False)):
-        _load(number, scaler, one.scale, count)
+    for number, (scaler, loss_scale, count) in enumerate(zip(scalers, saved, counts, strict=False)):
+        _load(number, scaler, loss_scale.scale, count)
 
 
 def _load(number: int, scaler: LossScaler, scale: float, count: int) -> None:
     value = scaler.value
     if isinstance(value, Static):
-        scaler._loss_scale, scaler._unskipped = scale, count
+        scaler._loss_scale = scale
+        scaler._unskipped = count
         return
     kept = min(max(scale, value.min_scale), value.max_scale)
     # The count of a static scale has no limit. A dynamic scale grows at the next good block then.
@@ -389,5 +431,5 @@ def _load(number: int, scaler: LossScaler, scale: float, count: int) -> None:
 
 
 def _require_initialized(name: str) -> None:
-    if _amp_state.opt_properties is None:
+    if process_state.opt_properties is None:
         raise AmpError(f"amp.{name} came before amp.initialize, which makes the loss scales: call it first")

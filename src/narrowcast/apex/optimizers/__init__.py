@@ -204,15 +204,16 @@ def _to_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -
 
     apex counts the steps of FusedAdam once a group, and has none of the settings that only torch has.
     """
-    groups, state = [], dict(state_dict["state"])
-    counted = isinstance(optimizer, torch.optim.Adam)
+    groups = []
+    state = dict(state_dict["state"])
     for group in state_dict["param_groups"]:
         settings = dict(group)
         if not settings.pop("bias_correction", True):
             raise UnsupportedError(_NO_BIAS_CORRECTION)
         steps = torch.as_tensor(settings.pop("step", 0), dtype=torch.float32)
-        for index in group["params"] if counted else ():
-            if index in state:
-                state[index] = {"step": steps.clone(), **state[index]}
+        if isinstance(optimizer, torch.optim.Adam):
+            for index in group["params"]:
+                if index in state:
+                    state[index] = {"step": steps.clone(), **state[index]}
         groups.append({**optimizer.defaults, **settings})
     return {**state_dict, "state": state, "param_groups": groups}

@@ -66,28 +66,28 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ) -> None:
         if message_size < 1:
             raise SettingError(f"message_size must be at least 1 element, got {message_size!r}")
-        given = {
+        # Whether each argument is other than what torch does.
+        differs = {
             "shared_param": shared_param is not None,
             "retain_allreduce_buffers": retain_allreduce_buffers,
             "allreduce_communicators": allreduce_communicators is not None,
             "allreduce_always_fp32": allreduce_always_fp32,
             "gradient_average": not gradient_average,
-            # torch divides by the number of ranks before it adds.
             "gradient_predivide_factor": gradient_predivide_factor != 1.0,
         }
-        if refused := [name for name, is_given in given.items() if is_given]:
+        refused = [name for name in differs if differs[name]]
+        if refused:
             raise SettingError(
                 f"{', '.join(refused)} of apex's DistributedDataParallel cannot be changed here: leave it "
                 "out, or use torch.nn.parallel.DistributedDataParallel(module), with register_comm_hook for "
                 "another way to add gradients"
             )
+        bucket_mb = max(1, 4 * message_size // 2**20)
+        if delay_allreduce:
+            bucket_mb = 2**20  # the whole model is one bucket, which is reduced when backward has ended
         buffers_apart: Any = {_SYNC_BUFFERS: False}
         super().__init__(
-            module,
-            **buffers_apart,
-            # With 2**20 the whole model is one bucket, which is reduced when backward has ended.
-            bucket_cap_mb=2**20 if delay_allreduce else max(1, 4 * message_size // 2**20),
-            find_unused_parameters=delay_allreduce,
+            module, **buffers_apart, bucket_cap_mb=bucket_mb, find_unused_parameters=delay_allreduce
         )
 
     def disable_allreduce(self) -> None:

@@ -6,10 +6,12 @@ from narrowcast.apex.amp.lists import torch_overrides
 
 __all__ = ["CASTS", "FP16_FUNCS", "FP32_FUNCS", "MODULE", "SEQUENCE_CASTS"]
 
-_ARITHMETIC = ("add", "div", "mul", "sub", "truediv")
-_COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
-_CASTS = [f"__{prefix}{word}__" for prefix in ("", "i", "r") for word in _ARITHMETIC]
-_CASTS += [f"__{word}__" for word in _COMPARISONS]
+_OPERATORS = [
+    "__add__", "__div__", "__mul__", "__sub__", "__truediv__",
+    "__iadd__", "__idiv__", "__imul__", "__isub__", "__itruediv__",
+    "__radd__", "__rdiv__", "__rmul__", "__rsub__", "__rtruediv__",
+    "__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__",
+]  # fmt: skip
 
 
 def _methods(*names: str) -> list[str]:
@@ -18,5 +20,5 @@ def _methods(*names: str) -> list[str]:
 
 FP16_FUNCS = _methods("__matmul__", *torch_overrides.FP16_FUNCS)
 FP32_FUNCS = _methods("__ipow__", "__pow__", "__rpow__", "cpu", *torch_overrides.FP32_FUNCS)
-CASTS = _methods(*_CASTS, *torch_overrides.CASTS)
+CASTS = _methods(*_OPERATORS, *torch_overrides.CASTS)
 SEQUENCE_CASTS: list[str] = []
