@@ -135,7 +135,10 @@ def certificate(count=14, *, names=None, **changed):
     made = {"event": "certificate", "policy": "bf16", "format": "bf16", "at_step": 10, "loss_scale": None}
     verdict = {"verdict": "pass", "reason": "below 0.05 for all parameters together and for each"}
     worst = {key: worst[key] for key in ("name", "error_over_noise", "relative_error")}
-    return {**made, **numbers, "worst_parameter": worst, "parameters": parameters, **verdict, **changed}
+    more = {"error_over_noise_interval": None, "is_lost": changed.get("verdict") == "fail"}
+    return {
+        **made, **numbers, **more, "worst_parameter": worst, "parameters": parameters, **verdict, **changed
+    }  # fmt: skip
 
 
 def output(**changed):
