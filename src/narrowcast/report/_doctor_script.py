@@ -85,10 +85,9 @@ def _parts(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _size(row: dict[str, Any]) -> tuple[str, ...]:
-    here = UNKNOWN if row["speedup"] is None else speed_text(row["speedup"])
-    machine = "" if row["machine_speedup"] is None else speed_text(row["machine_speedup"])
     name = f"{printable(_shape_text(row))} ({count_text(row['count'])})"
-    return name, percent(row["share"]), here, machine
+    machine = "" if row["machine_speedup"] is None else speed_text(row["machine_speedup"])
+    return name, percent(row["share"]), speed_text(row["speedup"]), machine
 
 
 def _shape_text(row: dict[str, Any]) -> str:

@@ -7,16 +7,14 @@ stretches (lines keep their widths), ticks are in percent. The templates add tit
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
 from typing import Any
 
-from narrowcast.observe.capture import TimedRun
+from narrowcast.observe.capture import OUTPUT_LIMIT, PARAMETER_LIMIT, TOTAL_LIMIT, TimedRun
 from narrowcast.report._statistics import mean
-from narrowcast.report._table import NAMES
-from narrowcast.report._text import milliseconds, shortened, site_name
+from narrowcast.report._table import NAMES, exemption, total_exemption
+from narrowcast.report._text import plural, shortened, site_name
 
 NO_SEED = -1
 """The seed of a run that had none."""
@@ -26,8 +24,8 @@ _MOST_POINTS = 300
 _MOST_SITES = 6
 # Losses that fall by more than this factor are drawn on a logarithmic axis.
 _WIDE_RANGE = 20.0
-_BINS = 60
 _MOST_DOTS = 2_000
+_MOST_EXEMPT = 3
 # Ends of the axis of errors, which may be zero or infinite.
 _LOWEST_ERROR, _HIGHEST_ERROR = 1e-6, 1e3
 
@@ -49,7 +47,7 @@ class Figure:
     """One figure.
 
     Attributes:
-        kind: ``"loss"``, ``"times"`` or ``"errors"``, for the template.
+        kind: ``"loss"``, ``"speedup"`` or ``"errors"``, for the template.
         name: identifier of its element.
         x_ticks, y_ticks: text and position in percent.
         marks: in the order in which they are drawn.
@@ -118,21 +116,19 @@ def _round_values(low: float, high: float) -> list[tuple[str, float]]:
     return [(f"{value:.{decimals}f}", value) for value in values]
 
 
-def svg_path(points: Iterable[_Point], x: Axis, y: Axis, *, stepped: bool = False) -> str:
-    """Draw a line through ``points``, broken where a value is None; ``stepped``: with level steps."""
+def svg_path(points: Iterable[_Point], x: Axis, y: Axis) -> str:
+    """Draw a line through ``points``, broken where a value is None."""
     parts, is_drawing = [], False
     for at, value in points:
         if value is None:
             is_drawing = False
             continue
         across, down = f"{_BOX * x.at(at):.1f}", f"{_BOX * (1 - y.at(value)):.1f}"
-        if not is_drawing:
+        if is_drawing:
+            parts.append(f"L{across} {down}")
+        else:
             # With round ends a line of no length is a dot, so that a lone point can be seen.
             parts.append(f"M{across} {down}h0")
-        elif stepped:
-            parts.append(f"H{across}V{down}")
-        else:
-            parts.append(f"L{across} {down}")
         is_drawing = True
     return "".join(parts)
 
@@ -222,106 +218,119 @@ def _stretch(count: int) -> int:
     return max(1, math.ceil(count / _MOST_POINTS))
 
 
-# ---- times
+# ---- the speedup
 
 
-def time_figure(runs: Sequence[TimedRun], times_s: Sequence[Sequence[float]], what: str) -> Figure | None:
-    """Draw how long ``"steps"`` or ``"forward calls"`` took in each run, as a histogram of each format."""
-    by_format: dict[str, list[float]] = {}
-    for run, times in zip(runs, times_s, strict=True):
-        by_format.setdefault(run.format, []).extend(1e3 * time for time in times)
-    present = {side: by_format[side] for side in NAMES if by_format.get(side)}
-    if not present:
-        return None
+def speedup_figure(found: Mapping[str, Any], asked: float | None) -> Figure | None:
+    """Draw the speedup and its interval beside what it has to reach; None: there is none.
 
-    edges, shares, outside = histogram(list(present.values()))
-    highest = max(map(max, shares))
-    x, y = Axis(edges, margin=0), Axis([0.0, highest])
-    marks, legend, medians = [], [], []
-    for (side, values), of_format in zip(present.items(), shares, strict=True):
-        # Bins are steps that begin and end at zero.
-        outline = [(edges[0], 0.0), *zip(edges, [*of_format, 0.0], strict=True)]
-        marks.append(Mark(style=f"{side} area", path=svg_path(outline, x, y, stepped=True)))
-        median = milliseconds(statistics.median(values) / 1e3)
-        legend.append((side, f"{NAMES[side]} {median}"))
-        medians.append((NAMES[side], median, len(values)))
-    return Figure(
-        kind="times",
-        name="plot-times",
-        x_ticks=x.ticks(),
-        y_ticks=y.ticks(),
-        marks=marks,
-        legend=legend,
-        facts={"what": what, "outside": outside, "medians": medians},
-    )
-
-
-def histogram(series: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]], int]:
-    """Count the series in common bins, without the fastest 0.5 % and the slowest 2.5 %.
-
-    Returns:
-        The edges of the bins, of each series the share of each bin in percent, and how many values lie
-        outside.
+    Args:
+        found: the summary of a comparison.
+        asked: the speedup that was asked for; None: any.
     """
-    pooled = sorted(chain.from_iterable(series))
-    low, high = pooled[int(len(pooled) * 0.005)], pooled[int(len(pooled) * 0.975)]
-    if low == high:
-        # Equal times stand in the middle; a clock may even find that a call took none.
-        low, high = low * 0.9, low * 1.1 or 1.0
-    width = (high - low) / _BINS
-
-    shares, outside = [], 0
-    for values in series:
-        counts = [0] * _BINS
-        for value in values:
-            if low <= value <= high:
-                counts[min(_BINS - 1, int((value - low) / width))] += 1
-            else:
-                outside += 1
-        shares.append([100 * count / len(values) for count in counts])
-    return [low + width * place for place in range(_BINS + 1)], shares, outside
+    if found["speedup"] is None:
+        return None
+    speedup, (low, high) = found["speedup"], found["speedup_interval"]
+    limit = asked or 1.0
+    x, y = Axis([low, high, limit], margin=0.1), Axis([0.0, 1.0], margin=0)
+    return Figure(
+        kind="speedup",
+        name="plot-speedup",
+        x_ticks=x.ticks(),
+        y_ticks=(),
+        marks=[
+            Mark(style="limit", path=svg_path([(limit, 0.0), (limit, 1.0)], x, y)),
+            Mark(style="interval", path=svg_path([(low, 0.5), (high, 0.5)], x, y)),
+            Mark(style="mixed total", path=svg_path([(speedup, 0.5)], x, y)),
+        ],
+        legend=[
+            ("mixed-dot", "speedup"),
+            ("interval", "95 % interval"),
+            ("limit", "as fast as FP32" if asked is None else "asked for"),
+        ],
+        facts={"asked": asked},
+    )
 
 
 # ---- errors
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnError:
-    """An error; ``state`` is ``"kept"``, ``"lost"``, or ``"exempt"``: beyond a limit, but not counted."""
-
-    value: float | str | None
-    state: str = "kept"
-
-
 _STYLE_OF_STATE = {"kept": "mixed dots", "exempt": "exempt", "lost": "fail cross"}
 
 
-def error_figure(
-    what: str,
-    key: str,
-    total: DrawnError,
-    single: Sequence[DrawnError],
-    limits: Sequence[float],
-    *,
-    total_exempt: str | None = None,
-    exempt: Sequence[str] = (),
-) -> Figure | None:
-    """Draw errors as dots: of all together, and of each parameter; None: no total.
-
-    ``limits`` are that of the total and that of a parameter, where they have one. ``total_exempt`` and
-    ``exempt``: why the total and some parameters beyond them do not count.
-    """
-    if total.value is None:
+def output_figure(output: Mapping[str, Any]) -> Figure | None:
+    """Draw the error of outputs beside its limit; None: it was not measured."""
+    if output["relative_error"] is None:
         return None
-    at_total = _within_axis(total.value)
-    measured = [error for error in single if error.value is not None]
-    drawn = [(_within_axis(error.value or 0.0), error.state) for error in measured]
-    x = _axis_of_errors([at_total, *(value for value, _ in drawn)])
+    key, limits = "relative_error", (OUTPUT_LIMIT,)
+    return _error_figure(_Errors(of="outputs", key=key, total=output[key], limits=limits))
+
+
+def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
+    """Draw the errors of gradients, together and each, beside their limits; None: none was measured."""
+    key, limits = "error_over_noise", (TOTAL_LIMIT, PARAMETER_LIMIT)
+    if certificate[key] is None:
+        # Without noise the limits depend on why there is none: the reason says them.
+        key, limits = "relative_error", ()
+    if certificate[key] is None:
+        return None
+
+    errors = _Errors(of="gradients", key=key, total=certificate[key], limits=limits)
+    errors.why_total = total_exemption(certificate)
+    for parameter in certificate["parameters"]:
+        if not parameter["judged"]:
+            continue
+        errors.parameters += 1
+        state = "lost" if parameter["lost"] else "kept"
+        why = exemption(parameter, certificate) if limits else None
+        if why is not None:
+            state = "exempt"
+            errors.why_single.append(f"{shortened(parameter['name'])}, {why}")
+        if parameter[key] is not None:
+            errors.single.append((float(parameter[key]), state))
+    return _error_figure(errors)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Errors:
+    """Errors to draw.
+
+    Attributes:
+        of: ``"gradients"`` or ``"outputs"``.
+        key: which error, of the record that they are in.
+        total: of all together.
+        limits: of the total and of a parameter, where they have one.
+        parameters: how many were judged.
+        single: the error of each parameter, and ``"kept"``, ``"lost"``, or ``"exempt"``: beyond the limit,
+            but not counted.
+        why_total: why the total does not count, if it is beyond its limit.
+        why_single: why parameters do not count that are beyond theirs.
+    """
+
+    of: str
+    key: str
+    total: float | str
+    limits: tuple[float, ...]
+    parameters: int = 0
+    single: list[tuple[float, str]] = field(default_factory=list)
+    why_total: str | None = None
+    why_single: list[str] = field(default_factory=list)
+
+
+def _error_figure(errors: _Errors) -> Figure:
+    total = _within_axis(float(errors.total))
+    drawn = [(_within_axis(value), state) for value, state in errors.single]
+    x = _axis_of_errors([total, *(value for value, _ in drawn)])
 
     # Middle and half the height of the rows: all together, and each parameter.
-    rows = [(250, 250), (720, 200)] if drawn else [(500, 400)]
+    rows = [(500, 400)]
+    y_ticks: _Ticks = (("together", 50.0),)
+    if drawn:
+        rows = [(250, 250), (720, 200)]
+        y_ticks = (("together", 75.0), ("each", 28.0))
+
     marks = []
-    for limit, (middle, half) in zip(limits, rows, strict=False):
+    for limit, (middle, half) in zip(errors.limits, rows, strict=False):
         marks.append(Mark(style="limit", path=f"M{_BOX * x.at(limit):.1f} {middle - half}v{2 * half}"))
     paths = dict.fromkeys(_STYLE_OF_STATE, "")
     for place, (value, state) in enumerate(drawn[:_MOST_DOTS]):
@@ -330,31 +339,34 @@ def error_figure(
     for state, path in paths.items():
         if path:
             marks += _dots(_STYLE_OF_STATE[state], path)
-    style = "exempt total" if total.state == "exempt" else "mixed total"
-    marks += _dots(style, f"M{_BOX * x.at(at_total):.1f} {rows[0][0]}h0")
+    style = "mixed total" if errors.why_total is None else "exempt total"
+    marks += _dots(style, f"M{_BOX * x.at(total):.1f} {rows[0][0]}h0")
 
     legend = [("mixed-dot", "mixed precision")]
-    if total_exempt or exempt:
+    if errors.why_total or errors.why_single:
         legend.append(("exempt-dot", "beyond the limit, not counted"))
-    if limits:
+    if errors.limits:
         legend.append(("limit", "limit"))
+    exempt = errors.why_single[:_MOST_EXEMPT]
+    if len(errors.why_single) > _MOST_EXEMPT:
+        exempt.append(f"and {plural(len(errors.why_single) - _MOST_EXEMPT, 'more parameter')}")
     return Figure(
         kind="errors",
         name="plot-errors",
         x_ticks=x.ticks(),
-        y_ticks=(("together", 75.0), ("each", 28.0)) if drawn else (("together", 50.0),),
+        y_ticks=y_ticks,
         marks=marks,
         legend=legend,
         facts={
-            "what": what,
-            "of": key.replace("_", " "),
-            "total": total.value,
-            "limits": tuple(limits),
-            "count": len(single),
-            "lost": sum(error.state == "lost" for error in single),
-            "total_exempt": total_exempt,
-            "exempt": list(exempt),
-            "worst": max((float(error.value or 0.0) for error in measured), default=None),
+            "what": errors.of,
+            "of": errors.key.replace("_", " "),
+            "total": errors.total,
+            "limits": errors.limits,
+            "count": errors.parameters,
+            "lost": [state for _, state in errors.single].count("lost"),
+            "total_exempt": errors.why_total,
+            "exempt": exempt,
+            "worst": max([value for value, _ in errors.single], default=None),
         },
     )
 
@@ -367,18 +379,17 @@ def _dots(style: str, path: str) -> list[Mark]:
     return marks
 
 
-def _within_axis(error: float | str) -> float:
+def _within_axis(error: float) -> float:
     """Return an error within what the axis shows; NaN at its upper end."""
-    value = float(error)
-    if math.isnan(value):
+    if math.isnan(error):
         return _HIGHEST_ERROR
-    return min(_HIGHEST_ERROR, max(_LOWEST_ERROR, value))
+    return min(_HIGHEST_ERROR, max(_LOWEST_ERROR, error))
 
 
 def _axis_of_errors(errors: Iterable[float]) -> Axis:
     """Return a logarithmic axis of whole decades that holds the errors, and 1e-3 to 1."""
-    exponents = [-3, 0]
+    decades = [1e-3, 1.0]
     for error in errors:
-        exponent = math.floor(math.log10(error))
-        exponents += [exponent, exponent + 1]
-    return Axis((10.0**exponent for exponent in exponents), log=True, margin=0)
+        decade = 10.0 ** math.floor(math.log10(error))
+        decades += [decade, 10 * decade]
+    return Axis(decades, log=True, margin=0)

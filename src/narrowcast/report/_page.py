@@ -14,51 +14,40 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.observe.capture import (
-    OUTPUT_LIMIT,
     PARAMETER_LIMIT,
-    TOTAL_LIMIT,
     Capture,
     ComparisonCapture,
     TimedRun,
+    median_of_runs,
     times_of_runs,
 )
 from narrowcast.report._explain import explain_panel
 from narrowcast.report._figures import (
     NO_SEED,
-    DrawnError,
     Figure,
-    error_figure,
+    gradient_figure,
     loss_figures,
+    output_figure,
     run_name,
-    time_figure,
+    speedup_figure,
 )
 from narrowcast.report._render import html_page
 from narrowcast.report._summary import captures_of, final_losses, losses_of, summary
-from narrowcast.report._table import NAMES, checks, exemption, rows, total_exemption, what_a_loss_is
-from narrowcast.report._text import number, plural, shortened, signed, site_name
+from narrowcast.report._table import NAMES, checks, exemption, rows, what_a_loss_is
+from narrowcast.report._text import milliseconds, number, shortened, signed, site_name
 
 _LONGEST_FACT = 400
 _MOST_LINES = 60
 _MOST_PARAMETERS = 200
-_MOST_EXEMPT = 3
-_UNITS = {"inference": "forward calls"}
 
 
 def comparison_page(comparison: ComparisonCapture) -> str:
     """Render the page of a comparison, whole or cut short."""
     found, start, runs = summary(comparison), comparison.own.start, comparison.runs
-    times = times_of_runs(captures_of(runs), found["kind"])
     judged = checks(found)
     site = found["loss"]["site"] if found["loss"] else None
     losses, more_sites = loss_figures(runs, first=site)
-    error = _error(found)
-
-    # What proves the answer: losses if the answer goes by them alone.
-    why = found["verdict"]["right"]
-    by_losses = error is None or ("losses:" in why and "gradients:" not in why)
-    proof = error
-    if by_losses:
-        proof = losses[0] if losses else None
+    error = _error_figure(found)
 
     return html_page(
         "comparison.html",
@@ -77,11 +66,14 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         cut=[run_name(run) for run in runs if run.capture.end is None],
         losses=losses,
         more_sites=more_sites,
-        figures={"right": proof, "times": time_figure(runs, times, _UNITS.get(found["kind"], "steps"))},
+        figures={
+            "right": _proof(found, error, losses),
+            "worth_it": speedup_figure(found, start.get("min_speedup")),
+        },
         by_seed=_by_seed(runs),
         parameters=_parameters(found["certificate"]) if found["certificate"] else None,
         facts=_facts(captures_of(runs)),
-        runs=_run_rows(runs, times),
+        runs=_run_rows(runs, found["kind"]),
         more_runs=max(0, len(runs) - _MOST_LINES),
         notes=found["notes"],
     )
@@ -95,10 +87,9 @@ def run_page(capture: Capture, folder: Path) -> str:
     kind = "training" if capture.of("step") or capture.of("loss") else "inference"
     panel = explain_panel(folder)
     verb = "run" if panel is None else "explain"
-    # Losses and times of the few, slowed steps that explain watches mean nothing.
-    shown = [run] if panel is None else []
-    losses, more_sites = loss_figures(shown)
-    times = times_of_runs(captures_of(shown), kind)
+    # Losses of the few, slowed steps that explain watches mean nothing.
+    losses, more_sites = loss_figures([run] if panel is None else [])
+    times = median_of_runs(times_of_runs([capture], kind))
 
     start = {key: str(capture.start.get(key)) for key in ("policy", "loss_scale", "seed")}
     return html_page(
@@ -112,11 +103,26 @@ def run_page(capture: Capture, folder: Path) -> str:
         devices=capture.of("device")[:8],
         losses=losses,
         more_sites=more_sites,
-        figures={"times": time_figure(shown, times, _UNITS.get(kind, "steps"))},
+        median="not measured" if times is None else milliseconds(times.median_s),
         panel=panel,
         facts=_facts([capture]),
         notes=[note["text"] for note in capture.of("note")],
     )
+
+
+def _error_figure(found: Mapping[str, Any]) -> Figure | None:
+    if found["output"]:
+        return output_figure(found["output"])
+    return gradient_figure(found["certificate"]) if found["certificate"] else None
+
+
+def _proof(found: Mapping[str, Any], error: Figure | None, losses: Sequence[Figure]) -> Figure | None:
+    """Return the figure that proves the first answer: losses if it goes by them alone."""
+    why = found["verdict"]["right"]
+    by_losses = "losses:" in why and "gradients:" not in why
+    if error is not None and not by_losses:
+        return error
+    return losses[0] if losses else None
 
 
 def _script(argv: Sequence[str]) -> str:
@@ -146,13 +152,13 @@ def _by_seed(runs: Sequence[TimedRun]) -> list[tuple[str, ...]]:
     return lines[:_MOST_LINES]
 
 
-def _run_rows(runs: Sequence[TimedRun], times: Sequence[Sequence[float]]) -> list[tuple[Any, ...]]:
+def _run_rows(runs: Sequence[TimedRun], kind: str | None) -> list[tuple[Any, ...]]:
     """Return each run with its totals and the median of its times, as many as a page shows."""
     lines = []
-    for run, of_run in list(zip(runs, times, strict=True))[:_MOST_LINES]:
-        median_s = statistics.median(of_run) if of_run else None
+    for run, times in zip(runs, times_of_runs(captures_of(runs), kind), strict=True):
+        median_s = statistics.median(times) if times else None
         lines.append((run, run.capture.totals(), median_s))
-    return lines
+    return lines[:_MOST_LINES]
 
 
 def _facts(captures: Iterable[Capture]) -> list[tuple[str, str]]:
@@ -170,42 +176,6 @@ def _facts(captures: Iterable[Capture]) -> list[tuple[str, str]]:
     return [
         (shortened(name, 60), shortened("; ".join(texts), _LONGEST_FACT)) for name, texts in values.items()
     ]
-
-
-# ---- gradients and outputs
-
-
-def _error(found: Mapping[str, Any]) -> Figure | None:
-    """Draw the errors that the verdict goes by against their limits; None: none was measured."""
-    output, certificate = found["output"], found["certificate"]
-    if output:
-        total = DrawnError(value=output["relative_error"])
-        return error_figure("outputs", "relative_error", total, (), (OUTPUT_LIMIT,))
-    return _error_of_gradients(certificate) if certificate else None
-
-
-def _error_of_gradients(certificate: Mapping[str, Any]) -> Figure | None:
-    key, limits = "error_over_noise", (TOTAL_LIMIT, PARAMETER_LIMIT)
-    if certificate[key] is None:
-        # Without noise the limits depend on why there is none: the reason says them.
-        key, limits = "relative_error", ()
-    why_total = total_exemption(certificate)
-    total = DrawnError(value=certificate[key], state="kept" if why_total is None else "exempt")
-
-    single, exempt = [], []
-    for parameter in certificate["parameters"]:
-        if not parameter["judged"]:
-            continue
-        state = "lost" if parameter["lost"] else "kept"
-        why = exemption(parameter, certificate) if limits else None
-        if why is not None:
-            state = "exempt"
-            exempt.append(f"{shortened(parameter['name'])}, {why}")
-        single.append(DrawnError(value=parameter[key], state=state))
-    if len(exempt) > _MOST_EXEMPT:
-        more = plural(len(exempt) - _MOST_EXEMPT, "more parameter")
-        exempt = [*exempt[:_MOST_EXEMPT], f"and {more}"]
-    return error_figure("gradients", key, total, single, limits, total_exempt=why_total, exempt=exempt)
 
 
 def _parameters(certificate: Mapping[str, Any]) -> dict[str, Any]:

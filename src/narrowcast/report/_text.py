@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -122,39 +123,53 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collectio
 # ---- numbers
 
 
+def _or_unknown(show: Callable[..., str]) -> Callable[..., str]:
+    """Make a formatter of numbers show ``-`` for None. NaN and infinities may come as text."""
+
+    @functools.wraps(show)
+    def shown(value: float | str | None, *digits: int) -> str:
+        return UNKNOWN if value is None else show(float(value), *digits)
+
+    return shown
+
+
 def plural(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def count(value: int | None) -> str:
-    return UNKNOWN if value is None else str(value)
+@_or_unknown
+def count(value: float) -> str:
+    return f"{value:.0f}"
 
 
-def number(value: float | str | None, digits: int = 5) -> str:
-    """Format to so many significant digits; NaN and infinities come as text."""
-    return UNKNOWN if value is None else f"{float(value):.{digits}g}"
+@_or_unknown
+def number(value: float, digits: int = 5) -> str:
+    """Format to so many significant digits."""
+    return f"{value:.{digits}g}"
 
 
-def short(value: float | str | None) -> str:
+@_or_unknown
+def short(value: float) -> str:
     """Format to three digits: more would claim a precision that an error does not have."""
-    return number(value, 3)
+    return f"{value:.3g}"
 
 
-def signed(value: float | str | None) -> str:
-    return UNKNOWN if value is None else f"{float(value):+.3g}"
+@_or_unknown
+def signed(value: float) -> str:
+    return f"{value:+.3g}"
 
 
-def decibels(value: float | str | None) -> str:
-    return UNKNOWN if value is None else f"{float(value):.4g} dB"
+@_or_unknown
+def decibels(value: float) -> str:
+    return f"{value:.4g} dB"
 
 
 def two_digits(value: float) -> str:
     """Format ``0.0098``, ``0.37``, ``4.1``, ``12``, ``174``: never an exponent."""
-    if value >= 10:
-        return f"{value:.0f}"
-    if value >= 1:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+    for least, decimals in ((10, 0), (1, 1), (0.1, 2)):
+        if value >= least:
+            return f"{value:.{decimals}f}"
+    return f"{value:.3f}"
 
 
 def three_digits(value: float) -> str:
@@ -167,12 +182,15 @@ def three_digits(value: float) -> str:
 # ---- times
 
 
-def seconds(value: float | str | None) -> str:
-    return UNKNOWN if value is None else f"{float(value):.1f} s"
+@_or_unknown
+def seconds(value: float) -> str:
+    return f"{value:.1f} s"
 
 
-def milliseconds(value: float | str | None) -> str:
-    return UNKNOWN if value is None else f"{three_digits(float(value) * 1e3)} ms"
+@_or_unknown
+def milliseconds(value: float) -> str:
+    """Format seconds in milliseconds."""
+    return f"{three_digits(value * 1e3)} ms"
 
 
 def duration(value_s: float) -> str:
@@ -192,9 +210,8 @@ def when(started_s: float) -> str:
 # ---- sizes
 
 
-def mebibytes(value: int | None) -> str:
-    if value is None:
-        return UNKNOWN
+@_or_unknown
+def mebibytes(value: float) -> str:
     mib = value / 2**20
     return f"{mib:.1f} MiB" if mib < 9.95 else f"{mib:.0f} MiB"
 
@@ -216,11 +233,13 @@ def percent_change(ratio: float | None) -> str:
 # ---- speeds
 
 
-def ratio(value: float | None) -> str:
+@_or_unknown
+def ratio(value: float) -> str:
     """Format ``0.37x``, ``4.1x``, ``12x``."""
-    return UNKNOWN if value is None else f"{two_digits(value)}x"
+    return f"{two_digits(value)}x"
 
 
+@_or_unknown
 def speed_text(speedup: float) -> str:
     """Format FP32 time over mixed time as ``1.32x faster`` or ``1.20x slower``."""
     return f"{_times(speedup)}x faster" if speedup >= 1 else f"{_times(1 / speedup)}x slower"
@@ -243,6 +262,7 @@ def measured_speed(timed: Mapping[str, Any]) -> str:
 
 def _times(value: float) -> str:
     """Format to three digits, and at most two decimals: ``1.32``, ``13.2``, ``132``."""
-    if value < 9.995:
-        return f"{value:.2f}"
-    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+    for below, decimals in ((9.995, 2), (99.95, 1)):
+        if value < below:
+            return f"{value:.{decimals}f}"
+    return f"{value:.0f}"
