@@ -31,7 +31,8 @@ def doctor_text(examination: dict[str, Any], *, color: bool = False) -> str:
     """
     values = _values(examination)
     for device in values["devices"]:
-        device["table"] = table(*device["table"]) if device["rows"] else ""
+        if device["rows"]:
+            device["table"] = table(*device["table"])
     return terminal_text("doctor.txt", color=color, **values)
 
 
@@ -57,32 +58,35 @@ def _values(examination: dict[str, Any]) -> dict[str, Any]:
 
 def _instructions(known: Mapping[str, bool | None]) -> dict[str, list[str]]:
     """Return the names of instructions that a CPU has, lacks, and of which nothing is known."""
-    names: dict[str, list[str]] = {_HAS: [], _LACKS: [], _NOT_KNOWN: []}
-    for name, has_it in known.items():
-        if has_it is None:
-            names[_NOT_KNOWN].append(name)
-        else:
-            names[_HAS if has_it else _LACKS].append(name)
-    return {head: of_head for head, of_head in names.items() if of_head or head == _HAS}
+    names: dict[str, list[str]] = {_HAS: []}
+    heads = {True: _HAS, False: _LACKS, None: _NOT_KNOWN}
+    for head in heads.values():
+        for name, has_it in known.items():
+            if heads[has_it] == head:
+                names.setdefault(head, []).append(name)
+    return names
 
 
 def _device(device: dict[str, Any], *, fp32_is_exact: bool) -> dict[str, Any]:
     """Add to a device of the rates what the template shows of it."""
     rows, low_format = device["rows"], device["choice"]["format"]
     formats = _distinct(rows, "format")
-    with_casts, has_tf32 = [], False
+    with_casts, has_tf32, has_cut_short = [], False, False
     for row in rows:
-        if row["steady"] and row["format"] == "tf32":
-            has_tf32 = True
+        has_tf32 = has_tf32 or (row["steady"] and row["format"] == "tf32")
+        has_cut_short = has_cut_short or row["speed_at_most"] is not None
         if row["steady"] and row["format"] == low_format != "fp32" and row["kind"] == "matmul_with_casts":
             with_casts.append(row)
-    is_cpu = device["device_type"] == "cpu"
+
+    where = "this CPU"
+    if device["device_type"] != "cpu":
+        where = f"{device['name']} ({device['device']})"
     return device | {
-        "where": "this CPU" if is_cpu else f"{device['name']} ({device['device']})",
+        "where": where,
+        "formats": formats,
         "table": _table(rows, formats),
-        "columns": [(name, name != "fp32") for name in formats],
         "skipped": _skipped(rows),
-        "has_cut_short": any(row["speed_at_most"] is not None for row in rows),
+        "has_cut_short": has_cut_short,
         "repays": _repays(with_casts),
         "tf32_is_off": has_tf32 and fp32_is_exact,
     }
@@ -99,8 +103,10 @@ def _table(rows: Sequence[Rate], formats: Sequence[str]) -> tuple[list[str], lis
     """Return the head and the lines of the table of a device; a line of one cell is a heading."""
     head = [""]
     for name in formats:
+        head.append(name)
         # Beside each rate stands its speed against fp32.
-        head += [name] if name == "fp32" else [name, ""]
+        if name != "fp32":
+            head.append("")
 
     lines = []
     for kind in _distinct(rows, "kind"):
@@ -117,10 +123,12 @@ def _line(of_size: Mapping[str, Rate], formats: Sequence[str], scale: float) -> 
     """Return the cells of one size: its shape, then the rate of each format, with its speed."""
     cells = [f"  {_shape(next(iter(of_size.values())))}"]
     for name in formats:
-        row = of_size.get(name)
-        cells.append("" if row is None else _rate(row, scale))
+        rate, speed = "", ""
+        if name in of_size:
+            rate, speed = _rate(of_size[name], scale), _speed(of_size[name])
+        cells.append(rate)
         if name != "fp32":
-            cells.append("" if row is None else _speed(row))
+            cells.append(speed)
     return cells
 
 
@@ -128,7 +136,9 @@ def _unit(rows: Sequence[Rate]) -> tuple[float, str]:
     scale, prefix = 1e9, "G"
     if max(map(_per_s, rows)) >= _TERA_FROM:
         scale, prefix = 1e12, "T"
-    return scale, f"{prefix} elements/s" if rows[0]["kind"] == "add" else f"{prefix}FLOP/s"
+    if rows[0]["kind"] == "add":
+        return scale, f"{prefix} elements/s"
+    return scale, f"{prefix}FLOP/s"
 
 
 def _per_s(row: Rate) -> float:
@@ -139,17 +149,18 @@ def _rate(row: Rate, scale: float) -> str:
     rate = _per_s(row) / scale
     if not row["rounds"]:
         return UNKNOWN
-    if rate >= 100:
-        return f"{rate:,.0f}"
-    return f"{rate:.1f}" if rate >= 10 else f"{rate:.2f}"
+    for least, decimals in ((100, 0), (10, 1)):
+        if rate >= least:
+            return f"{rate:,.{decimals}f}"
+    return f"{rate:.2f}"
 
 
 def _speed(row: Rate) -> str:
     """Format the speed against fp32: ``~0.50x`` if unsteady, ``(0.06x)`` if cut short, of a smaller size."""
-    if row["speed_against_fp32"] is not None:
-        speed = ratio(row["speed_against_fp32"])
-        return speed if row["steady"] else f"~{speed}"
-    return "" if row["speed_at_most"] is None else f"({ratio(row['speed_at_most'])})"
+    if row["speed_against_fp32"] is None:
+        return f"({ratio(row['speed_at_most'])})" if row["speed_at_most"] is not None else ""
+    speed = ratio(row["speed_against_fp32"])
+    return speed if row["steady"] else f"~{speed}"
 
 
 def _shape(row: Rate) -> str:
@@ -193,9 +204,12 @@ def _measured(rates: dict[str, Any]) -> dict[str, Any] | None:
     if not rounds:
         return None
     fewest, most = min(rounds), max(rounds)
+    text = str(fewest)
+    if most > fewest:
+        text = f"{fewest} to {most}"
     spreads.sort()
     return {
-        "rounds": str(fewest) if fewest == most else f"{fewest} to {most}",
+        "rounds": text,
         "typical": spreads[len(spreads) // 2],
         "worst": spreads[-1],
         "is_noisy": is_noisy,

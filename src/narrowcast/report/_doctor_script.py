@@ -98,8 +98,8 @@ def _shape_text(row: dict[str, Any]) -> str:
     operands = [shape]
     if kind in ("convolution", "attention"):
         operands = [shape[: len(shape) // 2], shape[len(shape) // 2 :]]
-    texts = ["x".join(map(str, operand)) for operand in operands]
-    return f"{_SHORT.get(kind, kind)} {', '.join(texts)}"
+    texts = ", ".join("x".join(map(str, operand)) for operand in operands)
+    return f"{_SHORT.get(kind, kind)} {texts}"
 
 
 def _read_lines(found: dict[str, Any]) -> list[str]:
@@ -125,11 +125,16 @@ def conclusion(found: dict[str, Any]) -> list[str]:
     """Return what to expect of mixed precision for this script, what to change, and the notes of its run."""
     if found["problem"] is not None:
         return []
-    lines = [_text_of(finding, found) for finding in _expectation(found)]
+    lines = []
+    for finding in _expectation(found):
+        lines.append(_text_of(finding, found))
     changes = sorted(_changes(found), key=lambda change: -change[0])[:_MOST_CHANGES]
-    for place, (_, change) in enumerate(changes):
-        lines.append(f"{'Then' if place else 'Change first'}: {_text_of(change, found)}")
-    lines += [_text_of(finding, found) for finding in _reads(found)]
+    begins = "Change first"
+    for _, change in changes:
+        lines.append(f"{begins}: {_text_of(change, found)}")
+        begins = "Then"
+    for finding in _reads(found):
+        lines.append(_text_of(finding, found))
     for note in (*found["notes"], *found["mixed"]["notes"]):
         lines.append(f"{note[:1].upper()}{note[1:]}.")
     return lines
@@ -150,9 +155,7 @@ def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
         yield "no limit", {}
         yield "limit here", {}
     else:
-        before_s, after_s = (found[run]["shares"]["other_ops"] * found[run]["plain_step_s"] for run in _RUNS)
-        is_faster = together["speedup"] is not None and together["speedup"] > limit
-        yield "limit", {"others": (before_s, after_s) if is_faster and before_s > after_s else None}
+        yield "limit", {"others": _faster_others(found, limit)}
         yield "limit here", {}
 
     if together["not_faster"] is not None:
@@ -163,6 +166,16 @@ def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
         longer = found[run]["step_s"] / found[run]["plain_step_s"]
         if longer > _MUCH_LONGER:
             yield "slowed", {"run": name, "longer": longer}
+
+
+def _faster_others(found: dict[str, Any], limit: float) -> tuple[float, float] | None:
+    """Return the times of other operators where they explain a step faster than matmuls alone allow."""
+    speedup = found["together"]["speedup"]
+    before_s = found["fp32"]["shares"]["other_ops"] * found["fp32"]["plain_step_s"]
+    after_s = found["mixed"]["shares"]["other_ops"] * found["mixed"]["plain_step_s"]
+    if speedup is None or speedup <= limit or before_s <= after_s:
+        return None
+    return before_s, after_s
 
 
 def _changes(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
@@ -176,8 +189,10 @@ def _changes(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
             yield 1 - busy, ("gpu waits", {"share": 1 - busy})
     elif shares["python"] > _MUCH_PYTHON and mixed["ops"]["mean_s"]:
         between_s = shares["python"] * mixed["plain_step_s"]
-        is_dispatch = between_s < _LONGEST_DISPATCH_S * mixed["ops"]["count"]
-        yield shares["python"], ("python" if is_dispatch else "own python", {"between_s": between_s})
+        kind = "own python"
+        if between_s < _LONGEST_DISPATCH_S * mixed["ops"]["count"]:
+            kind = "python"
+        yield shares["python"], (kind, {"between_s": between_s})
 
     for kind, share, much in (
         ("loading", mixed["loading_share"], _MUCH),
@@ -203,10 +218,11 @@ def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
         return
     if math.prod(largest["shape"]) * _MUCH_SMALLER >= best["shape"][0] ** 3:
         return
-    # First, if it is why the format loses.
     reason = together["not_faster"]
-    weight = share + 1 if reason is not None and reason["cause"] == "kernels" else share
-    yield weight, ("small", {"largest": _shape_text(largest), "speed": largest["speedup"]})
+    if reason is not None and reason["cause"] == "kernels":
+        # This change comes first: it is why the format loses.
+        share += 1
+    yield share, ("small", {"largest": _shape_text(largest), "speed": largest["speedup"]})
 
 
 def _unaligned(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:

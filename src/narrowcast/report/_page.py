@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from narrowcast.observe.capture import (
     Capture,
     ComparisonCapture,
     TimedRun,
+    kind_of,
     median_of_runs,
     times_of_runs,
 )
@@ -32,22 +32,23 @@ from narrowcast.report._figures import (
     speedup_figure,
 )
 from narrowcast.report._render import html_page
+from narrowcast.report._statistics import formats_of
 from narrowcast.report._summary import captures_of, final_losses, losses_of, summary
 from narrowcast.report._table import NAMES, checks, exemption, rows, what_a_loss_is
-from narrowcast.report._text import milliseconds, number, shortened, signed, site_name
+from narrowcast.report._text import number, shortened, signed, site_name
 
 _LONGEST_FACT = 400
-_MOST_LINES = 60
 _MOST_PARAMETERS = 200
 
 
 def comparison_page(comparison: ComparisonCapture) -> str:
     """Render the page of a comparison, whole or cut short."""
     found, start, runs = summary(comparison), comparison.own.start, comparison.runs
-    judged = checks(found)
-    site = found["loss"]["site"] if found["loss"] else None
-    losses, more_sites = loss_figures(runs, first=site)
+    certificate = found["certificate"]
+    judged = {check.name: check for check in checks(found)}
+    losses, more_sites = loss_figures(runs, first=(found["loss"] or {}).get("site"))
     error = _error_figure(found)
+    formats = [run.format for run in runs]
 
     return html_page(
         "comparison.html",
@@ -60,9 +61,8 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         rows=rows(found),
         what_a_loss_is=what_a_loss_is(found),
         checks=judged,
-        loss_check=next((check for check in judged if check.name == "loss"), None),
         names=NAMES,
-        made={side: sum(run.format == side for run in runs) for side in NAMES},
+        made={side: formats.count(side) for side in NAMES},
         cut=[run_name(run) for run in runs if run.capture.end is None],
         losses=losses,
         more_sites=more_sites,
@@ -71,39 +71,36 @@ def comparison_page(comparison: ComparisonCapture) -> str:
             "worth_it": speedup_figure(found, start.get("min_speedup")),
         },
         by_seed=_by_seed(runs),
-        parameters=_parameters(found["certificate"]) if found["certificate"] else None,
+        parameters=certificate and _parameters(certificate),
         facts=_facts(captures_of(runs)),
         runs=_run_rows(runs, found["kind"]),
-        more_runs=max(0, len(runs) - _MOST_LINES),
         notes=found["notes"],
     )
 
 
 def run_page(capture: Capture, folder: Path) -> str:
     """Render the page of a single run, whole or cut short; what explain found of it is in ``folder``."""
-    formats = {device["format"] for device in capture.of("device")}
-    side = "fp32" if formats <= {"fp32"} else "mixed"
-    run = TimedRun(name="run", format=side, seed=NO_SEED, last_line="", capture=capture)
-    kind = "training" if capture.of("step") or capture.of("loss") else "inference"
     panel = explain_panel(folder)
-    verb = "run" if panel is None else "explain"
+    verb, losses, more_sites = "explain", list[Figure](), 0
     # Losses of the few, slowed steps that explain watches mean nothing.
-    losses, more_sites = loss_figures([run] if panel is None else [])
-    times = median_of_runs(times_of_runs([capture], kind))
-
-    start = {key: str(capture.start.get(key)) for key in ("policy", "loss_scale", "seed")}
+    if panel is None:
+        verb = "run"
+        side = "fp32" if formats_of([capture]) in ("", "fp32") else "mixed"
+        run = TimedRun(name="run", format=side, seed=NO_SEED, last_line="", capture=capture)
+        losses, more_sites = loss_figures([run])
+    times = median_of_runs(times_of_runs([capture], kind_of([capture])))
     return html_page(
         "run.html",
         title=_script(capture.start["argv"]),
         verb=verb,
         command=_command(verb, capture.start),
-        start=start | {"started": capture.start["started"]},
+        start={"loss_scale": None, "seed": None} | capture.start,
         ended=capture.end is not None,
         totals=capture.totals(),
         devices=capture.of("device")[:8],
         losses=losses,
         more_sites=more_sites,
-        median="not measured" if times is None else milliseconds(times.median_s),
+        median_s=times and times.median_s,
         panel=panel,
         facts=_facts([capture]),
         notes=[note["text"] for note in capture.of("note")],
@@ -140,25 +137,26 @@ def _command(verb: str, start: Mapping[str, Any]) -> str:
 def _by_seed(runs: Sequence[TimedRun]) -> list[tuple[str, ...]]:
     """Return final losses of each seed: call site, seed, FP32, mixed, difference."""
     losses = losses_of(runs)
-    fp32 = final_losses([run for run in runs if run.format == "fp32"], losses)
-    mixed = final_losses([run for run in runs if run.format == "mixed"], losses)
+    fp32, mixed = final_losses(runs, losses, "fp32"), final_losses(runs, losses, "mixed")
     lines: list[tuple[str, ...]] = []
     for site in dict.fromkeys([*fp32, *mixed]):
         fp32_losses, mixed_losses = fp32.get(site, {}), mixed.get(site, {})
         for seed in sorted({*fp32_losses, *mixed_losses}):
             before, after = fp32_losses.get(seed), mixed_losses.get(seed)
-            difference = None if before is None or after is None else after - before
+            difference = None
+            if before is not None and after is not None:
+                difference = after - before
             lines.append((site_name(site), str(seed), number(before), number(after), signed(difference)))
-    return lines[:_MOST_LINES]
+    return lines
 
 
 def _run_rows(runs: Sequence[TimedRun], kind: str | None) -> list[tuple[Any, ...]]:
-    """Return each run with its totals and the median of its times, as many as a page shows."""
+    """Return each run with its totals and the median of its times."""
     lines = []
     for run, times in zip(runs, times_of_runs(captures_of(runs), kind), strict=True):
-        median_s = statistics.median(times) if times else None
-        lines.append((run, run.capture.totals(), median_s))
-    return lines[:_MOST_LINES]
+        spread = median_of_runs([times])
+        lines.append((run, run.capture.totals(), spread and spread.median_s))
+    return lines
 
 
 def _facts(captures: Iterable[Capture]) -> list[tuple[str, str]]:
@@ -173,9 +171,10 @@ def _facts(captures: Iterable[Capture]) -> list[tuple[str, str]]:
             values.setdefault(name, {})[str(value)] = None
         for name, value in totals["settings"].items():
             values.setdefault(f"setting {name}", {})[str(value)] = None
-    return [
-        (shortened(name, 60), shortened("; ".join(texts), _LONGEST_FACT)) for name, texts in values.items()
-    ]
+    facts = []
+    for name, texts in values.items():
+        facts.append((shortened(name, 60), shortened("; ".join(texts), _LONGEST_FACT)))
+    return facts
 
 
 def _parameters(certificate: Mapping[str, Any]) -> dict[str, Any]:

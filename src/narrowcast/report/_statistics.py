@@ -274,18 +274,19 @@ def _other_calls(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun]) -> list[st
         return []
     if max(fp32_calls, mixed_calls) <= _MORE_CALLS * min(fp32_calls, mixed_calls):
         return []
+    formats = formats_of(run.capture for run in mixed)
     return [
-        f"{fp32_calls:.0f} calls of modules a step in FP32, {mixed_calls:.0f} in {formats_of(mixed)}: a loop "
+        f"{fp32_calls:.0f} calls of modules a step in FP32, {mixed_calls:.0f} in {formats}: a loop "
         "of the script goes by the numbers, as an adaptive solver or a line search does. A rule that keeps "
         'its function in fp32 (compute = "fp32"), or a looser tolerance, gives it fewer'
     ]
 
 
-def formats_of(runs: Iterable[TimedRun]) -> str:
+def formats_of(captures: Iterable[Capture]) -> str:
     """List the formats that runs computed in."""
     formats: dict[str, None] = {}
-    for run in runs:
-        for device in run.capture.of("device"):
+    for capture in captures:
+        for device in capture.of("device"):
             formats[device["format"]] = None
     return ", ".join(formats)
 

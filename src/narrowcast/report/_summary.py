@@ -42,6 +42,7 @@ NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
 _NOTHING_RAN = "no module with parameters was called in a run that ended"
 _SCHEMA = 1
 _WORST_FIRST = ("fail", "cannot tell", "pass")
+_TIMES = ("step_time_s_median", "step_time_s_interval", "forward_time_s_median", "forward_time_s_interval")
 _LESS_MEMORY = 0.95
 # A speedup within this of that of the medians beside it needs no explanation.
 _ALIKE = 1.05
@@ -157,53 +158,53 @@ class _Side:
         self.whole = [run for run in self.runs if comparison.finished or run.capture.end is not None]
         self.time = median_of_runs(times_of_runs(self.captures, kind))
         self.losses = losses_of(comparison.runs)
-        self.final_losses = final_losses(self.whole, self.losses)
+        self.final_losses = final_losses(self.whole, self.losses, name)
         self._totals = [capture.totals() for capture in self.captures]
-        self._memory = comparison.own.of("memory")
+        # The run that counts tensors, if it was made.
+        self._counted = {"peak_tensor_bytes": None, "reason": "the run that counts tensors was not made"}
+        for event in comparison.own.of("memory"):
+            if event["format"] == name:
+                self._counted = event
         self.numbers = self._numbers(kind)
         self.reasons = self._why_missing(kind)
 
     def _numbers(self, kind: str | None) -> dict[str, Any]:
-        times: dict[str, Any] = {}
-        for unit in ("step", "forward"):
-            is_timed = self.time is not None and (kind == "inference") == (unit == "forward")
-            times[f"{unit}_time_s_median"] = self.time.median_s if self.time and is_timed else None
-            times[f"{unit}_time_s_interval"] = self.time.interval_s if self.time and is_timed else None
+        numbers: dict[str, Any] = dict.fromkeys(_TIMES)
+        if self.time is not None:
+            unit = "forward" if kind == "inference" else "step"
+            numbers[f"{unit}_time_s_median"] = self.time.median_s
+            numbers[f"{unit}_time_s_interval"] = self.time.interval_s
+
         # Counts are of the first run: others may have ended early.
-        first = self._totals[0] if self._totals else {}
-        walls = self._known("wall_s")
-        return {
-            **times,
-            "steps": first.get("steps"),
-            "skipped_steps": first.get("skipped_steps"),
-            "final_scale": first.get("final_scale"),
-            "peak_tensor_bytes": self._peak_tensor_bytes(),
-            "peak_resident_bytes": max(self._known("peak_resident_bytes"), default=None),
-            "final_loss": {},
-            "calls_per_step": calls_per_step(self.runs),
-            "wall_s": statistics.median(walls) if walls else None,
-            "format": formats_of(self.runs) or None,
-            "last_line": self.runs[0].last_line if self.runs else None,
-            "stopped": first.get("stopped"),
-            "runs": [run.name for run in self.runs],
-        }
+        for key in ("steps", "skipped_steps", "final_scale"):
+            numbers[key] = self._of_first(key)
+        numbers["peak_tensor_bytes"] = self._peak_tensor_bytes()
+        numbers["peak_resident_bytes"] = max(self._known("peak_resident_bytes"), default=None)
+        numbers["final_loss"] = {}
+        numbers["calls_per_step"] = calls_per_step(self.runs)
+        numbers["wall_s"] = None
+        if self._known("wall_s"):
+            numbers["wall_s"] = statistics.median(self._known("wall_s"))
+        numbers["format"] = formats_of(self.captures) or None
+        numbers["last_line"] = None
+        if self.runs:
+            numbers["last_line"] = self.runs[0].last_line
+        numbers["stopped"] = self._of_first("stopped")
+        numbers["runs"] = [run.name for run in self.runs]
+        return numbers
+
+    def _of_first(self, key: str) -> Any:
+        """Return a number of the totals of the first run; None if there is no run."""
+        return self._totals[0][key] if self._totals else None
 
     def _known(self, key: str) -> list[Any]:
         """Return a number of the totals of each run that has it."""
         return [totals[key] for totals in self._totals if totals[key] is not None]
 
-    def _counted(self) -> Mapping[str, Any] | None:
-        """Return the result of the run that counts tensors; None if it was not made."""
-        counted = [event for event in self._memory if event["format"] == self.name]
-        return counted[-1] if counted else None
-
     def _peak_tensor_bytes(self) -> int | None:
         """Return the peak of CUDA's allocator, or else of the run that counts tensors."""
         of_allocator = self._known("peak_tensor_bytes")
-        if of_allocator:
-            return int(max(of_allocator))
-        counted = self._counted()
-        return None if counted is None else counted["peak_tensor_bytes"]
+        return int(max(of_allocator)) if of_allocator else self._counted["peak_tensor_bytes"]
 
     def last_facts(self, key: str) -> dict[str, Any]:
         """Return the settings or versions of the last run that recorded them; empty if none did."""
@@ -211,18 +212,19 @@ class _Side:
 
     def losses_at(self, site: str) -> list[list[float]]:
         """Return the losses of each whole run at a call site."""
-        runs = [self.losses[run.name] for run in self.whole if run.name in self.losses]
-        return [losses.get(site, []) for losses in runs]
+        of_runs = []
+        for run in self.whole:
+            if run.name in self.losses:
+                of_runs.append(self.losses[run.name].get(site, []))
+        return of_runs
 
     def _why_missing(self, kind: str | None) -> dict[str, str]:
         """Return the reason for each missing number, by its path."""
-        if kind == "training" and self.numbers["steps"]:
-            no_step = "it takes two steps of the first optimizer to time one"
-        else:
-            no_step = "no torch.optim.Optimizer stepped"
-        no_forward = "the script trains: see the step time" if kind == "training" else "no module was called"
-        counted = self._counted()
-        no_peak = "the run that counts tensors was not made" if counted is None else counted["reason"]
+        no_step, no_forward = "no torch.optim.Optimizer stepped", "no module was called"
+        if kind == "training":
+            no_forward = "the script trains: see the step time"
+            if self.numbers["steps"]:
+                no_step = "it takes two steps of the first optimizer to time one"
         reasons = {
             "step_time_s_median": no_step,
             "step_time_s_interval": no_step,
@@ -231,13 +233,14 @@ class _Side:
             "forward_time_s_interval": no_forward,
             "final_scale": "losses were not scaled",
             "format": "no module with parameters was called",
-            "peak_tensor_bytes": no_peak or "",
+            "peak_tensor_bytes": self._counted["reason"] or "",
         }
+        if not self.runs:
+            reasons = dict.fromkeys(self.numbers, "no run of this format came to its end")
         missing = {}
         for key, value in self.numbers.items():
             if value is None:
-                why = reasons.get(key, "the run was cut short")
-                missing[f"{self.name}.{key}"] = why if self.runs else "no run of this format came to its end"
+                missing[f"{self.name}.{key}"] = reasons.get(key, "the run was cut short")
         return missing
 
 
@@ -302,11 +305,13 @@ def _end_together(runs: Iterable[Losses]) -> None:
             del values[fewest[site] :]
 
 
-def final_losses(runs: Iterable[TimedRun], losses: Mapping[str, Losses]) -> FinalLosses:
-    """Return final losses by call site and seed; runs of one seed count once, by their mean."""
+def final_losses(runs: Iterable[TimedRun], losses: Mapping[str, Losses], side: str) -> FinalLosses:
+    """Return final losses of one format by call site and seed; runs of one seed count once, by their mean."""
     of_runs: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        for site, values in losses.get(run.name, {}).items():
+        if run.format != side or run.name not in losses:
+            continue
+        for site, values in losses[run.name].items():
             of_runs[site][run.seed].append(final_loss(values))
     found: FinalLosses = {}
     for site, by_seed in of_runs.items():
@@ -373,7 +378,7 @@ def _of_outputs(output: Mapping[str, Any]) -> str:
     """Return whether mixed precision is right for a script that only computes."""
     if output["verdict"] == "pass":
         return "yes"
-    word = "no" if output["verdict"] == "fail" else output["verdict"]
+    word = {"fail": "no"}.get(output["verdict"], output["verdict"])
     return f"{word}: outputs: {output['reason']}"
 
 
@@ -416,16 +421,16 @@ def _worth_it(ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: 
     asked: float | None = comparison.own.start.get("min_speedup")
     verdict = worth_it([ratio["speedup"], *ratio["speedup_interval"]], asked)
     answer = f"{verdict}: {measured_speed(ratio)}"
-    if verdict == "yes":
-        return answer
-    if verdict == "cannot tell":
-        return answer if asked is None else f"{answer}; {asked:g}x was asked for"
-
-    memory_ratio = ratio["memory_ratio"]
-    if memory_ratio and memory_ratio < _LESS_MEMORY:
-        answer += f", with {percent_change(memory_ratio)} tensor memory"
-    why = comparison.own.last("not_worth_it")
-    return answer if why is None else f"{answer}: {why['reason']}"
+    if verdict == "cannot tell" and asked is not None:
+        answer += f"; {asked:g}x was asked for"
+    if verdict == "no":
+        memory_ratio = ratio["memory_ratio"]
+        if memory_ratio and memory_ratio < _LESS_MEMORY:
+            answer += f", with {percent_change(memory_ratio)} tensor memory"
+        why = comparison.own.last("not_worth_it")
+        if why is not None:
+            answer += f": {why['reason']}"
+    return answer
 
 
 # ---- what was judged beside losses
@@ -458,7 +463,9 @@ def _last(comparison: ComparisonCapture, name: str, absent: dict[str, Any], reas
     event = comparison.own.last(name)
     if event is None:
         return absent | {"verdict": "cannot tell", "reason": reason}
-    return {key: value for key, value in event.items() if key != "event"}
+    shown = dict(event)
+    del shown["event"]
+    return shown
 
 
 def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str]:
@@ -466,10 +473,12 @@ def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str
     reasons = {}
     if kind is None:
         reasons["kind"] = _NOTHING_RAN
+    not_made = "the script does not train"
+    if kind == "training":
+        not_made = "the script trains: see the gradients"
     for name, check in checks.items():
         if check is None:
-            trains = kind == "training"
-            reasons[name] = "the script trains: see the gradients" if trains else "the script does not train"
+            reasons[name] = not_made
             continue
         numbers = dict(check)
         for key, value in (check.get("worst_parameter") or {}).items():
@@ -487,12 +496,11 @@ def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str
 
 def _notes(comparison: ComparisonCapture) -> list[str]:
     """List the notes of the comparison and its mixed runs, each once."""
-    texts: dict[str, None] = {}
-    mixed = [run.capture for run in comparison.runs if run.format == "mixed"]
-    for capture in (comparison.own, *mixed):
-        for note in capture.of("note"):
-            texts[note["text"]] = None
-    return list(texts)
+    notes = comparison.own.of("note")
+    for run in comparison.runs:
+        if run.format == "mixed":
+            notes += run.capture.of("note")
+    return list(dict.fromkeys(note["text"] for note in notes))
 
 
 def _of_turns(speedup: float | None, fp32: _Side, mixed: _Side, kind: str | None) -> list[str]:

@@ -83,8 +83,10 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
     """List the numbers of a comparison: FP32, mixed precision, and how mixed precision changes them."""
     kind = summary["kind"]
     unit = "forward" if kind == "inference" else "step"
-    several = max(len(summary[side]["runs"]) for side in NAMES) > 1
-    interval = "  95 % interval" if several else "  95 % in one run"
+    interval, first = "  95 % in one run", ""
+    if len(summary["fp32"]["runs"]) > 1 or len(summary["mixed"]["runs"]) > 1:
+        # Times are of all runs, counts of the first one.
+        interval, first = "  95 % interval", ", first run"
     tensors, process = (
         percent_change(summary["memory_ratio"]),
         percent_change(summary["process_memory_ratio"]),
@@ -97,8 +99,6 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
         *_loss_rows(summary),
     ]
 
-    # Times are of all runs, these numbers of the first one.
-    first = ", first run" if several else ""
     # Zeros of a script that only computes would look as if something were missing.
     if kind != "inference":
         all_rows.append(_row(summary, "steps", f"optimizer steps{first}", count))
@@ -130,8 +130,8 @@ def _row(
 def _reasons(summary: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """Return why a number is missing, with the format if only one of them lacks it."""
     fp32, mixed = summary["reasons"].get(f"fp32.{key}"), summary["reasons"].get(f"mixed.{key}")
-    if fp32 == mixed:
-        return () if fp32 is None else (fp32,)
+    if fp32 is not None and fp32 == mixed:
+        return (fp32,)
     reasons = []
     for side, reason in (("fp32", fp32), ("mixed", mixed)):
         if reason is not None:
@@ -164,10 +164,11 @@ def _loss_rows(summary: Mapping[str, Any]) -> list[Row]:
     loss_rows = []
     for site in sites:
         of_site = of_sites.get(site, {})
-        name = f"final loss, {site_name(site)}"
-        if len(sites) == 1:
-            seeds = of_site.get("seeds")
-            name = f"final loss ({plural(len(seeds), 'seed')})" if seeds else "final loss"
+        name = "final loss"
+        if len(sites) > 1:
+            name += f", {site_name(site)}"
+        elif of_site.get("seeds"):
+            name += f" ({plural(len(of_site['seeds']), 'seed')})"
         fp32, mixed = number(fp32_losses.get(site)), number(mixed_losses.get(site))
         change = ""
         if judged and site not in judged:
@@ -183,8 +184,9 @@ def what_a_loss_is(summary: Mapping[str, Any]) -> str:
     if not summary["fp32"]["final_loss"] and not summary["mixed"]["final_loss"]:
         return ""
     text = "final loss: mean of what was passed to backward() in the last tenth of steps"
-    seeds = len(summary["loss"]["seeds"]) if summary["loss"] else 0
-    return f"{text}, over the same {seeds} seeds in both formats" if seeds > 1 else text
+    if summary["loss"] and len(summary["loss"]["seeds"]) > 1:
+        text += f", over the same {len(summary['loss']['seeds'])} seeds in both formats"
+    return text
 
 
 # ---- what was judged
@@ -248,10 +250,10 @@ def _gradient_numbers(certificate: Mapping[str, Any]) -> list[str]:
     worst = certificate["worst_parameter"]
     if worst is not None:
         text = f"worst {short(worst[key])} in {shortened(worst['name'])}"
-        parameters = {parameter["name"]: parameter for parameter in certificate["parameters"]}
-        exempt = exemption(parameters[worst["name"]], certificate) if worst["name"] in parameters else None
-        if exempt is not None:
-            text += f" (beyond {PARAMETER_LIMIT:g}, not counted: {exempt})"
+        for parameter in certificate["parameters"]:
+            exempt = exemption(parameter, certificate)
+            if exempt is not None and parameter["name"] == worst["name"]:
+                text += f" (beyond {PARAMETER_LIMIT:g}, not counted: {exempt})"
         numbers.append(text)
 
     steps = certificate.get("steps", ())
