@@ -80,7 +80,7 @@ def policies_text(
         "policies.txt",
         target=first["target"],
         policies=names,
-        costs=[(each["policy"].ljust(width), each) for each in (first, second)],
+        costs=[(first["policy"].ljust(width), first), (second["policy"].ljust(width), second)],
         **_difference_values(found, names, every=every),
     )
 
@@ -100,16 +100,22 @@ def _difference_values(found: Sequence[Difference], sides: tuple[str, str], *, e
     """Return what the template of differences shows, repeated layers together unless ``every``."""
     together: dict[tuple[Any, ...], list[Difference]] = {}
     for difference in found:
-        place = difference.module if every else LAYER_NUMBER.sub("*", difference.module)
+        place = difference.module
+        if not every:
+            place = LAYER_NUMBER.sub("*", place)
         words = (_words(difference.before), _words(difference.after))
         together.setdefault((place, difference.op, words), []).append(difference)
 
+    # Names of equal width, so that what stands behind them is aligned.
     width = max(map(len, sides))
+    sides = (sides[0].ljust(width), sides[1].ljust(width))
     groups = []
     for (place, op, words), same in together.items():
-        where = f"{place}  x {len(same)}" if len(same) > 1 else same[0].module
-        named = [(side.ljust(width), decided) for side, decided in zip(sides, words, strict=True)]
-        groups.append({"where": where or OUTSIDE, "op": op, "sides": named})
+        where = same[0].module or OUTSIDE
+        if len(same) > 1:
+            where = f"{place}  x {len(same)}"
+        before, after = zip(sides, words, strict=True)
+        groups.append({"where": where, "op": op, "sides": (before, after)})
     most = len(groups) if every else _MOST_DIFFERENCES
     return {"count": len(found), "groups": groups[:most], "left_out": max(0, len(groups) - most)}
 

@@ -7,6 +7,7 @@ stretches (lines keep their widths), ticks are in percent. The templates add tit
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ NO_SEED = -1
 _BOX = 1000
 _MOST_POINTS = 300
 _MOST_SITES = 6
+_MOST_TICKS = 7
 # Losses that fall by more than this factor are drawn on a logarithmic axis.
 _WIDE_RANGE = 20.0
 _MOST_DOTS = 2_000
@@ -69,14 +71,14 @@ class Axis:
 
     def __init__(self, values: Iterable[float], *, log: bool = False, margin: float = 0.04) -> None:
         self._log = log
-        scaled = [self._scaled(value) for value in values]
+        scaled = list(map(self._scaled, values))
         low, high = min(scaled, default=0.0), max(scaled, default=1.0)
 
         # Values that are all the same stand in the middle.
         size = max(abs(low), abs(high))
         if high - low <= 1e-9 * size:
-            spread = 0.5 if log else size / 10 or 1.0
-            low, high = low - spread, high + spread
+            half = 0.5 if log else size / 10 or 1.0
+            low, high = low - half, high + half
 
         room = margin * (high - low)
         self._low, self._high = low - room, high + room
@@ -90,15 +92,17 @@ class Axis:
 
     def ticks(self) -> _Ticks:
         """Return label and position in percent of round values, or of powers of ten."""
-        chosen = self._powers() if self._log else []
-        if len(chosen) < 2:
-            low, high = self._low, self._high
-            chosen = _round_values(10**low, 10**high) if self._log else _round_values(low, high)
-        return tuple((label, round(100 * self.at(value), 2)) for label, value in chosen)
+        if not self._log:
+            values = _round_values(self._low, self._high)
+        else:
+            values = self._powers()
+            if len(values) < 2:
+                values = _round_values(10**self._low, 10**self._high)
+        return tuple((label, round(100 * self.at(value), 2)) for label, value in values)
 
     def _powers(self) -> list[tuple[str, float]]:
         powers = range(math.ceil(self._low), math.floor(self._high) + 1)
-        every = math.ceil(len(powers) / 7) or 1
+        every = math.ceil(len(powers) / _MOST_TICKS) or 1
         return [(f"{10.0**power:g}", 10.0**power) for power in powers[::every]]
 
 
@@ -108,12 +112,13 @@ def _round_values(low: float, high: float) -> list[tuple[str, float]]:
     for times in (2, 5, 10, 20):
         if (high - low) / step > 6:
             step = size * times
-    values = [place * step for place in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    if step < 1e-4 or max(map(abs, values), default=0.0) >= 1e6:
-        return [(f"{value:.3g}", value) for value in values]
-    # As many decimals as the step has.
+    # As many decimals as the step has, unless they are too many.
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    return [(f"{value:.{decimals}f}", value) for value in values]
+    form = f".{decimals}f"
+    if step < 1e-4 or max(abs(low), abs(high)) >= 1e6:
+        form = ".3g"
+    places = range(math.ceil(low / step), math.floor(high / step) + 1)
+    return [(f"{place * step:{form}}", place * step) for place in places]
 
 
 def svg_path(points: Iterable[_Point], x: Axis, y: Axis) -> str:
@@ -136,7 +141,9 @@ def svg_path(points: Iterable[_Point], x: Axis, y: Axis) -> str:
 def run_name(run: TimedRun) -> str:
     """Return the run's folder, which contains format and number, and its seed where it had one."""
     name = shortened(run.name, 24)
-    return name if run.seed == NO_SEED else f"{name} (seed {run.seed})"
+    if run.seed == NO_SEED:
+        return name
+    return f"{name} (seed {run.seed})"
 
 
 # ---- losses
@@ -158,36 +165,30 @@ def loss_figures(runs: Sequence[TimedRun], first: str | None = None) -> tuple[li
 
 def _loss_figure(place: int, site: str, runs: Sequence[TimedRun]) -> Figure:
     curves: list[tuple[TimedRun, list[_Point]]] = []
+    counts = Counter[str]()
     not_finite, stretch = [], 1
     for run in runs:
-        losses = [loss for loss in run.capture.of("loss") if loss["site"] == site]
+        losses = _losses(run, site)
         if not losses:
             continue
-        curves.append((run, thinned([(loss["backward"], loss["value"]) for loss in losses])))
+        counts[run.format] += 1
+        curves.append((run, thinned(losses)))
         stretch = max(stretch, _stretch(len(losses)))
-        lost = [loss["backward"] for loss in losses if not math.isfinite(loss["value"])]
+        lost = [backward for backward, value in losses if not math.isfinite(value)]
         if lost:
             not_finite.append((run_name(run), len(lost), len(losses), lost[0]))
 
-    ends, values = [0.0], []
-    for _, points in curves:
-        for at, value in points:
-            ends.append(at)
-            if value is not None:
-                values.append(value)
-    is_wide = bool(values) and min(values) > 0 and max(values) > _WIDE_RANGE * min(values)
-    x, y = Axis(ends, margin=0), Axis(values, log=is_wide)
-
-    counts = {side: sum(run.format == side for run, _ in curves) for side in NAMES}
+    x, y = _axes_of_curves(points for _, points in curves)
+    marks = []
+    for run, points in curves:
+        marks.append(Mark(style=run.format, path=svg_path(points, x, y), title=run_name(run)))
     present = [side for side in NAMES if counts[side]]
     return Figure(
         kind="loss",
         name=f"plot-loss-{place}",
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
-        marks=[
-            Mark(style=run.format, path=svg_path(points, x, y), title=run_name(run)) for run, points in curves
-        ],
+        marks=marks,
         legend=[(side, NAMES[side]) for side in present],
         facts={
             "site": site_name(site),
@@ -196,6 +197,11 @@ def _loss_figure(place: int, site: str, runs: Sequence[TimedRun]) -> Figure:
             "stretch": stretch,
         },
     )
+
+
+def _losses(run: TimedRun, site: str) -> list[tuple[int, float]]:
+    """Return the number of the backward pass and the value of each loss at a call site."""
+    return [(loss["backward"], loss["value"]) for loss in run.capture.of("loss") if loss["site"] == site]
 
 
 def thinned(losses: Sequence[tuple[float, float]]) -> list[_Point]:
@@ -208,14 +214,27 @@ def thinned(losses: Sequence[tuple[float, float]]) -> list[_Point]:
     length = _stretch(len(losses))
     for start in range(0, len(losses), length):
         positions, values = zip(*losses[start : start + length], strict=True)
-        value = mean(values)
-        points.append((mean(positions), value if math.isfinite(value) else None))
+        at, value = mean(positions), mean(values)
+        points.append((at, value) if math.isfinite(value) else (at, None))
     return points
 
 
 def _stretch(count: int) -> int:
     """Return of how many losses a point is the mean."""
     return max(1, math.ceil(count / _MOST_POINTS))
+
+
+def _axes_of_curves(curves: Iterable[Sequence[_Point]]) -> tuple[Axis, Axis]:
+    """Return the axes of curves over backward passes; logarithmic where losses fall by much."""
+    positions, values = [0.0], []
+    for points in curves:
+        for at, value in points:
+            positions.append(at)
+            if value is not None:
+                values.append(value)
+    lowest, highest = min(values, default=0.0), max(values, default=0.0)
+    is_wide = 0 < lowest < highest / _WIDE_RANGE
+    return Axis(positions, margin=0), Axis(values, log=is_wide)
 
 
 # ---- the speedup
@@ -246,7 +265,7 @@ def speedup_figure(found: Mapping[str, Any], asked: float | None) -> Figure | No
         legend=[
             ("mixed-dot", "speedup"),
             ("interval", "95 % interval"),
-            ("limit", "as fast as FP32" if asked is None else "asked for"),
+            ("limit", "asked for" if asked else "as fast as FP32"),
         ],
         facts={"asked": asked},
     )
@@ -281,9 +300,11 @@ def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
         if not parameter["judged"]:
             continue
         errors.parameters += 1
+        errors.lost += parameter["lost"]
         state = "lost" if parameter["lost"] else "kept"
-        why = exemption(parameter, certificate) if limits else None
-        if why is not None:
+        # Without noise there is no limit that it could be beyond.
+        why = exemption(parameter, certificate)
+        if why is not None and limits:
             state = "exempt"
             errors.why_single.append(f"{shortened(parameter['name'])}, {why}")
         if parameter[key] is not None:
@@ -300,7 +321,7 @@ class _Errors:
         key: which error, of the record that they are in.
         total: of all together.
         limits: of the total and of a parameter, where they have one.
-        parameters: how many were judged.
+        parameters, lost: how many were judged, and how many of these are lost.
         single: the error of each parameter, and ``"kept"``, ``"lost"``, or ``"exempt"``: beyond the limit,
             but not counted.
         why_total: why the total does not count, if it is beyond its limit.
@@ -312,6 +333,7 @@ class _Errors:
     total: float | str
     limits: tuple[float, ...]
     parameters: int = 0
+    lost: int = 0
     single: list[tuple[float, str]] = field(default_factory=list)
     why_total: str | None = None
     why_single: list[str] = field(default_factory=list)
@@ -319,13 +341,13 @@ class _Errors:
 
 def _error_figure(errors: _Errors) -> Figure:
     total = _within_axis(float(errors.total))
-    drawn = [(_within_axis(value), state) for value, state in errors.single]
-    x = _axis_of_errors([total, *(value for value, _ in drawn)])
+    values = [value for value, _ in errors.single]
+    x = _axis_of_errors([total, *map(_within_axis, values)])
 
     # Middle and half the height of the rows: all together, and each parameter.
     rows = [(500, 400)]
     y_ticks: _Ticks = (("together", 50.0),)
-    if drawn:
+    if values:
         rows = [(250, 250), (720, 200)]
         y_ticks = (("together", 75.0), ("each", 28.0))
 
@@ -333,9 +355,9 @@ def _error_figure(errors: _Errors) -> Figure:
     for limit, (middle, half) in zip(errors.limits, rows, strict=False):
         marks.append(Mark(style="limit", path=f"M{_BOX * x.at(limit):.1f} {middle - half}v{2 * half}"))
     paths = dict.fromkeys(_STYLE_OF_STATE, "")
-    for place, (value, state) in enumerate(drawn[:_MOST_DOTS]):
+    for place, (value, state) in enumerate(errors.single[:_MOST_DOTS]):
         # Spread over five heights, so that equal errors do not cover each other.
-        paths[state] += f"M{_BOX * x.at(value):.1f} {580 + 70 * (place % 5)}h0"
+        paths[state] += f"M{_BOX * x.at(_within_axis(value)):.1f} {580 + 70 * (place % 5)}h0"
     for state, path in paths.items():
         if path:
             marks += _dots(_STYLE_OF_STATE[state], path)
@@ -363,10 +385,10 @@ def _error_figure(errors: _Errors) -> Figure:
             "total": errors.total,
             "limits": errors.limits,
             "count": errors.parameters,
-            "lost": [state for _, state in errors.single].count("lost"),
+            "lost": errors.lost,
             "total_exempt": errors.why_total,
             "exempt": exempt,
-            "worst": max([value for value, _ in errors.single], default=None),
+            "worst": max(values, default=None),
         },
     )
 

@@ -58,7 +58,9 @@ class Decided(
         if self.computes:
             text += f" as {self.computes}"
         text += f" -> {self.outputs}, "
-        text += self.by if self.by == UNLISTED else f"by {self.by}"
+        if self.by != UNLISTED:
+            text += "by "
+        text += self.by
         if self.calls != 1:
             text += f", {self.calls:g} calls"
         return text
