@@ -15,7 +15,7 @@ from typing import Any
 from narrowcast.observe.capture import OUTPUT_LIMIT, PARAMETER_LIMIT, TOTAL_LIMIT, TimedRun
 from narrowcast.report._statistics import mean
 from narrowcast.report._table import NAMES, exemption, total_exemption
-from narrowcast.report._text import plural, shortened, site_name
+from narrowcast.report._text import milliseconds, plural, shortened, site_name
 
 NO_SEED = -1
 """The seed of a run that had none."""
@@ -267,8 +267,14 @@ def speedup_figure(found: Mapping[str, Any], asked: float | None) -> Figure | No
             ("interval", "95 % interval"),
             ("limit", "asked for" if asked else "as fast as FP32"),
         ],
-        facts={"asked": asked},
+        facts={"asked": asked, "medians": _medians(found)},
     )
+
+
+def _medians(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the median time of a step or a forward call in each format."""
+    key = "forward_time_s_median" if found["kind"] == "inference" else "step_time_s_median"
+    return [(NAMES[side], milliseconds(found[side][key])) for side in NAMES]
 
 
 # ---- errors
