@@ -53,29 +53,19 @@ FinalLosses = dict[str, dict[int, float]]
 
 
 def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict[str, Any]:
-    """Return everything that a comparison found, as JSON-ready values.
+    """Return everything that a comparison found, as JSON-ready values; docs/compare.md explains the fields.
 
-    ``schema`` is the version of these fields. None for a number that cannot be had; ``reasons`` says why, by
-    the number's path. NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. Times are in
-    seconds, sizes in bytes.
+    None stands for a number that cannot be had, and ``reasons`` says why, by the number's path. NaN and
+    infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
 
-    ``fp32`` and ``mixed``: step_time_s_median and step_time_s_interval (between steps of the optimizer that
-    stepped first, the first tenth of each run, at least one, left out), forward_time_s_median and
-    forward_time_s_interval (of a script that only computes), steps and skipped_steps (of all optimizers of
-    the first run), final_scale, peak_tensor_bytes (CUDA's allocator; on a CPU the live tensors of a
-    separate short run), peak_resident_bytes (of the process), final_loss (by call site of ``backward``, the
-    mean of the last tenth of its losses, over the seeds that both formats ran), calls_per_step (of all
-    modules), wall_s, format, last_line, stopped (by ``--steps`` or a time limit), runs; ``mixed`` has policy
-    too.
-    ``speedup`` and ``speedup_interval`` (95 %): FP32 time over mixed time; ``memory_ratio`` and
-    ``process_memory_ratio``: mixed peak_tensor_bytes and peak_resident_bytes over those of FP32.
-    ``certificate`` (of the latest step that was judged; ``steps`` has all), ``output`` (of a script that
-    only computes) and ``loss`` each have a verdict and a reason. ``loss`` is of the worst call site that is
-    judged: that with the most steps, and those that take turns with it; ``loss.sites`` has all, with steps,
-    seeds and judged. ``verdict`` has ``right``, by the gradients and losses or by the outputs, unless mixed
-    precision skipped every step, and ``worth_it``, by the speedup; each is ``"yes"``, ``"no: ..."`` or
-    ``"cannot tell: ..."``, and ``next`` has a command for each that is not yes. Then kind, finished, notes,
-    seed, folder, settings, versions and report.
+    Which runs a number is of:
+
+    - times, peaks, ``wall_s`` and ``calls_per_step``: all runs of a format, of times without the warm-up
+    - ``steps``, ``skipped_steps`` (of all optimizers), ``final_scale``, ``stopped``: the first run
+    - ``final_loss``, by call site: the seeds that both formats ran
+    - ``peak_tensor_bytes``: of CUDA's allocator; on a CPU a short run of its own, which counts live tensors
+    - ``loss``: the worst call site that is judged; ``loss.sites`` has all
+    - ``certificate``: the latest step at which gradients were judged; ``certificate.steps`` has all
 
     Args:
         comparison: what ``read_comparison`` returned; one that was killed gives what it has.
@@ -83,6 +73,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     """
     kind = kind_of(captures_of(comparison.runs))
     fp32, mixed = _Side(comparison, "fp32", kind), _Side(comparison, "mixed", kind)
+    # The difference between the formats is that of the same seeds.
     fp32.numbers["final_loss"] = _means_of_seeds(fp32.final_losses, mixed.final_losses)
     mixed.numbers["final_loss"] = _means_of_seeds(mixed.final_losses, fp32.final_losses)
     ratio, ratio_reasons = _ratios(fp32, mixed, kind)
@@ -92,12 +83,15 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
         "output": _output(comparison, kind),
         "loss": _loss(fp32, mixed, kind),
     }
+
+    # A note on gradients that fail where training begins and no longer do later.
+    early: str | None = None
     if kind is None:
-        right, early = f"cannot tell: {_NOTHING_RAN}", None
+        right = f"cannot tell: {_NOTHING_RAN}"
     elif _never_steps(fp32, mixed):
-        right, early = f"no: {NOTHING_TRAINED}", None
+        right = f"no: {NOTHING_TRAINED}"
     elif kind == "inference":
-        right, early = _of_outputs(checks["output"]), None
+        right = _of_outputs(checks["output"])
     else:
         right, early = _of_training(comparison, checks, fp32, mixed)
     worth = _worth_it(ratio, ratio_reasons, comparison)
