@@ -70,6 +70,7 @@ def test_a_run_gives_its_block_and_its_numbers(tmp_path, capsys):
     assert main(["report", "--json", str(folder / "capture.jsonl")]) == 0
     numbers = read_json(capsys.readouterr().out)
     assert numbers["totals"]["steps"] == 300
+    assert numbers["step_time_s_median"] == pytest.approx(0.0123 / 1.62, rel=0.05)
     assert numbers["devices"] == [
         {"device_type": "cuda", "format": "bf16", "because": "this GPU computes in bf16"}
     ]

@@ -80,6 +80,7 @@ class Axis:
             half = 0.5 if log else size / 10 or 1.0
             low, high = low - half, high + half
 
+        # Lines at the ends of the range are not cut by the frame.
         room = margin * (high - low)
         self._low, self._high = low - room, high + room
 
@@ -96,6 +97,7 @@ class Axis:
             values = _round_values(self._low, self._high)
         else:
             values = self._powers()
+            # Within one decade there are not enough powers of ten.
             if len(values) < 2:
                 values = _round_values(10**self._low, 10**self._high)
         return tuple((label, round(100 * self.at(value), 2)) for label, value in values)
@@ -158,6 +160,7 @@ def loss_figures(runs: Sequence[TimedRun], first: str | None = None) -> tuple[li
     for run in runs:
         for loss in run.capture.of("loss"):
             sites[loss["site"]] = None
+    # Sorting is stable: the others stay in the order in which they ran.
     ordered = sorted(sites, key=lambda site: site != first)
     figures = [_loss_figure(place, site, runs) for place, site in enumerate(ordered[:_MOST_SITES])]
     return figures, max(0, len(ordered) - _MOST_SITES)

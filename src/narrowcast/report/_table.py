@@ -87,10 +87,8 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
     if len(summary["fp32"]["runs"]) > 1 or len(summary["mixed"]["runs"]) > 1:
         # Times are of all runs, counts of the first one.
         interval, first = "  95 % interval", ", first run"
-    tensors, process = (
-        percent_change(summary["memory_ratio"]),
-        percent_change(summary["process_memory_ratio"]),
-    )
+    tensors = percent_change(summary["memory_ratio"])
+    process = percent_change(summary["process_memory_ratio"])
     all_rows = [
         _row(summary, f"{unit}_time_s_median", f"{unit} time, median", milliseconds, _speedup(summary)),
         _row(summary, f"{unit}_time_s_interval", interval, _interval, speed_interval(summary)),
@@ -106,6 +104,7 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
     all_rows.append(_row(summary, "final_scale", f"final loss scale{first}", number))
     all_rows.append(_row(summary, "wall_s", "wall time", seconds))
 
+    # What neither format has is left out, unless a reader would look for it.
     shown = []
     for row in all_rows:
         is_empty = (row.fp32, row.mixed) in ((UNKNOWN, UNKNOWN), ("", ""))
@@ -218,6 +217,7 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
 
 
 def _check(name: str, part: Mapping[str, Any], numbers: Sequence[str]) -> Check:
+    # A number that is missing is left out: the reason says why.
     known = tuple(words for words in numbers if not words.endswith(f" {UNKNOWN}"))
     return Check(name=name, verdict=part["verdict"], numbers=known, reason=part["reason"] or "")
 
