@@ -113,6 +113,7 @@ class Difference:
 
 def differences(before: Iterable[Decided], after: Iterable[Decided]) -> list[Difference]:
     """Return where the two differ, in the order of ``before``, then what only ``after`` has."""
+    # What each of the two decided, by module and operator.
     places: dict[tuple[str, str], tuple[list[Decided], list[Decided]]] = {}
     for side, sites in enumerate((before, after)):
         for site in sites:
@@ -178,6 +179,7 @@ def write_lock(lock: Lock, path: Path) -> None:
         FileError: it cannot be written.
     """
     values = msgspec.to_builtins(lock)
+    # The lock file may be read from another folder.
     values["policy"] = _moved(lock.policy, Path(), path.parent)
     lines = [_HEAD]
     for name in ("version", *_FACTS):

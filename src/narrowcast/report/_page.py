@@ -49,7 +49,6 @@ def comparison_page(comparison: ComparisonCapture) -> str:
     losses, more_sites = loss_figures(runs, first=(found["loss"] or {}).get("site"))
     error = _error_figure(found)
     formats = [run.format for run in runs]
-
     return html_page(
         "comparison.html",
         title=_script(start["argv"]),
@@ -116,6 +115,7 @@ def _error_figure(found: Mapping[str, Any]) -> Figure | None:
 def _proof(found: Mapping[str, Any], error: Figure | None, losses: Sequence[Figure]) -> Figure | None:
     """Return the figure that proves the first answer: losses if it goes by them alone."""
     why = found["verdict"]["right"]
+    # The answer names what it goes by.
     by_losses = "losses:" in why and "gradients:" not in why
     if error is not None and not by_losses:
         return error
@@ -161,6 +161,7 @@ def _run_rows(runs: Sequence[TimedRun], kind: str | None) -> list[tuple[Any, ...
 
 def _facts(captures: Iterable[Capture]) -> list[tuple[str, str]]:
     """Return devices, versions and settings of the runs, each once with every value that it had."""
+    # The inner dicts are ordered sets.
     values: dict[str, dict[str, None]] = {}
     for capture in captures:
         for device in capture.of("device"):

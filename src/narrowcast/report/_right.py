@@ -19,6 +19,7 @@ GROWING = "failing and growing"
 LOST = "lost"
 
 _ENOUGH_SEEDS = 3
+# What to type next has so many times the steps.
 _TIMES_LONGER = 4
 
 
@@ -46,6 +47,7 @@ def judge_gradients(certificates: Sequence[Mapping[str, Any]]) -> Gradients:
     first, *later = certificates
     judged = later or [first]
     state, decisive = _worst(judged)
+    # Where there are several, the reason says which.
     reason = decisive["reason"]
     if len(certificates) > 1:
         reason = f"at step {decisive['at_step']}: {reason}"
@@ -89,21 +91,18 @@ def _is_growing(certificates: Sequence[Mapping[str, Any]]) -> bool:
     return bool(lowest > highest_before)
 
 
-def judge_training(gradients: Gradients, loss: Mapping[str, Any] | None, *, few_seeds: bool) -> str:
+def judge_training(gradients: Gradients, loss: Mapping[str, Any], *, few_seeds: bool) -> str:
     """Return ``"yes"``, ``"no: ..."`` or ``"cannot tell: ..."``.
 
     Args:
         gradients: as of ``judge_gradients``.
-        loss: verdict and reason by the losses; None: there are none.
+        loss: verdict and reason by the losses.
         few_seeds: whether the losses were not judged for want of seeds, as by default.
     """
-    losses, of_losses = "not judged", ""
-    if loss is not None:
-        of_losses = f"losses: {loss['reason']}"
-        if not few_seeds:
-            losses = loss["verdict"]
-    of_gradients = f"gradients: {gradients.reason}"
+    losses = "not judged" if few_seeds else loss["verdict"]
+    of_losses, of_gradients = f"losses: {loss['reason']}", f"gradients: {gradients.reason}"
 
+    # This is the table of docs/compare.md, row by row from below.
     if gradients.state in (LOST, GROWING):
         return f"no: {of_gradients}; {of_losses}" if losses == FAIL else f"no: {of_gradients}"
     if losses == FAIL:
@@ -138,12 +137,16 @@ def next_for_right(
     if right == "yes":
         return None
     if right.startswith("no") and "fp16" in formats:
+        # bf16 has the range of FP32, and needs no loss scale.
         return compare_again(start, policy="bf16", loss_scale=None)
     if right.startswith("no") and start["policy"] != "safe":
+        # It keeps more operators in FP32.
         return compare_again(start, policy="safe")
     if right.startswith("no") or kind == "inference":
+        # A rule of one's own is left, and explain names the operators.
         return command("explain", start, ("--policy", start["policy"]))
     if start["repeats"] < _ENOUGH_SEEDS:
+        # With so many seeds the losses count too.
         return compare_again(start, repeats=_ENOUGH_SEEDS)
     return compare_again(start, **_more(start, was_stopped=was_stopped))
 

@@ -163,6 +163,7 @@ class _Side:
         self.reasons = self._why_missing(kind)
 
     def _numbers(self, kind: str | None) -> dict[str, Any]:
+        # A script that trains has times of steps, one that only computes of forward calls.
         numbers: dict[str, Any] = dict.fromkeys(_TIMES)
         if self.time is not None:
             unit = "forward" if kind == "inference" else "step"
@@ -229,6 +230,7 @@ class _Side:
             "format": "no module with parameters was called",
             "peak_tensor_bytes": self._counted["reason"] or "",
         }
+        # Without a run all numbers are missing for one reason.
         if not self.runs:
             reasons = dict.fromkeys(self.numbers, "no run of this format came to its end")
         missing = {}
