@@ -290,16 +290,16 @@ def output_figure(output: Mapping[str, Any]) -> Figure | None:
     """Draw the error of outputs beside its limit; None: it was not measured."""
     if output["relative_error"] is None:
         return None
-    key, limits = "relative_error", (OUTPUT_LIMIT,)
+    key, limits = "relative_error", [OUTPUT_LIMIT]
     return _error_figure(_Errors(of="outputs", key=key, total=output[key], limits=limits))
 
 
 def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
     """Draw the errors of gradients, together and each, beside their limits; None: none was measured."""
-    key, limits = "error_over_noise", (TOTAL_LIMIT, PARAMETER_LIMIT)
+    key, limits = "error_over_noise", [TOTAL_LIMIT, PARAMETER_LIMIT]
     if certificate[key] is None:
         # Without noise the limits depend on why there is none: the reason says them.
-        key, limits = "relative_error", ()
+        key, limits = "relative_error", []
     if certificate[key] is None:
         return None
 
@@ -340,7 +340,7 @@ class _Errors:
     of: str
     key: str
     total: float | str
-    limits: tuple[float, ...]
+    limits: list[float]
     parameters: int = 0
     lost: int = 0
     single: list[tuple[float, str]] = field(default_factory=list)

@@ -155,7 +155,10 @@ class _Side:
         self.final_losses = final_losses(self.whole, self.losses, name)
         self._totals = [capture.totals() for capture in self.captures]
         # The run that counts tensors, if it was made.
-        self._counted = {"peak_tensor_bytes": None, "reason": "the run that counts tensors was not made"}
+        self._counted: dict[str, Any] = {
+            "peak_tensor_bytes": None,
+            "reason": "the run that counts tensors was not made",
+        }
         for event in comparison.own.of("memory"):
             if event["format"] == name:
                 self._counted = event
@@ -199,7 +202,10 @@ class _Side:
     def _peak_tensor_bytes(self) -> int | None:
         """Return the peak of CUDA's allocator, or else of the run that counts tensors."""
         of_allocator = self._known("peak_tensor_bytes")
-        return int(max(of_allocator)) if of_allocator else self._counted["peak_tensor_bytes"]
+        if of_allocator:
+            return int(max(of_allocator))
+        counted: int | None = self._counted["peak_tensor_bytes"]
+        return counted
 
     def last_facts(self, key: str) -> dict[str, Any]:
         """Return the settings or versions of the last run that recorded them; empty if none did."""
@@ -220,7 +226,7 @@ class _Side:
             no_forward = "the script trains: see the step time"
             if self.numbers["steps"]:
                 no_step = "it takes two steps of the first optimizer to time one"
-        reasons = {
+        reasons: dict[str, str] = {
             "step_time_s_median": no_step,
             "step_time_s_interval": no_step,
             "calls_per_step": no_step,
@@ -370,7 +376,7 @@ def few_seeds(loss: Mapping[str, Any]) -> bool:
 # ---- the two answers
 
 
-def _of_outputs(output: Mapping[str, Any]) -> str:
+def _of_outputs(output: Any) -> str:
     """Return whether mixed precision is right for a script that only computes."""
     if output["verdict"] == "pass":
         return "yes"
