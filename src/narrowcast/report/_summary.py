@@ -249,7 +249,7 @@ class _Side:
 def _ratios(fp32: _Side, mixed: _Side, kind: str | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Return mixed precision against FP32, and the reason for each missing number."""
     ratios: dict[str, Any] = {"speedup": None, "speedup_interval": None}
-    reasons = {}
+    reasons: dict[str, str] = {}
     timed = speedup_of(fp32.captures, mixed.captures, kind)
     if timed is None:
         why = why_no_speedup(fp32.captures, mixed.captures, kind)
