@@ -268,7 +268,7 @@ def speedup_figure(found: Mapping[str, Any], asked: float | None) -> Figure | No
         legend=[
             ("mixed-dot", "speedup"),
             ("interval", "95 % interval"),
-            ("limit", "asked for" if asked else "as fast as FP32"),
+            ("limit", "asked for" if asked else "FP32"),
         ],
         facts={"asked": asked, "medians": _medians(found)},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -156,7 +157,8 @@ def short(value: float) -> str:
 
 @_or_unknown
 def signed(value: float) -> str:
-    return f"{value:+.3g}"
+    # NaN has no sign.
+    return f"{value:+.3g}" if math.isfinite(value) else f"{value:.3g}"
 
 
 @_or_unknown
