@@ -55,7 +55,7 @@ ARGUMENTS = (
 
 
 # One of each kind; the others are long, since each starts two processes.
-FAST = ("look.py", "-m package.inner", "exit code", "errors in a chain", "a thread that outlives an error")
+FAST = ("look.py", "-m package.inner", "errors in a chain")
 
 
 @pytest.fixture
