@@ -99,7 +99,9 @@ def _numbers_and_text(found: Any, page: str) -> tuple[dict[str, Any], str]:
 
 def _list_all(cache: Path | None, *, clean: bool) -> int:
     """List the folders of captures with their time and size; delete them if the answer is yes."""
-    folders = _folders(cache)
+    from narrowcast.report import capture_folders, written_s
+
+    folders = capture_folders(cache)
     if not folders:
         talk("there are no captures" + (f" in {cache / 'runs'}" if cache else ""))
         return 0
@@ -107,25 +109,12 @@ def _list_all(cache: Path | None, *, clean: bool) -> int:
     for folder in folders:
         mib = _size_mib(folder)
         total_mib += mib
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(_ended_s(folder)))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written_s(folder)))
         show(f"{when} {mib:10.2f} MiB  {folder}")
     if clean and typer.confirm(f"Delete these {len(folders)} folders, {total_mib:.1f} MiB?"):
         for folder in folders:
             _delete(folder)
     return 0
-
-
-def _folders(cache: Path | None) -> list[Path]:
-    """Return the folders of captures, that which was written last first."""
-    if cache is None:
-        return []
-    return sorted((cache / "runs").glob("*/"), key=_ended_s, reverse=True)
-
-
-def _ended_s(folder: Path) -> float:
-    """Return when a folder's capture was written last; a later report writes its page anew."""
-    captures = list(folder.glob("*.jsonl"))
-    return max(path.stat().st_mtime for path in captures or [folder])
 
 
 def _size_mib(folder: Path) -> float:

@@ -3,7 +3,15 @@
 from narrowcast.report._doctor import doctor_page, doctor_text
 from narrowcast.report._doctor_script import conclusion, diagnosis_page, diagnosis_text
 from narrowcast.report._explain import check_text, explain_text, policies_text
-from narrowcast.report._files import explanation_of, find_capture, latest_capture, save_page, write_page
+from narrowcast.report._files import (
+    capture_folders,
+    explanation_of,
+    find_capture,
+    latest_capture,
+    save_page,
+    write_page,
+    written_s,
+)
 from narrowcast.report._lock import (
     Lock,
     decided_sites,
@@ -20,6 +28,7 @@ from narrowcast.report._text import printable
 
 __all__ = [
     "Lock",
+    "capture_folders",
     "check_text",
     "comparison_table",
     "conclusion",
@@ -44,4 +53,5 @@ __all__ = [
     "summary",
     "write_lock",
     "write_page",
+    "written_s",
 ]

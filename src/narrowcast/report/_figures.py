@@ -185,17 +185,21 @@ def _loss_figure(place: int, site: str, runs: Sequence[TimedRun]) -> Figure:
     marks = []
     for run, points in curves:
         marks.append(Mark(style=run.format, path=svg_path(points, x, y), title=run_name(run)))
-    present = [side for side in NAMES if counts[side]]
+    legend, made = [], []
+    for side, name in NAMES.items():
+        if counts[side]:
+            legend.append((side, name))
+            made.append((name, counts[side]))
     return Figure(
         kind="loss",
         name=f"plot-loss-{place}",
         x_ticks=x.ticks(),
         y_ticks=y.ticks(),
         marks=marks,
-        legend=[(side, NAMES[side]) for side in present],
+        legend=legend,
         facts={
             "site": site_name(site),
-            "counts": [(NAMES[side], counts[side]) for side in present],
+            "counts": made,
             "not_finite": not_finite,
             "stretch": stretch,
         },
@@ -277,7 +281,7 @@ def speedup_figure(found: Mapping[str, Any], asked: float | None) -> Figure | No
 def _medians(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the median time of a step or a forward call in each format."""
     key = "forward_time_s_median" if found["kind"] == "inference" else "step_time_s_median"
-    return [(NAMES[side], milliseconds(found[side][key])) for side in NAMES]
+    return [("FP32", milliseconds(found["fp32"][key])), ("mixed", milliseconds(found["mixed"][key]))]
 
 
 # ---- errors

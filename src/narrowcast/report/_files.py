@@ -32,11 +32,15 @@ def find_capture(path: Path) -> Found:
     """
     file = path
     if path.is_dir():
-        inside = [path / name for name in (COMPARISON, RUN) if (path / name).is_file()]
-        if not inside:
-            page = f"; it has the page {path / PAGE}" if (path / PAGE).is_file() else ""
-            raise FileError(f"there is no capture in {path}: expected {_EXPECTED}{page}")
-        file = inside[0]
+        file = path / COMPARISON
+        if not file.is_file():
+            file = path / RUN
+        if not file.is_file():
+            problem = f"there is no capture in {path}: expected {_EXPECTED}"
+            # doctor writes a page without a capture.
+            if (path / PAGE).is_file():
+                problem += f"; it has the page {path / PAGE}"
+            raise FileError(problem)
     elif not path.is_file():
         raise FileError(f"there is no capture {path}: expected a folder with {_EXPECTED} in it, or that file")
 
@@ -48,15 +52,25 @@ def find_capture(path: Path) -> Found:
     return capture, file
 
 
+def capture_folders(cache: Path | None) -> list[Path]:
+    """Return the folders of captures in the cache, that whose capture was written last first."""
+    if cache is None:
+        return []
+    return sorted((cache / "runs").glob("*/"), key=written_s, reverse=True)
+
+
+def written_s(folder: Path) -> float:
+    """Return when a folder's capture was written last; a later report writes its page anew."""
+    captures = list(folder.glob("*.jsonl"))
+    return max(path.stat().st_mtime for path in captures or [folder])
+
+
 def latest_capture(cache: Path | None) -> Path | None:
     """Return the folder in the cache whose comparison or run was written to last; None: it has none."""
-    if cache is None:
-        return None
-    runs = cache / "runs"
-    captures = [*runs.glob(f"*/{COMPARISON}"), *runs.glob(f"*/{RUN}")]
-    if not captures:
-        return None
-    return max(captures, key=lambda capture: capture.stat().st_mtime).parent
+    for folder in capture_folders(cache):
+        if (folder / COMPARISON).is_file() or (folder / RUN).is_file():
+            return folder
+    return None
 
 
 def explanation_of(found: Found) -> dict[str, Any] | None:

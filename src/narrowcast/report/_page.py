@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
     judged = {check.name: check for check in checks(found)}
     losses, more_sites = loss_figures(runs, first=(found["loss"] or {}).get("site"))
     error = _error_figure(found)
-    formats = [run.format for run in runs]
+    formats = Counter(run.format for run in runs)
     return html_page(
         "comparison.html",
         title=_script(start["argv"]),
@@ -61,7 +62,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         what_a_loss_is=what_a_loss_is(found),
         checks=judged,
         names=NAMES,
-        made={side: formats.count(side) for side in NAMES},
+        made=formats,
         cut=[run_name(run) for run in runs if run.capture.end is None],
         losses=losses,
         more_sites=more_sites,
@@ -109,7 +110,9 @@ def run_page(capture: Capture, folder: Path) -> str:
 def _error_figure(found: Mapping[str, Any]) -> Figure | None:
     if found["output"]:
         return output_figure(found["output"])
-    return gradient_figure(found["certificate"]) if found["certificate"] else None
+    if found["certificate"]:
+        return gradient_figure(found["certificate"])
+    return None
 
 
 def _proof(found: Mapping[str, Any], error: Figure | None, losses: Sequence[Figure]) -> Figure | None:
@@ -187,13 +190,14 @@ def _parameters(certificate: Mapping[str, Any]) -> dict[str, Any]:
         else:
             others.append(parameter)
     judged.sort(key=_badness, reverse=True)
+    lost = [parameter for parameter in judged if parameter["lost"]]
     return {
         "judged": judged[:_MOST_PARAMETERS],
         "others": others[:_MOST_PARAMETERS],
         "more_judged": max(0, len(judged) - _MOST_PARAMETERS),
         "more_others": max(0, len(others) - _MOST_PARAMETERS),
         "limit": PARAMETER_LIMIT,
-        "lost": sum(parameter["lost"] for parameter in judged),
+        "lost": len(lost),
     }
 
 
@@ -201,4 +205,5 @@ def _badness(parameter: Mapping[str, Any]) -> float:
     if parameter["error_over_noise"] is None:
         return -1.0
     value = float(parameter["error_over_noise"])
+    # NaN would not be sorted.
     return math.inf if math.isnan(value) else value

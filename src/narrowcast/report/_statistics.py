@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from narrowcast.observe.capture import Capture, TimedRun, student_975, times_s
+from narrowcast.report._text import plural
 
 # Of a run's losses, how many a final loss is the mean of.
 _LAST_SHARE = 0.1
@@ -137,10 +138,13 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
 
 
 def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float) -> LossVerdict:
-    seeds = "1 seed" if len(pairs) == 1 else f"{len(pairs)} seeds"
+    seeds = plural(len(pairs), "seed")
     reason = f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
-    # A ratio means nothing where FP32's loss is zero or below.
-    times = min(mixed / fp32 if fp32 > 0 else 0.0 for fp32, mixed in pairs)
+    ratios = [0.0]
+    if min(pairs)[0] > 0:
+        # It means nothing where FP32's loss is zero or below.
+        ratios = [mixed / fp32 for fp32, mixed in pairs]
+    times = min(ratios)
     if times <= _MANY_TIMES:
         return LossVerdict("cannot tell", reason, difference)
     reason = f"{times:.4g} times FP32's, but {reason}"
@@ -294,12 +298,15 @@ def formats_of(captures: Iterable[Capture]) -> str:
 def _not_repeatable(fp32: Sequence[TimedRun]) -> list[str]:
     """Say where FP32 runs of one seed differ: differences between the formats contain that difference too."""
     losses_by_seed: dict[int, list[list[float]]] = defaultdict(list)
+    was_cut = False
     for run in fp32:
         losses_by_seed[run.seed].append([loss["value"] for loss in run.capture.of("loss")])
-    was_cut = any(run.cut for run in fp32)
+        was_cut = was_cut or run.cut
     for same_seed in losses_by_seed.values():
         # Runs that were ended early are compared as far as the shortest went.
-        length = min(map(len, same_seed)) if was_cut else None
+        length = None
+        if was_cut:
+            length = min(map(len, same_seed))
         # As text, so that NaN equals NaN.
         if len({str(losses[:length]) for losses in same_seed}) > 1:
             return [
