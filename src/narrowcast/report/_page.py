@@ -33,8 +33,8 @@ from narrowcast.report._figures import (
     speedup_figure,
 )
 from narrowcast.report._render import html_page
-from narrowcast.report._statistics import formats_of
-from narrowcast.report._summary import captures_of, final_losses, losses_of, summary
+from narrowcast.report._statistics import final_losses, formats_of, losses_of
+from narrowcast.report._summary import captures_of, summary
 from narrowcast.report._table import NAMES, checks, exemption, rows, what_a_loss_is
 from narrowcast.report._text import number, shortened, signed, site_name
 

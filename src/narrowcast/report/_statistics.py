@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -24,6 +24,11 @@ _MANY_SKIPPED = 0.1
 _MORE_CALLS = 1.2
 
 
+# Losses of one run by call site; and final losses by call site and seed.
+Losses = dict[str, list[float]]
+FinalLosses = dict[str, dict[int, float]]
+
+
 def mean(values: Sequence[float]) -> float:
     """Return the arithmetic mean, also of losses that are not finite."""
     if all(map(math.isfinite, values)):
@@ -39,6 +44,56 @@ def final_loss(losses: Sequence[float]) -> float:
 
 def _tenth_of(losses: Sequence[float]) -> int:
     return max(1, int(len(losses) * _LAST_SHARE))
+
+
+def losses_of(runs: Sequence[TimedRun]) -> dict[str, Losses]:
+    """Return losses by run and call site, as far as all runs went that were not ended early.
+
+    A run that was ended early has none, unless every run of its format and seed was; then all end there.
+    """
+    whole = {(run.format, run.seed) for run in runs if not run.cut}
+    by_run: dict[str, Losses] = {}
+    was_cut = False
+    for run in runs:
+        if run.cut and (run.format, run.seed) in whole:
+            continue
+        was_cut = was_cut or run.cut
+        by_run[run.name] = losses_by_site(run.capture)
+    if was_cut:
+        _end_together(by_run.values())
+    return by_run
+
+
+def losses_by_site(capture: Capture) -> Losses:
+    by_site: Losses = defaultdict(list)
+    for loss in capture.of("loss"):
+        by_site[loss["site"]].append(loss["value"])
+    return by_site
+
+
+def _end_together(runs: Iterable[Losses]) -> None:
+    """Cut the losses of each call site to the length of the shortest run that has any."""
+    fewest: dict[str, int] = {}
+    for losses in runs:
+        for site, values in losses.items():
+            fewest[site] = min(len(values), fewest.get(site, len(values)))
+    for losses in runs:
+        for site, values in losses.items():
+            del values[fewest[site] :]
+
+
+def final_losses(runs: Iterable[TimedRun], losses: Mapping[str, Losses], side: str) -> FinalLosses:
+    """Return final losses of one format by call site and seed; runs of one seed count once, by their mean."""
+    of_runs: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if run.format != side or run.name not in losses:
+            continue
+        for site, values in losses[run.name].items():
+            of_runs[site][run.seed].append(final_loss(values))
+    found: FinalLosses = {}
+    for site, by_seed in of_runs.items():
+        found[site] = {seed: mean(values) for seed, values in by_seed.items()}
+    return found
 
 
 # ---- which losses are judged

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,14 +23,16 @@ from narrowcast.observe.capture import (
 )
 from narrowcast.report._right import judge_gradients, judge_training, next_for_right, next_for_speed
 from narrowcast.report._statistics import (
+    FinalLosses,
     LossVerdict,
     calls_per_step,
     doubts,
     far_apart,
-    final_loss,
+    final_losses,
     formats_of,
     judge_losses,
     judged_sites,
+    losses_of,
     many_skipped,
     mean,
     steps_by_site,
@@ -46,10 +47,6 @@ _TIMES = ("step_time_s_median", "step_time_s_interval", "forward_time_s_median",
 _LESS_MEMORY = 0.95
 # A speedup within this of that of the medians beside it needs no explanation.
 _ALIKE = 1.05
-
-# Losses of one run by call site; and final losses by call site and seed.
-Losses = dict[str, list[float]]
-FinalLosses = dict[str, dict[int, float]]
 
 
 def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict[str, Any]:
@@ -269,56 +266,6 @@ def _ratios(fp32: _Side, mixed: _Side, kind: str | None) -> tuple[dict[str, Any]
 
 
 # ---- losses
-
-
-def losses_of(runs: Sequence[TimedRun]) -> dict[str, Losses]:
-    """Return losses by run and call site, as far as all runs went that were not ended early.
-
-    A run that was ended early has none, unless every run of its format and seed was; then all end there.
-    """
-    whole = {(run.format, run.seed) for run in runs if not run.cut}
-    by_run: dict[str, Losses] = {}
-    was_cut = False
-    for run in runs:
-        if run.cut and (run.format, run.seed) in whole:
-            continue
-        was_cut = was_cut or run.cut
-        by_run[run.name] = losses_by_site(run.capture)
-    if was_cut:
-        _end_together(by_run.values())
-    return by_run
-
-
-def losses_by_site(capture: Capture) -> Losses:
-    by_site: Losses = defaultdict(list)
-    for loss in capture.of("loss"):
-        by_site[loss["site"]].append(loss["value"])
-    return by_site
-
-
-def _end_together(runs: Iterable[Losses]) -> None:
-    """Cut the losses of each call site to the length of the shortest run that has any."""
-    fewest: dict[str, int] = {}
-    for losses in runs:
-        for site, values in losses.items():
-            fewest[site] = min(len(values), fewest.get(site, len(values)))
-    for losses in runs:
-        for site, values in losses.items():
-            del values[fewest[site] :]
-
-
-def final_losses(runs: Iterable[TimedRun], losses: Mapping[str, Losses], side: str) -> FinalLosses:
-    """Return final losses of one format by call site and seed; runs of one seed count once, by their mean."""
-    of_runs: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        if run.format != side or run.name not in losses:
-            continue
-        for site, values in losses[run.name].items():
-            of_runs[site][run.seed].append(final_loss(values))
-    found: FinalLosses = {}
-    for site, by_seed in of_runs.items():
-        found[site] = {seed: mean(values) for seed, values in by_seed.items()}
-    return found
 
 
 def _means_of_seeds(own: FinalLosses, other: FinalLosses) -> dict[str, float]:
