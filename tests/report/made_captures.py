@@ -135,7 +135,10 @@ def certificate(count=14, *, names=None, **changed):
     made = {"event": "certificate", "policy": "bf16", "format": "bf16", "at_step": 10, "loss_scale": None}
     verdict = {"verdict": "pass", "reason": "below 0.05 for all parameters together and for each"}
     worst = {key: worst[key] for key in ("name", "error_over_noise", "relative_error")}
-    return {**made, **numbers, "worst_parameter": worst, "parameters": parameters, **verdict, **changed}
+    more = {"error_over_noise_interval": None, "is_lost": changed.get("verdict") == "fail"}
+    return {
+        **made, **numbers, **more, "worst_parameter": worst, "parameters": parameters, **verdict, **changed
+    }  # fmt: skip
 
 
 def output(**changed):
@@ -184,11 +187,7 @@ def both(seeds, make, **settings):
 
 
 def trained(folder, **settings):
-    folder = comparison(folder, both(range(3), training, **settings), certificate())
-    for run in ("fp32-0", "mixed-0"):
-        picture(folder / run / "samples.svg", shade=40 if run == "fp32-0" else 60)
-        picture(folder / run / "plots" / "attention.svg", shade=120)
-    return folder
+    return comparison(folder, both(range(3), training, **settings), certificate())
 
 
 def gan(folder):
@@ -226,29 +225,24 @@ def killed(folder):
 
 
 def hostile(folder):
-    """Every text is an attack, and numbers are at the ends of what a float holds."""
+    """Every text is an attack, and numbers are not finite."""
     long = HOSTILE + "n" * 10_000
     runs = both(range(3), training, steps=40, sites=(HOSTILE, "\u05d0\u05d1" * 50))
-    for seed, extreme in enumerate((1e300, -0.0, "nan")):
+    for seed, value in enumerate(("inf", -0.0, "nan")):
         for name in (f"fp32-{seed}", f"mixed-{seed}"):
             events = runs[name]
             events[1] = {**device(), "device_type": HOSTILE, "format": HOSTILE, "because": HOSTILE}
-            events[2]["value"] = extreme
-            events[8]["value"] = -1e308
-            events[10]["value"] = 5e-324
+            events[2]["value"] = value
             events[-1]["versions"] = {HOSTILE: HOSTILE, "torch": "\ud800"}
             events[-1]["settings"] = {HOSTILE: True, "x": HOSTILE}
             events.insert(-1, note(HOSTILE))
     names = [long, HOSTILE, TEMPLATE, IMAGE, BREAKS_OUT, "\u202ereversed", "", "%{x}<b>bold</b>"]
     found = certificate(len(names), names=names, reason=HOSTILE, policy=HOSTILE, format=HOSTILE)
-    found["parameters"][0] |= {"error_over_noise": 1e308, "cosine": "nan", "relative_error": "inf"}
-    found["parameters"][1] |= {"error_over_noise": 5e-324}
-    found["parameters"][2] |= {"error_over_noise": -0.0}
+    found["parameters"][0] |= {"error_over_noise": "nan", "cosine": "nan", "relative_error": "inf"}
+    found["parameters"][2] |= {"error_over_noise": 0.0}
     found["parameters"][3] |= {"error_over_noise": "inf", "reason": HOSTILE}
     argv = ["train.py", HOSTILE, long]
-    folder = comparison(
-        folder, runs, found, note(long), argv=argv, policy=HOSTILE, loss_scale=HOSTILE, started=1e308
-    )
+    folder = comparison(folder, runs, found, note(long), argv=argv, policy=HOSTILE, loss_scale=HOSTILE)
     path = folder / "comparison.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
     attack = {"name": HOSTILE, "last_line": HOSTILE}
@@ -257,18 +251,9 @@ def hostile(folder):
 
 
 def one_run(folder, **settings):
-    """What ``narrowcast run`` leaves: a capture, and what the script saved."""
+    """What ``narrowcast run`` leaves."""
     write_lines(Path(folder) / "capture.jsonl", *training(0, mixed=True, **settings))
-    picture(Path(folder) / "samples.svg", shade=90)
     return Path(folder)
-
-
-def picture(path, *, shade=80, size=48):
-    """A grey square."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    square = f"<rect width='{size}' height='{size}' fill='rgb({shade},{shade},{shade})'/>"
-    path.write_text(f"<svg xmlns='http://www.w3.org/2000/svg' width='{size}' height='{size}'>{square}</svg>")
-    return path
 
 
 def site(path, op, inputs, computes, outputs, **changed):

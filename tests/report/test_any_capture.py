@@ -10,8 +10,8 @@ from narrowcast.observe.capture import read_comparison
 from narrowcast.report import comparison_table, run_summary, summary
 from narrowcast.report._page import comparison_page, run_page
 
-VALUES = [None, 1e308, "", 2**63 - 1]
-VALUES += [pytest.param(value, marks=pytest.mark.long) for value in (True, 0, -1, 5e-324, "nan", [], {})]
+VALUES = [None, "", 0, "nan"]
+VALUES += [pytest.param(value, marks=pytest.mark.long) for value in (True, -1, [], {})]
 
 
 def small():

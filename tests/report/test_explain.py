@@ -10,7 +10,6 @@ from test_any_capture import VALUES
 from narrowcast.errors import FileError
 from narrowcast.observe.explanation import explained, read_explanation
 from narrowcast.report import explain_text
-from narrowcast.report._text import when
 
 TEXT = """\
 train.py --epochs 3: bf16 on cuda, by the policy bf16
@@ -143,7 +142,6 @@ def test_a_page_has_the_panel_and_says_where_it_cannot(tmp_path):
         "einsum &gt; bmm",
         "rule 1",
         "blocks.*.qkv",
-        "blocks.1.qkv</th>",
     ):
         assert words in page
     for words in ("How to read this", "When not to trust this"):
@@ -162,19 +160,15 @@ def test_the_page_has_the_figures_of_the_text(tmp_path):
 
 
 def test_a_page_of_very_many_sites_is_cut(tmp_path):
-    folder = made_captures.explained_run(tmp_path, made_captures.explained_events(blocks=400))
-    page = made_captures.write_page(folder).read_text()
-    assert len(page.encode()) < 400_000
-    assert "2408 more lines are in the capture." in page
-
-
-def test_a_comparison_has_the_panel_where_its_folder_was_explained(tmp_path):
-    folder = made_captures.trained(tmp_path, steps=5)
-    assert 'id="formats"' not in made_captures.write_page(folder).read_text()
-    made_captures.write_lines(folder / "explain.jsonl", *made_captures.explained_events())
-    page = made_captures.write_page(folder).read_text()
-    assert 'id="formats"' in page
-    assert f"Watched from {when(made_captures.explained_events()[0]['started'])} on." in page
+    """Modules whose names differ in more than a number are not one row."""
+    events = made_captures.explained_events(blocks=100)
+    for event in events:
+        if event["event"] == "site":
+            event["path"] = event["path"].replace("blocks.", "block_")
+    page = made_captures.write_page(made_captures.explained_run(tmp_path, events)).read_text()
+    assert len(page.encode()) < 200_000
+    # Of three modules with one or two rows in each block, and four at the ends, 400 are shown.
+    assert "308 more lines are in the capture." in page
 
 
 def test_nothing_of_a_hostile_capture_reaches_a_terminal_or_a_page_as_it_is(tmp_path):

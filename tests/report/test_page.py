@@ -1,6 +1,5 @@
 """Pages as text: what they contain, what they escape, how large they are."""
 
-import json
 import re
 from itertools import pairwise
 
@@ -36,7 +35,7 @@ def test_verdict_and_numbers_stand_in_words(trained):
         "error over noise 0.0071 (limit 0.05)",
         "Loss at train.py:41",
         "Loss of 3 FP32 and 3 mixed runs",
-        "FP32 12.36 ms mixed 7.59 ms",
+        "Worth it if the whole interval is above 1.",
         "Not judged",
         "its gradient is rounding noise in FP32 itself",
         "command narrowcast compare train.py --epochs 3",
@@ -47,7 +46,7 @@ def test_verdict_and_numbers_stand_in_words(trained):
         "When not to trust this",
     ):
         assert words in page.words
-    assert page.plots == ["plot-errors", "plot-times", "plot-loss-0", "plot-difference-0"]
+    assert page.plots == ["plot-errors", "plot-speedup", "plot-loss-0"]
 
 
 def test_a_dot_beyond_the_limit_beside_a_yes_says_why(tmp_path):
@@ -63,7 +62,7 @@ def test_a_dot_beyond_the_limit_beside_a_yes_says_why(tmp_path):
         "error of 0.0034",
         "mixed precision beyond the limit, not counted limit",
         "0 lost. Beyond the limit and not counted (rings): head.bias, fewer than 16 elements.",
-        "head.bias 4; not counted: fewer than 16 elements 0.5 kept",
+        "head.bias 4; not counted: fewer than 16 elements 0.5 0.004 kept",
     ):
         assert words in page.words
     rings = [path for path in page.all("path") if path["class"].startswith("exempt")]
@@ -126,10 +125,8 @@ def test_a_page_fetches_nothing_and_is_small(trained):
     page = Seen(trained)
     policy = next(a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
     assert "default-src 'none'" in policy
-    assert re.fullmatch(r" 'sha256-[\w+/]{43}='", policy.split("script-src")[1])
-    assert page.all("script") == [{}]
-    assert page.all("link") == page.all("iframe") == []
-    assert all(a["src"].startswith("data:image/svg+xml;base64,") for a in page.all("img"))
+    assert "script-src" not in policy
+    assert page.all("script") == page.all("link") == page.all("iframe") == page.all("img") == []
     assert all(a["href"].startswith("#") for a in page.all("a"))
     assert not re.search(r"https?://|@import|url\(", trained)
     assert len(trained.encode()) < 150_000
@@ -141,11 +138,6 @@ def test_headings_and_labels_serve_screen_readers(trained):
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
-    assert [a["alt"] for a in page.all("img")] == [
-        f"{name} as {run}, seed 0 saved it"
-        for name in ("plots/attention.svg", "samples.svg")
-        for run in ("FP32", "mixed")
-    ]
     identifiers = [a["id"] for _, a in page.elements if "id" in a]
     assert len(identifiers) == len(set(identifiers))
     plots = [a for a in page.all("div") if a.get("class") == "plot"]
@@ -162,8 +154,7 @@ def test_headings_and_labels_serve_screen_readers(trained):
             [
                 "Mixed precision (bf16) is wrong for train.py, though 1.63x faster.",
                 "✗ no 2.19 error over noise of gradients, limit 0.05 Gradients: 2.19 is above 0.05; losses:",
-                "In mixed-1 (seed 1), 91 of 300 losses are not finite (or beyond 1e100), from backward",
-                "mixed-0 (seed 0): 9 of 300 steps skipped: 1, 2, 3, 4, 97, 120, 121, 194 and more.",
+                "In mixed-1 (seed 1), 91 of 300 losses are not finite, from backward 210 on.",
                 "final loss scale, first run - 2048",
                 "A skipped step",
             ],
@@ -171,7 +162,7 @@ def test_headings_and_labels_serve_screen_readers(trained):
         ),
         (
             made_captures.inference,
-            ["forward time, median", "SQNR 50.2 dB", "540 forward calls in FP32", "calls compared 200"],
+            ["forward time, median", "SQNR 50.2 dB", "calls compared 200"],
             ["optimizer steps", "Gradients", "Losses", "spread of seeds"],
         ),
         (
@@ -224,25 +215,21 @@ def test_a_parameter_is_lost_as_the_verdict_says(tmp_path, ratio, lost):
     found = made_captures.certificate(1)
     found["parameters"] = [found["parameters"][0] | {"error_over_noise": ratio, "lost": lost}]
     page = seen(made_captures.comparison(tmp_path, {}, found))
-    assert ({"class": "lost"} in page.all("li")) == lost
+    assert ({"class": "lost"} in page.all("tr")) == lost
     assert f"{int(lost)} lost" in page.words
 
 
 def test_nothing_from_a_capture_becomes_markup(tmp_path):
-    folder = made_captures.hostile(tmp_path)
-    made_captures.picture(folder / "fp32-0" / "<img src=x onerror=alert(1)>.svg")
-    text = comparison_page(read_comparison(folder))
+    text = comparison_page(read_comparison(made_captures.hostile(tmp_path)))
     page = Seen(text)
-    assert page.all("script") == [{}]
+    assert page.all("script") == page.all("img") == []
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
-    assert all(a["src"].startswith("data:") for a in page.all("img"))
     assert all(a["href"].startswith("#") for a in page.all("a"))
     assert made_captures.TEMPLATE in page.words
     assert "49" not in page.words.split()
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u202a-\u202e\u2066-\u2069\ud800-\udfff]", text)
     assert "\\u202e" in page.words
     assert len(text.encode()) < 400_000
-    # Its numbers are at the ends of what floats hold.
     paths = [attributes["d"] for attributes in page.all("path")]
     assert paths
     assert not any(re.search("nan|inf|e", path) for path in paths)
@@ -255,12 +242,9 @@ def test_a_page_of_one_run(tmp_path):
         "train.py computed in bf16 on cuda and skipped 9 of 300 optimizer steps.",
         "Steps 291 optimizer steps; 9 skipped",
         "A single run does not show whether mixed precision is right",
-        "run: 9 of 300 steps skipped",
-        "the run",
     ):
         assert words in page.words
-    assert page.plots == ["plot-loss-0", "plot-times", "plot-scale"]
-    assert [a["alt"] for a in page.all("img")] == ["samples.svg as the run saved it"]
+    assert page.plots == ["plot-loss-0"]
     assert "Incomplete" not in page.words
     assert "speedup" not in page.words
     assert "gradient" not in page.words.partition("When not to trust")[2], "none were compared"
@@ -283,13 +267,3 @@ FAILED = [made_captures.start(seed=None), made_captures.end(exit_code=3, steps=0
 def test_a_page_of_a_run_that_was_killed_or_failed(tmp_path, events, expected):
     path = made_captures.write_lines(tmp_path / "capture.jsonl", *events)
     assert expected in Seen(run_page(read_capture(path), tmp_path)).words
-
-
-def test_fields_that_no_schema_knows_do_no_harm(tmp_path):
-    deep = json.loads("[" * 400 + "]" * 400)
-    for seed in (deep, {"a": deep}, "x" * 10_000, None, made_captures.HOSTILE):
-        events = [made_captures.start(seed=seed, loss_scale=seed, rank=seed), made_captures.end()]
-        path = made_captures.write_lines(tmp_path / "capture.jsonl", *events)
-        page = run_page(read_capture(path), tmp_path)
-        assert Seen(page).all("script") == [{}]
-        assert len(page) < 40_000

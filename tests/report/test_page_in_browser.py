@@ -44,7 +44,7 @@ class Opened:
 
     def _only_itself(self, route):
         url = route.request.url
-        if url == self._own or url.startswith("data:"):
+        if url == self._own:
             route.continue_()
         else:
             self.wrong.append(f"request: {url[:200]}")
@@ -86,20 +86,7 @@ def test_a_page_draws_fits_and_does_nothing_else(browser, tmp_path, what):
                 assert page.eval_on_selector_all(".scrolls", cut_off) == 0, "a column is lost"
             assert page.evaluate("typeof window.hacked") == "undefined"
             assert page.locator("h1").count() == 1
-            broken = "all => all.filter(one => one.complete && !one.naturalWidth).length"
-            assert page.eval_on_selector_all("img", broken) == 0
-            if what == "many parameters":
-                search_parameters(page)
             assert opened.wrong == []
-
-
-def search_parameters(page):
-    assert page.locator(".dots li:visible").count() == 200
-    page.fill("#search", "blocks.16.")
-    shown = page.locator(".dots li:visible .name code").all_inner_texts()
-    assert shown
-    assert all("blocks.16." in name for name in shown)
-    assert page.locator("#searched").inner_text() == f"{len(shown)} of 200"
 
 
 def test_the_policy_stops_a_script_that_got_through(browser, tmp_path):

@@ -6,8 +6,8 @@ import statistics
 import made_captures
 import pytest
 
-from narrowcast.observe.capture import median_of_runs, read_comparison
-from narrowcast.report import comparison_table, run_summary, summary
+from narrowcast.observe.capture import read_comparison
+from narrowcast.report import comparison_table, summary
 from narrowcast.report._table import checks
 
 SITE = "train.py:41"
@@ -103,44 +103,6 @@ def test_the_time_of_a_step_is_the_median_after_warm_up(tmp_path, intervals, med
     assert found["speedup"] is None, "two runs that took no turns do not tell"
     why = found["reasons"]["speedup"]
     assert why == "a time is missing" if median is None else "one pair of runs" in why
-
-
-def test_step_time_of_several_optimizers_is_an_iteration(tmp_path):
-    """Of a GAN: 10 ms to the generator's step, 30 ms from there to the discriminator's."""
-
-    def gan(factor):
-        events = run([None, *[0.04 * factor] * 20])
-        steps = [event for event in events if event["event"] == "step"]
-        second = [e | {"optimizer": 1, "interval_s": e["interval_s"] and 0.03 * factor} for e in steps]
-        return [*events[:-1], *second, made_captures.end(steps=42)]
-
-    found = twice(tmp_path, gan(1.0), gan(0.5))
-    assert (found["fp32"]["step_time_s_median"], found["mixed"]["step_time_s_median"]) == (0.04, 0.02)
-    assert found["fp32"]["step_time_s_interval"] == [0.04, 0.04]
-    assert (found["fp32"]["steps"], found["notes"]) == (42, []), "all steps count"
-    report = run_summary(read_comparison(tmp_path).runs[0].capture)
-    assert report["step_time_s_median"] == 0.04
-
-
-def test_a_speedup_without_turns_is_that_of_the_medians_of_three_pairs(tmp_path):
-    """The median of a format, beside it, is that over all of its runs."""
-    fp32, mixed = (
-        [[start + step * n for n in range(30)] for start, step in of_format]
-        for of_format in (
-            ((0.020, 0.0001), (0.022, 0.0001), (0.021, 0.0001)),
-            ((0.010, 0.0002), (0.011, 0.0001), (0.010, 0.0001)),
-        )
-    )
-    found = summed(tmp_path, *(seeds(*(run([None, *times]) for times in side)) for side in (fp32, mixed)))
-    spreads = [median_of_runs([times[3:] for times in side]) for side in (fp32, mixed)]
-    for side, spread in zip(("fp32", "mixed"), spreads, strict=True):
-        assert found[side]["step_time_s_median"] == spread.median_s
-        assert found[side]["step_time_s_interval"] == list(spread.interval_s)
-    ratios = [statistics.median(a[3:]) / statistics.median(b[3:]) for a, b in zip(fp32, mixed, strict=True)]
-    speed, (slowest, fastest) = found["speedup"], found["speedup_interval"]
-    assert speed == pytest.approx(statistics.geometric_mean(ratios))
-    assert 1.0 < slowest < min(ratios) < max(ratios) < fastest < 3.0
-    assert found["notes"] == [], "no steps took turns"
 
 
 SPREAD = [1.0, *[0.99, 1.01] * 15]

@@ -52,6 +52,8 @@ _AtStepOption = Annotated[
     ),
 ]
 
+_DEFAULTS = {"policy": "auto", "steps": 200, "repeats": 1, "seed": 0}
+
 _MinSpeedupOption = Annotated[
     float | None, typer.Option("--min-speedup", metavar="X", help="Exit with 1 if the speedup is below X.")
 ]
@@ -103,7 +105,8 @@ def compare(
         raise SettingError(f"FP32 is not compared with itself: give another --policy, got {policy}")
     if instead is not None:
         talk(f"auto computes in fp32 here, since {why}; comparing {instead}")
-    given: dict[str, Any] = {
+
+    options: dict[str, Any] = {
         "policy": instead or policy,
         "loss_scale": loss_scale,
         "steps": steps,
@@ -115,11 +118,11 @@ def compare(
     settings = ComparisonSettings(
         target=(script, *(arguments or [])),
         is_module=module,
-        options=_words(given, module=module),
+        options=_words(options, module=module),
         time_limit_s=time_limit,
         fp32_because=why,
         folder=make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir, tell=tell),
-        **given,
+        **options,
     )
     return _compare(settings, as_json=as_json, strict=strict)
 
@@ -138,21 +141,24 @@ def _decide_auto(policy: str, cache: Path | None) -> None:
             talk(f"note: {note}")
 
 
-def _words(given: dict[str, Any], *, module: bool) -> tuple[str, ...]:
+def _words(options: dict[str, Any], *, module: bool) -> tuple[str, ...]:
     """Return the options that differ from their defaults, as they are typed."""
-    defaults = {"policy": "auto", "steps": 200, "repeats": 1, "at_step": None}
-    asked = {name: value for name, value in given.items() if value not in (None, defaults.get(name, 0))}
-    words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return (*words, *(["-m"] if module else []))
+    words = []
+    for name, value in options.items():
+        if value not in (None, _DEFAULTS.get(name)):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    if module:
+        words.append("-m")
+    return tuple(words)
 
 
 def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> int:
     from narrowcast.report import comparison_table, save_page, summary
     from narrowcast.verify.compare import compare_script, slow_here
 
-    told = slow_here(settings.policy)
-    for slow in told:
-        talk(f"note: {slow}")
+    slow_formats = slow_here(settings.policy)
+    for note in slow_formats:
+        talk(f"note: {note}")
     try:
         with shown_progress() as progress:
             comparison = compare_script(settings, progress=progress)
@@ -161,7 +167,8 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
         raise
     page = save_page(comparison)
     result = summary(comparison, report=str(page))
-    notes = [note for note in result["notes"] if note not in told]
+    # The text does not repeat what was said before the first run.
+    notes = [note for note in result["notes"] if note not in slow_formats]
     shown = result | {"notes": notes}
     show_result(result, lambda: comparison_table(shown, color=sys.stdout.isatty()), as_json=as_json)
     talk(f"report: {page}")
@@ -170,9 +177,10 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
 
 def _exit_code(result: dict[str, Any], *, strict: bool, with_speed: bool) -> int:
     """Return 1 where an answer that counts is no; with ``strict``, where nobody can tell too."""
-    right, worth_it = result["verdict"].values()
+    right, worth_it = result["verdict"]["right"], result["verdict"]["worth_it"]
     if right.startswith("no") and "fp16" in (result["mixed"]["format"] or ""):
         talk("what to try: --loss-scale dynamic (the default in fp16), or --policy bf16")
-    bad = ("no", "cannot tell") if strict else ("no",)
-    failed = right.startswith(bad) or (with_speed and worth_it.startswith(bad))
-    return CHECK_FAILED if failed else 0
+    failing = ("no", "cannot tell") if strict else ("no",)
+    if right.startswith(failing) or (with_speed and worth_it.startswith(failing)):
+        return CHECK_FAILED
+    return 0

@@ -66,75 +66,102 @@ def doctor(
         # doctor is the verb for this: torch may be missing, or a library that it needs.
         talk(f"torch cannot be imported ({error}). To install it: pip install --upgrade torch")
         return CHECK_FAILED
-    from narrowcast.machine import Budget, examine, require_torch
+    from narrowcast.machine import require_torch
 
     require_torch()
     check_policy(policy)
     if script is not None:
         # Refuse a missing script before anything is measured.
         find_script(script, arguments, module=module)
-    cache, budget = cache_dir or cache_folder(), Budget(device_s=budget_s)
-    began = time.monotonic()
-    with shown_progress() as progress:
-        found = examine(
-            cache=cache, fresh=fresh, budget=budget, progress=lambda text: progress(f"measuring {text}")
-        )
-    measuring_s = time.monotonic() - began
-    for note in found["notes"]:
-        talk(f"note: {note}")
-    if script is not None:
-        from narrowcast.observe.capture import make_run_folder
-        from narrowcast.verify import DiagnosisSettings
-        from narrowcast.verify.compare import compared_instead, slow_here, stays_in_fp32
 
-        instead = compared_instead(policy)
-        if instead is not None:
-            talk(f"auto computes in fp32 here, since {stays_in_fp32(policy)}; profiling {instead}")
-            policy = instead
-        folder = make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, cache=cache_dir, tell=tell)
-        target = (script, *(arguments or []))
-        settings = DiagnosisSettings(
-            target=target, is_module=module, policy=policy, folder=folder, time_limit_s=time_limit
+    began_s = time.monotonic()
+    cache = cache_dir or cache_folder()
+    examination = _examine(cache, fresh=fresh, budget_s=budget_s)
+    if script is None:
+        return _show_machine(examination, cache, as_json=as_json)
+    measuring_s = time.monotonic() - began_s
+
+    from narrowcast.observe.capture import make_run_folder
+    from narrowcast.verify import DiagnosisSettings
+
+    settings = DiagnosisSettings(
+        target=(script, *(arguments or [])),
+        is_module=module,
+        policy=_profiled_policy(policy),
+        folder=make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, cache=cache_dir, tell=tell),
+        time_limit_s=time_limit,
+    )
+    return _diagnose(examination, settings, spent_s=measuring_s, as_json=as_json)
+
+
+def _examine(cache: Path | None, *, fresh: bool, budget_s: float) -> dict[str, Any]:
+    """Measure the machine, or read the rates that an earlier measurement kept."""
+    from narrowcast.machine import Budget, examine
+
+    with shown_progress() as progress:
+        examination = examine(
+            cache=cache,
+            fresh=fresh,
+            budget=Budget(device_s=budget_s),
+            progress=lambda text: progress(f"measuring {text}"),
         )
-        told = slow_here(policy)
-        for slow in told:
-            talk(f"note: {slow}")
-        return _diagnose(found, settings, told, spent_s=measuring_s, as_json=as_json)
+    for note in examination["notes"]:
+        talk(f"note: {note}")
+    return examination
+
+
+def _show_machine(examination: dict[str, Any], cache: Path | None, *, as_json: bool) -> int:
     from narrowcast.report import doctor_page, doctor_text
 
-    report = None if cache is None else _keep_page(doctor_page(found), cache / "doctor.html")
-    whole = found | {"report": report}
-    show_result(whole, lambda: doctor_text(found, color=sys.stdout.isatty()), as_json=as_json)
-    if report is not None:
-        talk(f"report: {report}")
-    return CHECK_FAILED if any(wrong["severity"] == "error" for wrong in found["mismatches"]) else 0
+    page = None if cache is None else _keep_page(doctor_page(examination), cache / "doctor.html")
+    answer = examination | {"report": page}
+    show_result(answer, lambda: doctor_text(examination, color=sys.stdout.isatty()), as_json=as_json)
+    _tell_page(page)
+    return CHECK_FAILED if _errors(examination) else 0
+
+
+def _errors(examination: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what keeps torch from using a device."""
+    return [mismatch for mismatch in examination["mismatches"] if mismatch["severity"] == "error"]
+
+
+def _profiled_policy(policy: str) -> str:
+    """Return the policy to profile: a low format where ``auto`` stays in fp32."""
+    from narrowcast.verify.compare import compared_instead, stays_in_fp32
+
+    instead = compared_instead(policy)
+    if instead is None:
+        return policy
+    talk(f"auto computes in fp32 here, since {stays_in_fp32(policy)}; profiling {instead}")
+    return instead
 
 
 def _diagnose(
-    examined: dict[str, Any],
-    settings: DiagnosisSettings,
-    told: list[str],
-    *,
-    spent_s: float,
-    as_json: bool,
+    examination: dict[str, Any], settings: DiagnosisSettings, *, spent_s: float, as_json: bool
 ) -> int:
     from narrowcast.observe.capture import PAGE
     from narrowcast.report import conclusion, diagnosis_page, diagnosis_text
     from narrowcast.verify import diagnose
+    from narrowcast.verify.compare import slow_here
 
-    for wrong in examined["mismatches"]:
-        if wrong["severity"] == "error":
-            talk(f"{wrong['device']}: {wrong['text']} (more: narrowcast doctor)")
+    slow_formats = slow_here(settings.policy)
+    for note in slow_formats:
+        talk(f"note: {note}")
+    for mismatch in _errors(examination):
+        talk(f"{mismatch['device']}: {mismatch['text']} (more: narrowcast doctor)")
+
     with shown_progress() as progress:
-        found = diagnose(settings, examined["rates"], spent_s=spent_s, progress=progress)
+        found = diagnose(settings, examination["rates"], spent_s=spent_s, progress=progress)
     tell_outputs(settings.folder)
     if found["mixed"] is not None:
-        found["mixed"]["notes"] = [note for note in found["mixed"]["notes"] if note not in told]
-    report = _keep_page(diagnosis_page(found, examined), settings.folder / PAGE)
-    whole = found | {"conclusion": conclusion(found), "machine": examined, "report": report}
-    show_result(whole, lambda: diagnosis_text(found, color=sys.stdout.isatty()), as_json=as_json)
-    if report is not None:
-        talk(f"report: {report}")
+        # What was said before the first run is not repeated.
+        notes = [note for note in found["mixed"]["notes"] if note not in slow_formats]
+        found["mixed"]["notes"] = notes
+
+    page = _keep_page(diagnosis_page(found, examination), settings.folder / PAGE)
+    answer = found | {"conclusion": conclusion(found), "machine": examination, "report": page}
+    show_result(answer, lambda: diagnosis_text(found, color=sys.stdout.isatty()), as_json=as_json)
+    _tell_page(page)
     return 0
 
 
@@ -148,3 +175,8 @@ def _keep_page(page: str, path: Path) -> str | None:
     except (OSError, FileError) as error:
         talk(f"note: there is no page: {error}")
         return None
+
+
+def _tell_page(page: str | None) -> None:
+    if page is not None:
+        talk(f"report: {page}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,49 +93,53 @@ def explain(
     The five rows that cost most; --table shows all. Watches a few steps of the script in mixed precision,
     then stops it.
     """
-    if sum(option is not None for option in (against, lock, check)) > 1:
+    if [against, lock, check].count(None) < 2:
         raise typer.BadParameter("one of them at a time", param_hint="'--against', '--lock' or '--check'")
 
     from narrowcast.machine import require_torch
     from narrowcast.observe.capture import make_run_folder
-    from narrowcast.report import find_capture, read_lock, save_page
+    from narrowcast.report import read_lock
 
     locked = None if check is None else read_lock(check)
-    if policy is None and locked is not None:
-        policy = _policy_of(locked, check)
-    policy = policy or "auto"
-    for wanted in (policy, policy if against is None else against):
-        check_policy(wanted)
+    if policy is None:
+        policy = "auto" if locked is None else _policy_of(locked, check)
+    check_policy(policy)
+    if against is not None:
+        check_policy(against)
     require_torch()
     name = find_script(script, arguments, module=module).name
     folder = make_run_folder(f"explain-{name}", asked=run_dir, cache=cache_dir, tell=tell)
-    pages = list[str]()
+    watch = partial(_watch, (script, *(arguments or [])), module=module, steps=steps)
 
-    def watch(policy: str, folder: Path = folder) -> dict[str, Any]:
-        from narrowcast.verify import ScriptSettings, explain_script
-
-        target = (script, *(arguments or []))
-        settings = ScriptSettings(target=target, is_module=module, policy=policy, folder=folder)
-        with shown_progress() as progress:
-            found = explain_script(settings, steps=steps, progress=progress)
-        tell_outputs(folder)
-        if found["problem"] is None:
-            pages.append(str(save_page(find_capture(folder))))
-            found["report"] = pages[-1]
-        return found
-
-    found, code = watch(policy), 0
+    found, code = watch(policy, folder), 0
+    pages = [found.get("report")]
     if against is not None:
-        _show_differences(found, watch(against, folder / "against"), as_json=as_json, every=every)
+        second = watch(against, folder / "against")
+        pages.append(second.get("report"))
+        _show_differences(found, second, as_json=as_json, every=every)
     elif locked is not None:
         code = _check(found, locked, str(check), as_json=as_json, every=every)
     elif lock is not None and not _keep(found, lock):
         code = CHECK_FAILED
     else:
         _show(found, as_json=as_json, whole=whole, every=every)
-    for page in pages:
+    for page in filter(None, pages):
         talk(f"report: {page}")
     return code
+
+
+def _watch(target: tuple[str, ...], policy: str, folder: Path, *, module: bool, steps: int) -> dict[str, Any]:
+    """Run the script for a few steps; return what it ran in which format, with the path of its page."""
+    from narrowcast.report import find_capture, save_page
+    from narrowcast.verify import ScriptSettings, explain_script
+
+    settings = ScriptSettings(target=target, is_module=module, policy=policy, folder=folder)
+    with shown_progress() as progress:
+        found = explain_script(settings, steps=steps, progress=progress)
+    tell_outputs(folder)
+    if found["problem"] is None:
+        found["report"] = str(save_page(find_capture(folder)))
+    return found
 
 
 def _policy_of(locked: Lock, path: Path | None) -> str:
@@ -169,7 +174,7 @@ def _show_differences(
         "problem": problem,
         "policy": first["policy"],
         "against": second["policy"],
-        "differences": [one.to_dict() for one in found],
+        "differences": [difference.to_dict() for difference in found],
         "totals": {"policy": first["totals"], "against": second["totals"]},
         "report": {"policy": first.get("report"), "against": second.get("report")},
     }
@@ -180,13 +185,16 @@ def _keep(found: Mapping[str, Any], path: Path) -> bool:
     """Write the lock file, and return whether there was anything to write."""
     from narrowcast.report import lock_of, write_lock
 
-    made = None if found["problem"] is not None else lock_of(found)
-    if made is None or not made.sites:
-        talk(f"{found['problem'] or 'no operator was called in a region'}; no lock file was written")
-        return False
-    write_lock(made, path)
-    talk(f"{len(made.sites)} decisions are in {path}")
-    return True
+    problem = found["problem"]
+    if problem is None:
+        lock = lock_of(found)
+        if lock.sites:
+            write_lock(lock, path)
+            talk(f"{len(lock.sites)} decisions are in {path}")
+            return True
+        problem = "no operator was called in a region"
+    talk(f"{problem}; no lock file was written")
+    return False
 
 
 def _check(found: Mapping[str, Any], locked: Lock, path: str, *, as_json: bool, every: bool) -> int:
@@ -204,7 +212,7 @@ def _check(found: Mapping[str, Any], locked: Lock, path: str, *, as_json: bool, 
         "lock": path,
         "equal": not changed,
         "around": facts_changed(locked, now),
-        "differences": [one.to_dict() for one in changed],
+        "differences": [difference.to_dict() for difference in changed],
         "report": found["report"],
     }
     show_result(answer, lambda: check_text(locked, now, changed, path, every=every), as_json=as_json)

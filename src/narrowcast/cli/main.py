@@ -74,7 +74,8 @@ def _root(
 
 def _paragraphs(verb: Callable[..., object]) -> str:
     """Join the lines of each paragraph of ``verb``'s docstring; typer joins those of the first only."""
-    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(verb.__doc__ or "").split("\n\n"))
+    paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 class _Verb(TyperCommand):
@@ -90,18 +91,28 @@ class _Verb(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)
         rest: list[str] = super().parse_args(ctx, args)
-        theirs = list(ctx.params.get("arguments") or ())
-        own = [name for option in self.params for name in option.opts if name in _TELLING]
-        given = [word.partition("=")[0] for word in theirs]
-        behind = [name for name in own if name in given]
-        # Many scripts have a -p of their own, as of a port.
-        if "--policy" in own and any(pair in _SHORT_POLICIES for pair in pairwise(theirs)):
-            behind.append("-p")
-        meant = words[-len(theirs) - 2 : -len(theirs) - 1] == ["--"]  # the user says whose they are
-        if behind and not meant and not ctx.resilient_parsing and launched("RANK", 0) == 0:
+        of_script = list(ctx.params.get("arguments") or ())
+        behind = self._own_options_in(of_script)
+        # With "--" before the script's name, the user says whose options these are.
+        is_meant = words[-len(of_script) - 2 : -len(of_script) - 1] == ["--"]
+        if behind and not is_meant and not ctx.resilient_parsing and launched("RANK", 0) == 0:
             names, script = " and ".join(behind), ctx.params["script"]
             tell(f"{names} went to {script}; before the name of the script it would be for narrowcast")
         return rest
+
+    def _own_options_in(self, of_script: list[str]) -> list[str]:
+        """Return the verb's options that stand among the arguments of the script."""
+        names = {word.partition("=")[0] for word in of_script}
+        behind, has_policy = [], False
+        for option in self.params:
+            for name in option.opts:
+                has_policy = has_policy or name == "--policy"
+                if name in _TELLING and name in names:
+                    behind.append(name)
+        # Many scripts have a -p of their own, as of a port.
+        if has_policy and _SHORT_POLICIES.intersection(pairwise(of_script)):
+            behind.append("-p")
+        return behind
 
 
 for _verb in (run, compare, doctor, explain):
@@ -116,16 +127,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Wrong use prints one sentence on stderr and returns 2; Control-C returns 130. Exceptions of a script under
     ``run`` propagate unchanged.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else list(argv)
     hook = sys.excepthook
     try:
         action = app(words, prog_name="narrowcast", standalone_mode=False)
     except TyperException as error:
         text = getattr(error, "format_message", error.__str__)() or "see narrowcast --help"
         text = text.replace("Value error, ", "")  # which typer puts before its message
-        forgot_verb = bool(words) and Path(words[0]).is_file()
-        hint = f" To run a script: narrowcast run {words[0]}" if forgot_verb else ""
-        talk(text + hint)
+        if words and Path(words[0]).is_file():
+            # The user forgot the verb.
+            text += f" To run a script: narrowcast run {words[0]}"
+        talk(text)
         return int(getattr(error, "exit_code", WRONG_USE))
     except typer.Abort:  # nobody answers a question
         return INTERRUPTED
@@ -140,4 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_USE
     finally:
         sys.excepthook = hook  # typer installs its own, but the script must find Python's
-    return int((action() if callable(action) else action) or 0)
+    # ``run`` returns what runs the script, so that nothing of ours is on the stack in between.
+    if callable(action):
+        action = action()
+    return int(action or 0)

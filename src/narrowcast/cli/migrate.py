@@ -46,28 +46,38 @@ def migrate(
 
     with shown_progress() as progress:
         outcomes = migration.migrate_files(paths, to, progress=progress)
-    changed = [outcome for outcome in outcomes if outcome.changes]
     for line in migration.findings_text(outcomes) + migration.passed_over_text(paths):
         talk(line)
-    kept = []
-    for outcome in changed if write else ():
-        try:
-            migration.write(outcome)
-        except FileError as error:
-            talk(str(error))
-            kept.append(outcome)
-    changed = [outcome for outcome in changed if outcome not in kept]
+
+    changed = [outcome for outcome in outcomes if outcome.changes]
+    not_written = 0
+    if write:
+        written = []
+        for outcome in changed:
+            try:
+                migration.write(outcome)
+                written.append(outcome)
+            except FileError as error:
+                talk(str(error))
+                not_written += 1
+        changed = written
+
+    names = [outcome.path for outcome in changed]
     if as_json:
-        done = {outcome.path for outcome in changed} if write else None
-        show_result(migration.as_json(outcomes, to, paths, written=done), str, as_json=True)
-    elif changed and (write or check):
-        show("\n".join(outcome.path for outcome in changed))
-    elif changed:
-        color = sys.stdout.isatty()
-        show("".join(migration.diff_of(outcome, color=color) for outcome in changed).rstrip("\n"))
-    print(migration.summary_text(outcomes, written=write, kept=len(kept)), file=sys.stderr)  # noqa: T201
-    if kept:
+        answer = migration.as_json(outcomes, to, paths, written=set(names) if write else None)
+        show_result(answer, str, as_json=True)
+    elif names and (write or check):
+        show("\n".join(names))
+    elif names:
+        diffs = [migration.diff_of(outcome, color=sys.stdout.isatty()) for outcome in changed]
+        show("".join(diffs).rstrip("\n"))
+    print(migration.summary_text(outcomes, written=write, kept=not_written), file=sys.stderr)  # noqa: T201
+
+    if not_written:
         return NOT_WRITTEN
     if check and changed:
         return CHECK_FAILED
-    return NOT_LOOKED_AT if any(outcome.problem is not None for outcome in outcomes) else 0
+    for outcome in outcomes:
+        if outcome.problem is not None:
+            return NOT_LOOKED_AT
+    return 0

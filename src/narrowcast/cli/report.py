@@ -80,41 +80,54 @@ def _numbers_and_text(found: Any, page: str) -> tuple[dict[str, Any], str]:
     if isinstance(found, ComparisonCapture):
         numbers = summary(found, report=page)
         return numbers, comparison_table(numbers, color=color)
+
     run, path = found
     numbers = run_summary(run) | {"report": page}
     try:
-        if watched := explanation_of(found):
-            return numbers | {"explained": watched}, explain_text(watched, color=color)
+        watched = explanation_of(found)
     except FileError as error:
+        # A run whose explanation cannot be read is shown as a run.
         talk(str(error))
+        watched = None
+    if watched is not None:
+        return numbers | {"explained": watched}, explain_text(watched, color=color)
     return numbers, run_block(run, capture_path=str(path))
+
+
+# ---- all captures
 
 
 def _list_all(cache: Path | None, *, clean: bool) -> int:
     """List the folders of captures with their time and size; delete them if the answer is yes."""
-    ended_s = {path: _ended_s(path) for path in (cache / "runs").glob("*/")} if cache else {}
-    folders = sorted(ended_s, key=lambda path: -ended_s[path])
-    sizes = {path: sum(f.lstat().st_size for f in path.rglob("*") if f.is_file()) / 2**20 for path in folders}
-    for path, mib in sizes.items():
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(ended_s[path]))
-        show(f"{when} {mib:10.2f} MiB  {path}")
+    from narrowcast.report import capture_folders, written_s
+
+    folders = capture_folders(cache)
     if not folders:
         talk("there are no captures" + (f" in {cache / 'runs'}" if cache else ""))
-    elif clean and typer.confirm(f"Delete these {len(folders)} folders, {sum(sizes.values()):.1f} MiB?"):
-        for path in folders:
-            if any(path.rglob("files.jsonl")):
-                talk(f"{path} stays: it has files of yours that are to be put back")
-            elif any(map(_is_written, path.rglob("*.jsonl"))):
-                talk(f"{path} stays: its run goes on")
-            else:
-                shutil.rmtree(path)
+        return 0
+    total_mib = 0.0
+    for folder in folders:
+        mib = _size_mib(folder)
+        total_mib += mib
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written_s(folder)))
+        show(f"{when} {mib:10.2f} MiB  {folder}")
+    if clean and typer.confirm(f"Delete these {len(folders)} folders, {total_mib:.1f} MiB?"):
+        for folder in folders:
+            _delete(folder)
     return 0
 
 
-def _ended_s(folder: Path) -> float:
-    """Return when a folder's capture was written last; a later report writes its page anew."""
-    captures = [path for path in folder.glob("*.jsonl") if path.is_file()]
-    return max(path.stat().st_mtime for path in captures or [folder])
+def _size_mib(folder: Path) -> float:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
+
+
+def _delete(folder: Path) -> None:
+    if any(folder.rglob("files.jsonl")):
+        talk(f"{folder} stays: it has files of yours that are to be put back")
+    elif any(map(_is_written, folder.rglob("*.jsonl"))):
+        talk(f"{folder} stays: its run goes on")
+    else:
+        shutil.rmtree(folder)
 
 
 def _is_written(capture: Path) -> bool:

@@ -107,26 +107,39 @@ def run(
 
     from narrowcast.attach import Attachment, run_attached
     from narrowcast.machine import require_torch
-    from narrowcast.observe.capture import CaptureWriter, discard_captures, make_run_folder, start_event
+    from narrowcast.observe.capture import (
+        RUN,
+        CaptureWriter,
+        discard_captures,
+        make_run_folder,
+        start_event,
+    )
 
     require_torch()
     found = find_script(script, arguments, module=module)
     rank = launched("RANK", 0)
-    name = found.name if rank == 0 else f"{found.name}-rank{rank}"
+    name, capture = found.name, RUN
+    if rank > 0:
+        name = f"{found.name}-rank{rank}"
+        # Ranks share only a folder that was asked for; each has a new folder of its own otherwise.
+        if run_dir is not None:
+            capture = f"capture-rank{rank}.jsonl"
     folder = make_run_folder(name, asked=run_dir, cache=cache_dir, tell=tell)
     if rank == 0:
-        if (folder / "capture.jsonl").is_file():
+        if (folder / RUN).is_file():
             tell(f"the capture of the earlier run in {folder} is replaced")
         discard_captures(folder, from_rank=launched("WORLD_SIZE", 1))
-    # Ranks share only a folder that was asked for; each has a new folder of its own otherwise.
-    own = rank == 0 or run_dir is None
-    writer = CaptureWriter(folder / ("capture.jsonl" if own else f"capture-rank{rank}.jsonl"))
+
+    writer = CaptureWriter(folder / capture)
     rules = len(with_fp32_weights(policy).rules)
     writer.write(start_event(found.argv, policy, rules=rules, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
-    attachment = Attachment(policy, scale, writer=writer, tell=tell if rank == 0 else lambda _: None)
-    ending = _ending(writer) if rank == 0 else lambda: None
-    return partial(run_attached, found, attachment, seed=seed, at_end=ending)
+    if rank > 0:
+        # Rank 0 speaks for all.
+        attachment = Attachment(policy, scale, writer=writer, tell=lambda _: None)
+        return partial(run_attached, found, attachment, seed=seed, at_end=lambda: None)
+    attachment = Attachment(policy, scale, writer=writer, tell=tell)
+    return partial(run_attached, found, attachment, seed=seed, at_end=_ending(writer))
 
 
 def tell(text: str) -> None:
@@ -140,8 +153,9 @@ def check_policy(policy: str) -> None:
     try:
         with_fp32_weights(policy)
     except PolicyError as error:
-        came = " (from NARROWCAST_POLICY)" if policy == os.environ.get("NARROWCAST_POLICY") else ""
-        raise PolicyError(f"{error}{came}") from None
+        if policy == os.environ.get("NARROWCAST_POLICY"):
+            raise PolicyError(f"{error} (from NARROWCAST_POLICY)") from None
+        raise
 
 
 def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Script:
@@ -149,7 +163,9 @@ def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Sc
     from narrowcast.attach import Script, restore_killed
 
     restore_killed(tell)
-    return (Script.from_module if module else Script.from_path)(script, arguments or [])
+    if module:
+        return Script.from_module(script, arguments or [])
+    return Script.from_path(script, arguments or [])
 
 
 def tell_outputs(folder: Path) -> None:
@@ -157,7 +173,7 @@ def tell_outputs(folder: Path) -> None:
     from narrowcast.attach import OUTPUTS
 
     of_one = folder / OUTPUTS
-    of_several = sorted(path for path in folder.glob(f"*/{OUTPUTS}") if path.is_dir())
+    of_several = sorted(folder.glob(f"*/{OUTPUTS}"))
     if of_several:
         where = f"each run of the script wrote is in its folder, as {of_several[0]}"
     elif of_one.is_dir():
@@ -184,9 +200,10 @@ def _ending(writer: CaptureWriter) -> Callable[[], None]:
     def end() -> None:
         try:
             text = run_block(read_capture(writer.path), capture_path=str(writer.path), with_told=False)
+        except NarrowcastError as error:
+            text = f"narrowcast: {error}"
         except Exception as error:  # a fault of ours: it must not look like one of the script
-            said = error if isinstance(error, NarrowcastError) else repr(error)
-            text = f"narrowcast: {said if writer.error is None else 'there is no summary'}"
+            text = f"narrowcast: {error!r}"
         if writer.error is not None:
             text += f"\n  the capture {writer.path} is incomplete: {writer.error.strerror}"
         for stream in (sys.stdout, sys.stderr):

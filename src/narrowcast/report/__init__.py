@@ -2,26 +2,33 @@
 
 from narrowcast.report._doctor import doctor_page, doctor_text
 from narrowcast.report._doctor_script import conclusion, diagnosis_page, diagnosis_text
-from narrowcast.report._explain import (
+from narrowcast.report._explain import check_text, explain_text, policies_text
+from narrowcast.report._files import (
+    capture_folders,
+    explanation_of,
+    find_capture,
+    latest_capture,
+    save_page,
+    write_page,
+    written_s,
+)
+from narrowcast.report._lock import (
     Lock,
-    check_text,
     decided_sites,
     differences,
-    explain_text,
     facts_changed,
     lock_of,
-    policies_text,
     read_lock,
     write_lock,
 )
-from narrowcast.report._files import explanation_of, find_capture, latest_capture
-from narrowcast.report._page import save_page, write_page
-from narrowcast.report._summary import run_summary, summary
-from narrowcast.report._table import comparison_table, run_block
+from narrowcast.report._run import run_block, run_summary
+from narrowcast.report._summary import summary
+from narrowcast.report._table import comparison_table
 from narrowcast.report._text import printable
 
 __all__ = [
     "Lock",
+    "capture_folders",
     "check_text",
     "comparison_table",
     "conclusion",
@@ -46,4 +53,5 @@ __all__ = [
     "summary",
     "write_lock",
     "write_page",
+    "written_s",
 ]

@@ -20,14 +20,18 @@ _PARTS = {
     "loading": "loading data",
     "python": "Python and dispatch",
 }
+_ON_GPU = _PARTS | {"python": "GPU waits"}
 _SHORT = {"batched matmul": "bmm", "convolution": "conv", "recurrent layer": "recurrent"}
 # Shares of a step from which on a part is worth a sentence.
 _MUCH, _MUCH_CASTING, _MUCH_PYTHON, _SMALL_SHARE = 0.15, 0.08, 0.25, 0.05
 _BUSY = 0.8
+# What dispatch takes of one operator, at most; more is Python of the script itself.
 _LONGEST_DISPATCH_S = 100e-6
 _AS_FAST = 1.1
+# A matmul with so many times fewer operations than one that gains here is small.
 _MUCH_SMALLER = 8
 _MUCH_LONGER = 1.5
+# Tensor cores take multiples of this.
 _TENSOR_CORES = 8
 _MOST_CHANGES = 4
 
@@ -46,17 +50,16 @@ def diagnosis_page(found: dict[str, Any], examination: dict[str, Any]) -> str:
 
 
 def _values(found: dict[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {"found": found}
-    if found["problem"] is None:
-        reads, steps = _waiting_reads(found), (found["mixed"]["reads"] or {"steps": 1})["steps"]
-        values |= {
-            "parts": _parts(found),
-            "sizes": [_size(row) for row in found["together"]["sizes"]],
-            "reads": [f"{read['site']} {read['what']} {count_text(read['count'] / steps)}" for read in reads],
-            "conclusion": conclusion(found),
-            "worth_it": _worth_it(found["together"]),
-        }
-    return values
+    if found["problem"] is not None:
+        return {"found": found}
+    return {
+        "found": found,
+        "parts": _parts(found),
+        "sizes": [_size(row) for row in found["together"]["sizes"]],
+        "reads": _read_lines(found),
+        "conclusion": conclusion(found),
+        "worth_it": _worth_it(found["together"]),
+    }
 
 
 def _worth_it(together: dict[str, Any]) -> str:
@@ -68,62 +71,112 @@ def _worth_it(together: dict[str, Any]) -> str:
 
 def _parts(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the parts of a step, with their times in FP32 and in mixed precision."""
-    names = _PARTS if found["mixed"]["gpu_busy_share"] is None else _PARTS | {"python": "GPU waits"}
+    names = _PARTS if found["mixed"]["gpu_busy_share"] is None else _ON_GPU
     rows = []
     for part, name in names.items():
-        shares = [found[run]["shares"][part] for run in _RUNS]
-        if any(share > 0 for share in shares):
-            times = [share * found[run]["plain_step_s"] for run, share in zip(_RUNS, shares, strict=True)]
-            cells = zip(times, shares, strict=True)
-            rows.append((name, *(f"{duration(t)} {percent(s):>5}" if s else UNKNOWN for t, s in cells)))
+        cells = []
+        for run in _RUNS:
+            share = found[run]["shares"][part]
+            time_s = share * found[run]["plain_step_s"]
+            cells.append(f"{duration(time_s)} {percent(share):>5}" if share else UNKNOWN)
+        if cells != [UNKNOWN, UNKNOWN]:
+            rows.append((name, *cells))
     return rows
 
 
 def _size(row: dict[str, Any]) -> tuple[str, ...]:
-    here = UNKNOWN if row["speedup"] is None else speed_text(row["speedup"])
-    machine = "" if row["machine_speedup"] is None else speed_text(row["machine_speedup"])
     name = f"{printable(_shape_text(row))} ({count_text(row['count'])})"
-    return name, percent(row["share"]), here, machine
+    machine = "" if row["machine_speedup"] is None else speed_text(row["machine_speedup"])
+    return name, percent(row["share"]), speed_text(row["speedup"]), machine
+
+
+def _shape_text(row: dict[str, Any]) -> str:
+    """Format ``32 x 128 x 64``; of a convolution ``conv 8x64x32x32, 64x64x3x3``, input and weight."""
+    shape, kind = row["shape"], row["kind"]
+    if kind == "matmul":
+        return " x ".join(map(str, shape)) or "unknown"
+    operands = [shape]
+    if kind in ("convolution", "attention"):
+        operands = [shape[: len(shape) // 2], shape[len(shape) // 2 :]]
+    texts = ", ".join("x".join(map(str, operand)) for operand in operands)
+    return f"{_SHORT.get(kind, kind)} {texts}"
+
+
+def _read_lines(found: dict[str, Any]) -> list[str]:
+    """Return ``train.py:11 item() 1`` for each line that reads tensors."""
+    lines = []
+    for read in _waiting_reads(found):
+        per_step = count_text(read["count"] / found["mixed"]["reads"]["steps"])
+        lines.append(f"{read['site']} {read['what']} {per_step}")
+    return lines
+
+
+def _waiting_reads(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return reads of tensors on the model's device, the most frequent first."""
+    if found["mixed"]["reads"] is None:
+        return []
+    return [read for read in found["mixed"]["reads"]["sites"] if read["device"] == found["device"]]
+
+
+# ---- what it means
 
 
 def conclusion(found: dict[str, Any]) -> list[str]:
     """Return what to expect of mixed precision for this script, what to change, and the notes of its run."""
     if found["problem"] is not None:
         return []
-
-    def text(finding: _Finding) -> str:
-        kind, values = finding
-        return sentence("findings.txt", kind, found=found, **values)
-
+    lines = []
+    for finding in _expectation(found):
+        lines.append(_text_of(finding, found))
     changes = sorted(_changes(found), key=lambda change: -change[0])[:_MOST_CHANGES]
-    lines = [text(finding) for finding in (*_expectation(found), *_doubts(found))]
-    lines += [f"{'Then' if n else 'Change first'}: {text(change)}" for n, (_, change) in enumerate(changes)]
-    notes = [f"{note[:1].upper()}{note[1:]}." for note in (*found["notes"], *found["mixed"]["notes"])]
-    return [*lines, *map(text, _reads(found)), *notes]
+    begins = "Change first"
+    for _, change in changes:
+        lines.append(f"{begins}: {_text_of(change, found)}")
+        begins = "Then"
+    for finding in _reads(found):
+        lines.append(_text_of(finding, found))
+    for note in (*found["notes"], *found["mixed"]["notes"]):
+        lines.append(f"{note[:1].upper()}{note[1:]}.")
+    return lines
+
+
+def _text_of(finding: _Finding, found: dict[str, Any]) -> str:
+    kind, values = finding
+    return sentence("findings.txt", kind, found=found, **values)
 
 
 def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
-    together, limit = found["together"], found["together"]["limit_machine"]
-    if not together["products_share"] or together["products_speedup"] is None:
+    """Yield what matmuls alone would give, and what was measured or why it is not worth it."""
+    together = found["together"]
+    limit = together["limit_machine"]
+    has_matmuls = together["products_share"] and together["products_speedup"] is not None
+    if not has_matmuls:
         yield "no matmuls", {}
     elif limit is None:
         yield "no limit", {}
-        yield "limit here", {}
     else:
-        before, after = (found[run]["shares"]["other_ops"] * found[run]["plain_step_s"] for run in _RUNS)
-        faster = together["speedup"] is not None and together["speedup"] > limit
-        yield "limit", {"others": (before, after) if faster and before > after else None}
-        yield "limit here", {}
+        yield "limit", {"others": _faster_others(found, limit)}
+
     if together["not_faster"] is not None:
+        # It says what the matmuls gained in this script too, and how much the profiler slowed a step down.
         yield "not faster", {}
-
-
-def _doubts(found: dict[str, Any]) -> Iterator[_Finding]:
-    runs = (found["fp32"], found["mixed"])
-    for run, name in zip(runs, ("FP32", found["format"]), strict=True):
-        longer = run["step_s"] / run["plain_step_s"]
+        return
+    if has_matmuls:
+        yield "limit here", {}
+    for run, name in (("fp32", "FP32"), ("mixed", found["format"])):
+        longer = found[run]["step_s"] / found[run]["plain_step_s"]
         if longer > _MUCH_LONGER:
             yield "slowed", {"run": name, "longer": longer}
+
+
+def _faster_others(found: dict[str, Any], limit: float) -> tuple[float, float] | None:
+    """Return the times of other operators where they explain a step faster than matmuls alone allow."""
+    speedup = found["together"]["speedup"]
+    before_s = found["fp32"]["shares"]["other_ops"] * found["fp32"]["plain_step_s"]
+    after_s = found["mixed"]["shares"]["other_ops"] * found["mixed"]["plain_step_s"]
+    if speedup is None or speedup <= limit or before_s <= after_s:
+        return None
+    return before_s, after_s
 
 
 def _changes(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
@@ -133,12 +186,15 @@ def _changes(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
     yield from _small_products(found)
     if busy is not None:
         yield from _unaligned(found)
-    if busy is not None and busy < _BUSY:
-        yield 1 - busy, ("gpu waits", {"share": 1 - busy})
-    elif busy is None and shares["python"] > _MUCH_PYTHON and mixed["ops"]["mean_s"]:
+        if busy < _BUSY:
+            yield 1 - busy, ("gpu waits", {"share": 1 - busy})
+    elif shares["python"] > _MUCH_PYTHON and mixed["ops"]["mean_s"]:
         between_s = shares["python"] * mixed["plain_step_s"]
-        is_dispatch = between_s < _LONGEST_DISPATCH_S * mixed["ops"]["count"]
-        yield shares["python"], ("python" if is_dispatch else "own python", {"between_s": between_s})
+        kind = "own python"
+        if between_s < _LONGEST_DISPATCH_S * mixed["ops"]["count"]:
+            kind = "python"
+        yield shares["python"], (kind, {"between_s": between_s})
+
     for kind, share, much in (
         ("loading", mixed["loading_share"], _MUCH),
         ("optimizer", shares["optimizer"], _MUCH),
@@ -150,32 +206,44 @@ def _changes(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
 
 
 def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
-    here, best = found["together"]["products_speedup"], found["together"]["machine_best"]
-    if here is None or best is None or best["speed"] < _AS_FAST or not found["together"]["sizes"]:
+    """Yield that matmuls are too small, where larger ones are faster on this machine."""
+    together, share = found["together"], found["mixed"]["shares"]["products"]
+    here, best = together["products_speedup"], together["machine_best"]
+    if here is None or best is None or best["speed"] < _AS_FAST:
         return
-    if found["mixed"]["shares"]["products"] < _SMALL_SHARE:
+    if share < _SMALL_SHARE or not together["sizes"] or here >= max(_AS_FAST, best["speed"] / 2):
         return
-    largest = found["together"]["sizes"][0]
+    largest = together["sizes"][0]
     # Convolutions have rates of their own.
-    of_matrices = largest["kind"] in ("matmul", "batched matmul")
-    small = of_matrices and math.prod(largest["shape"]) * _MUCH_SMALLER < best["shape"][0] ** 3
-    if small and (here < _AS_FAST or here < best["speed"] / 2):
-        # First, if it is why the format loses.
-        reason = found["together"]["not_faster"]
-        weight = found["mixed"]["shares"]["products"] + (reason is not None and reason["cause"] == "kernels")
-        yield weight, ("small", {"largest": _shape_text(largest), "speed": largest["speedup"]})
+    if largest["kind"] not in ("matmul", "batched matmul"):
+        return
+    if math.prod(largest["shape"]) * _MUCH_SMALLER >= best["shape"][0] ** 3:
+        return
+    reason = together["not_faster"]
+    if reason is not None and reason["cause"] == "kernels":
+        # This change comes first: it is why the format loses.
+        share += 1
+    yield share, ("small", {"largest": _shape_text(largest), "speed": largest["speedup"]})
 
 
 def _unaligned(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
     """Yield the slowest product with a size that is no multiple of what tensor cores take."""
     for row in found["together"]["sizes"]:
-        shape = row["shape"]
-        channels = {"matmul": shape, "convolution": [shape[len(shape) // 2], *shape[1:2]]}
-        odd = [number for number in channels.get(row["kind"], []) if number % _TENSOR_CORES]
+        odd = [size for size in _aligned_sizes(row) if size % _TENSOR_CORES]
         if odd and row["share"] > _SMALL_SHARE:
             values = {"shape": _shape_text(row), "share": row["share"], "odd": odd[0]}
             yield row["share"], ("unaligned", values)
             return
+
+
+def _aligned_sizes(row: dict[str, Any]) -> list[int]:
+    """Return the sizes that have to be multiples: all of a matmul, the channels of a convolution."""
+    shape: list[int] = row["shape"]
+    if row["kind"] == "matmul":
+        return shape
+    if row["kind"] == "convolution":
+        return [shape[len(shape) // 2], *shape[1:2]]
+    return []
 
 
 def _reads(found: dict[str, Any]) -> Iterator[_Finding]:
@@ -183,19 +251,3 @@ def _reads(found: dict[str, Any]) -> Iterator[_Finding]:
     if waiting:
         total = sum(read["count"] for read in waiting) / found["mixed"]["reads"]["steps"]
         yield "reads", {"count": total, "site": waiting[0]["site"], "what": waiting[0]["what"]}
-
-
-def _waiting_reads(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return reads of tensors on the model's device, the most frequent first."""
-    reads = found["mixed"]["reads"] or {"sites": []}
-    return [site for site in reads["sites"] if site["device"] == found["device"]]
-
-
-def _shape_text(row: dict[str, Any]) -> str:
-    """Format ``32 x 128 x 64``; of a convolution ``conv 8x64x32x32, 64x64x3x3``, input and weight."""
-    shape, kind = row["shape"], row["kind"]
-    if kind == "matmul":
-        return " x ".join(map(str, shape)) or "unknown"
-    half = len(shape) // 2 if kind in ("convolution", "attention") else len(shape)
-    parts = ["x".join(map(str, part)) for part in (shape[:half], shape[half:]) if part]
-    return f"{_SHORT.get(kind, kind)} {', '.join(parts)}"

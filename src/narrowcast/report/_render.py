@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,32 +14,29 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_WORDS = Path(explanation.__file__).parent
-# Templates may use every public function of _text, and the formats of numbers that explain has.
-_FILTERS = {
-    name: function
-    for name, function in vars(_text).items()
-    if getattr(function, "__module__", "") == _text.__name__ and not name.startswith("_")
-} | {name: getattr(explanation, name) for name in ("bytes_text", "count_text", "percent")}
+# What templates may use of ``_text``, and of the formats of numbers that explain has.
+_OF_TEXT = (
+    "bold", "bold_red", "cut", "decibels", "duration", "gibibytes", "mebibytes", "milliseconds", "number",
+    "percent_change", "plural", "printable", "seconds", "short", "shortened", "speed_interval", "speed_text",
+    "when", "wrapped",
+)  # fmt: skip
+_OF_EXPLANATION = ("bytes_text", "count_text", "percent", "share_of")
+# A page runs no script, and fetches and sends nothing; only its own styles are allowed.
+_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def html_page(template: str, **values: Any) -> str:
-    """Render a page: every value is escaped, and the page's own policy forbids all but its own script."""
-    script = _source("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Pictures come as data, styles are the page's own; nothing may be fetched or sent.
-    policy = (
-        "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; "
-        f"form-action 'none'; script-src 'sha256-{digest}'"
-    )
-    given = {"script": script, "style": _source("page.css"), "security_policy": policy}
-    return _environment(html=True).get_template(template).render(given, **values)
+    """Render a page; every value is escaped, and the page's own policy forbids all scripts."""
+    style = (_TEMPLATES / "page.css").read_text(encoding="utf-8")
+    rendered = _environment(html=True).get_template(template)
+    return rendered.render(style=style, security_policy=_SECURITY_POLICY, **values)
 
 
 def terminal_text(template: str, *, color: bool = False, **values: Any) -> str:
-    """Render lines for a terminal; each value must pass the filter ``wrapped`` or ``printable``."""
+    """Render lines for a terminal; each value must pass the filter ``wrapped``, ``cut`` or ``printable``."""
     text = _environment(html=False).get_template(template).render(values)
-    text = text if color else without_escapes(text)
+    if not color:
+        text = without_escapes(text)
     return "\n".join(line.rstrip() for line in text.rstrip("\n").splitlines())
 
 
@@ -53,26 +48,28 @@ def sentence(template: str, kind: str, **values: Any) -> str:
 
 @cache
 def _environment(*, html: bool) -> Environment:
+    # Slow to import.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FileSystemLoader([_TEMPLATES, _WORDS]),
+        loader=FileSystemLoader(_TEMPLATES),
         autoescape=html,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     if html:
-        # Whatever is inserted: control characters, and those that reverse a line, are spelled out.
-        environment.finalize = lambda value: printable(value) if type(value) is str else value
-    environment.filters |= _FILTERS
-    # For the page's own script and style only.
+        environment.finalize = _spell_out
+    for module, names in ((_text, _OF_TEXT), (explanation, _OF_EXPLANATION)):
+        for name in names:
+            environment.filters[name] = getattr(module, name)
+    # For the page's own style and paths only.
     environment.filters["as_is"] = Markup
     environment.globals |= {"unknown": UNKNOWN, "width": WIDTH}
     return environment
 
 
-@cache
-def _source(name: str) -> str:
-    return (_TEMPLATES / name).read_text(encoding="utf-8")
+def _spell_out(value: Any) -> Any:
+    """Spell out control characters in inserted text, and those that reverse a line."""
+    return printable(value) if type(value) is str else value

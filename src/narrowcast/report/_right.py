@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from narrowcast.errors import few
@@ -18,6 +19,7 @@ GROWING = "failing and growing"
 LOST = "lost"
 
 _ENOUGH_SEEDS = 3
+# What to type next has so many times the steps.
 _TIMES_LONGER = 4
 
 
@@ -45,73 +47,70 @@ def judge_gradients(certificates: Sequence[Mapping[str, Any]]) -> Gradients:
     first, *later = certificates
     judged = later or [first]
     state, decisive = _worst(judged)
+    # Where there are several, the reason says which.
     reason = decisive["reason"]
     if len(certificates) > 1:
         reason = f"at step {decisive['at_step']}: {reason}"
     if state == FAIL and _is_growing(judged):
         state = GROWING
-        errors = [f"{short(one['error_over_noise'])} at step {one['at_step']}" for one in judged]
+        errors = [f"{short(each['error_over_noise'])} at step {each['at_step']}" for each in judged]
         reason = f"{reason} The error grows: {few(errors)}."
+
     early = None
     if later and first["verdict"] == FAIL and state in (PASS, CANNOT_TELL):
-        steps = " and ".join(str(one["at_step"]) for one in later)
+        steps = " and ".join(str(certificate["at_step"]) for certificate in later)
         early = (
-            f"gradients failed at step {first['at_step']}, the start of training, and no longer do at step"
-            f"{'s' * (len(later) > 1)} {steps}, which count: {first['reason']}"
+            f"gradients failed at step {first['at_step']}, the start of training, and no longer do at "
+            f"{'steps' if len(later) > 1 else 'step'} {steps}, which count: {first['reason']}"
         )
     return Gradients(state, reason, early)
 
 
 def _worst(certificates: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
     """Return the worst state among certificates, and the latest certificate in it."""
-    states = [(_state(one), one) for one in certificates]
-    for worst in (LOST, FAIL, CANNOT_TELL, PASS):
-        matching = [one for state, one in states if state == worst]
-        if matching:
-            return worst, matching[-1]
-    raise AssertionError("no certificate")
+    by_state = {_state(certificate): certificate for certificate in certificates}
+    worst = next(state for state in (LOST, FAIL, CANNOT_TELL, PASS) if state in by_state)
+    return worst, by_state[worst]
 
 
 def _state(certificate: Mapping[str, Any]) -> str:
-    # Captures of earlier versions do not say what was lost: there every failure was.
-    if certificate["verdict"] == FAIL and certificate.get("is_lost", True):
+    if certificate["verdict"] == FAIL and certificate["is_lost"]:
         return LOST
-    state: str = certificate["verdict"]
-    return state
+    return str(certificate["verdict"])
 
 
 def _is_growing(certificates: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the latest one fails with an interval that lies above that of the first one."""
-    before, latest = certificates[0], certificates[-1]
-    if latest["verdict"] != FAIL or latest is before:
+    first, latest = certificates[0], certificates[-1]
+    if latest["verdict"] != FAIL or latest is first:
         return False
-    interval_before = before.get("error_over_noise_interval")
-    interval = latest.get("error_over_noise_interval")
+    interval_before, interval = first["error_over_noise_interval"], latest["error_over_noise_interval"]
     if interval_before is None or interval is None:
         return False
     lowest, highest_before = interval[0], interval_before[1]
     return bool(lowest > highest_before)
 
 
-def judge_training(gradients: Gradients, loss: Mapping[str, Any] | None, *, few_seeds: bool) -> str:
+def judge_training(gradients: Gradients, loss: Mapping[str, Any], *, few_seeds: bool) -> str:
     """Return ``"yes"``, ``"no: ..."`` or ``"cannot tell: ..."``.
 
     Args:
         gradients: as of ``judge_gradients``.
-        loss: verdict and reason by the losses; None: there are none.
+        loss: verdict and reason by the losses.
         few_seeds: whether the losses were not judged for want of seeds, as by default.
     """
-    losses = "not judged" if loss is None or few_seeds else loss["verdict"]
-    of_losses = f"losses: {loss['reason']}" if loss is not None else ""
-    of_gradients = f"gradients: {gradients.reason}"
+    losses = "not judged" if few_seeds else loss["verdict"]
+    of_losses, of_gradients = f"losses: {loss['reason']}", f"gradients: {gradients.reason}"
+
+    # This is the table of docs/compare.md, row by row from below.
     if gradients.state in (LOST, GROWING):
-        return f"no: {of_gradients}" + (f"; {of_losses}" if losses == FAIL else "")
+        return f"no: {of_gradients}; {of_losses}" if losses == FAIL else f"no: {of_gradients}"
     if losses == FAIL:
         return f"no: {of_losses}"
     if gradients.state == FAIL:
-        agree = (
-            "the losses of all seeds agree" if losses == PASS else "one seed does not show whether losses do"
-        )
+        agree = "one seed does not show whether losses do"
+        if losses == PASS:
+            agree = "the losses of all seeds agree"
         return f"cannot tell: {of_gradients} But {agree}."
     if gradients.state == CANNOT_TELL:
         return f"cannot tell: {of_gradients}"
@@ -138,12 +137,16 @@ def next_for_right(
     if right == "yes":
         return None
     if right.startswith("no") and "fp16" in formats:
+        # bf16 has the range of FP32, and needs no loss scale.
         return compare_again(start, policy="bf16", loss_scale=None)
     if right.startswith("no") and start["policy"] != "safe":
+        # It keeps more operators in FP32.
         return compare_again(start, policy="safe")
     if right.startswith("no") or kind == "inference":
+        # A rule of one's own is left, and explain names the operators.
         return command("explain", start, ("--policy", start["policy"]))
     if start["repeats"] < _ENOUGH_SEEDS:
+        # With so many seeds the losses count too.
         return compare_again(start, repeats=_ENOUGH_SEEDS)
     return compare_again(start, **_more(start, was_stopped=was_stopped))
 
@@ -173,8 +176,7 @@ def compare_again(start: Mapping[str, Any], **changed: Any) -> str:
             options.pop(option, None)
         else:
             options[option] = str(value)
-    words = [word for option in options.items() for word in option]
-    return command("compare", start, words)
+    return command("compare", start, tuple(chain.from_iterable(options.items())))
 
 
 def command(verb: str, start: Mapping[str, Any], options: Sequence[str]) -> str:

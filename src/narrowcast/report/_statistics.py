@@ -1,43 +1,111 @@
-"""What a loss may differ by, and reasons to doubt a comparison."""
+"""What a loss may differ by, and reasons to doubt a comparison. Statistics of times: ``observe.capture``."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from narrowcast.observe.capture import Capture, TimedRun, student_975, times_s
+from narrowcast.report._text import plural
 
+# Of a run's losses, how many a final loss is the mean of.
 _LAST_SHARE = 0.1
-_TOO_UNEVEN = 4.0
-_MANY_SKIPPED = 0.1
-_MORE_CALLS = 1.2
+_ENOUGH_SEEDS = 3
+# Losses of one seed count where they are far apart, of runs with so many losses, or so many times FP32's.
 _FEWEST_LOSSES = 10
 _MANY_TIMES = 10.0
+_TOO_UNEVEN = 4.0
+_FEWEST_TIMES = 10
+_MANY_SKIPPED = 0.1
+_MORE_CALLS = 1.2
 
 
-def final_loss(losses: Sequence[float]) -> float:
-    """Mean of the last tenth, at least one value: a single minibatch is too noisy."""
-    return mean(losses[-max(1, int(len(losses) * _LAST_SHARE)) :])
+# Losses of one run by call site; and final losses by call site and seed.
+Losses = dict[str, list[float]]
+FinalLosses = dict[str, dict[int, float]]
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; NaN of infinities of both signs, infinity where a float cannot hold the sum."""
-    try:
+    """Return the arithmetic mean, also of losses that are not finite."""
+    if all(map(math.isfinite, values)):
         return statistics.fmean(values)
-    except (ValueError, OverflowError):
-        return sum(values) / len(values)
+    # It would raise where a loss that diverges is inf and then -inf.
+    return sum(values)
 
 
-def steps_by_site(captures: Sequence[Capture]) -> Counter[str]:
+def final_loss(losses: Sequence[float]) -> float:
+    """Return the mean of the last tenth, at least one value: a single minibatch is too noisy."""
+    return mean(losses[-_tenth_of(losses) :])
+
+
+def _tenth_of(losses: Sequence[float]) -> int:
+    return max(1, int(len(losses) * _LAST_SHARE))
+
+
+def losses_of(runs: Sequence[TimedRun]) -> dict[str, Losses]:
+    """Return losses by run and call site, as far as all runs went that were not ended early.
+
+    A run that was ended early has none, unless every run of its format and seed was; then all end there.
+    """
+    whole = {(run.format, run.seed) for run in runs if not run.cut}
+    by_run: dict[str, Losses] = {}
+    was_cut = False
+    for run in runs:
+        if run.cut and (run.format, run.seed) in whole:
+            continue
+        was_cut = was_cut or run.cut
+        by_run[run.name] = losses_by_site(run.capture)
+    if was_cut:
+        _end_together(by_run.values())
+    return by_run
+
+
+def losses_by_site(capture: Capture) -> Losses:
+    by_site: Losses = defaultdict(list)
+    for loss in capture.of("loss"):
+        by_site[loss["site"]].append(loss["value"])
+    return by_site
+
+
+def _end_together(runs: Iterable[Losses]) -> None:
+    """Cut the losses of each call site to the length of the shortest run that has any."""
+    fewest: dict[str, int] = {}
+    for losses in runs:
+        for site, values in losses.items():
+            fewest[site] = min(len(values), fewest.get(site, len(values)))
+    for losses in runs:
+        for site, values in losses.items():
+            del values[fewest[site] :]
+
+
+def final_losses(runs: Iterable[TimedRun], losses: Mapping[str, Losses], side: str) -> FinalLosses:
+    """Return final losses of one format by call site and seed; runs of one seed count once, by their mean."""
+    of_runs: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if run.format != side or run.name not in losses:
+            continue
+        for site, values in losses[run.name].items():
+            of_runs[site][run.seed].append(final_loss(values))
+    found: FinalLosses = {}
+    for site, by_seed in of_runs.items():
+        found[site] = {seed: mean(values) for seed, values in by_seed.items()}
+    return found
+
+
+# ---- which losses are judged
+
+
+def steps_by_site(captures: Iterable[Capture]) -> Counter[str]:
     """Count the optimizer steps of each call site of ``backward``, in the run in which it has the most.
 
     A step counts for each call site with a loss since the step before. Where no optimizer steps, as updates
     are made by hand, each loss counts.
     """
-    found = Counter[str]()
+    most = Counter[str]()
     for capture in captures:
         steps, losses, since_step = Counter[str](), Counter[str](), set[str]()
         for event in capture.events:
@@ -49,11 +117,11 @@ def steps_by_site(captures: Sequence[Capture]) -> Counter[str]:
                 since_step.clear()
         of_run = steps or losses
         for site in losses:
-            found[site] = max(found[site], of_run[site])
-    return found
+            most[site] = max(most[site], of_run[site])
+    return most
 
 
-def judged_sites(captures: Sequence[Capture]) -> list[str]:
+def judged_sites(captures: Iterable[Capture]) -> list[str]:
     """List the call sites whose losses are judged, that with the most steps first.
 
     The others that are judged take turns with it, as those of a generator and a discriminator do. A site
@@ -62,19 +130,22 @@ def judged_sites(captures: Sequence[Capture]) -> list[str]:
     steps = steps_by_site(captures)
     if not steps:
         return []
-    most = max(steps, key=steps.__getitem__)
-    judged = {most: None}
+    main_site = max(steps, key=steps.__getitem__)
+    judged = {main_site: None}
     for capture in captures:
         losses = capture.of("loss")
-        of_most = [loss["backward"] for loss in losses if loss["site"] == most]
-        if not of_most:
+        of_main = [loss["backward"] for loss in losses if loss["site"] == main_site]
+        if not of_main:
             continue
         for loss in losses:
             # The second loss of the last step comes after the last one of the first.
-            between = of_most[0] <= loss["backward"] <= of_most[-1]
-            if between or steps[loss["site"]] == steps[most]:
+            between = of_main[0] <= loss["backward"] <= of_main[-1]
+            if between or steps[loss["site"]] == steps[main_site]:
                 judged[loss["site"]] = None
     return list(judged)
+
+
+# ---- the verdict on losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,43 +175,35 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     mixed is higher by more than that and the paired differences leave no doubt (Student's t, 97.5 %). Fewer
     than three seeds are not enough to tell, nor are losses that are not finite in FP32 itself.
     """
-    differences = [mixed - fp32 for fp32, mixed in pairs]
-    if not pairs or any(not math.isfinite(fp32) for fp32, _ in pairs):
-        seen = "the loss is not finite in FP32 itself" if pairs else "no loss was seen in both formats"
-        return LossVerdict("cannot tell", seen)
-    if not all(math.isfinite(mixed) for _, mixed in pairs):
+    if not pairs:
+        return LossVerdict("cannot tell", "no loss was seen in both formats")
+    fp32_losses, mixed_losses = zip(*pairs, strict=True)
+    if not all(map(math.isfinite, fp32_losses)):
+        return LossVerdict("cannot tell", "the loss is not finite in FP32 itself")
+    if not all(map(math.isfinite, mixed_losses)):
         return LossVerdict("fail", "the loss is finite in FP32 and not in mixed precision")
+
+    differences = [mixed - fp32 for fp32, mixed in pairs]
     difference = mean(differences)
-    if not math.isfinite(difference):
-        return LossVerdict("cannot tell", "the losses are too large to subtract")
-    if len(pairs) < 3:
-        seeds = f"{len(pairs)} seed{'s' * (len(pairs) != 1)}"
-        reason = f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
-        times = min(mixed / fp32 if fp32 > 0 else 0.0 for fp32, mixed in pairs)
-        if times <= _MANY_TIMES:
-            return LossVerdict("cannot tell", reason, difference)
-        return LossVerdict("cannot tell", f"{times:.4g} times FP32's, but {reason}", difference, None, times)
-    spread = _deviation([fp32 for fp32, _ in pairs])
-    return LossVerdict(*_against_spread(differences, difference, spread), difference, spread)
+    if len(pairs) < _ENOUGH_SEEDS:
+        return _judge_few_seeds(pairs, difference)
+    spread = statistics.stdev(fp32_losses)
+    verdict, reason = _against_spread(differences, difference, spread)
+    return LossVerdict(verdict, reason, difference, spread)
 
 
-def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]]) -> str | None:
-    """Return a reason if FP32 learns and mixed precision does not, for which one seed is enough; else None.
-
-    Given the losses of each run. Runs of both formats see the same batches, so a difference is no minibatch
-    noise. What it may be is the chance that other seeds show; so it has to be more than half of the range of
-    all losses that FP32 had, which the loss went through as it fell, and a tenth of the loss, which rounding
-    does not reach. Every mixed run has to end so far above every FP32 run.
-    """
-    values = [loss for losses in fp32 for loss in losses]
-    fewest = min(min(map(len, runs), default=0) for runs in (fp32, mixed))
-    if fewest < _FEWEST_LOSSES or not all(map(math.isfinite, values)):
-        return None
-    tenths = [losses[: max(1, int(len(losses) * _LAST_SHARE))] for losses in fp32]
-    first, last, other = min(map(mean, tenths)), max(map(final_loss, fp32)), min(map(final_loss, mixed))
-    if last >= first or other - last <= max((max(values) - min(values)) / 2, abs(last) / 10):
-        return None
-    return f"far apart: in FP32 it fell from {first:.3g} to {last:.3g}, and here it ended at {other:.3g}"
+def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float) -> LossVerdict:
+    seeds = plural(len(pairs), "seed")
+    reason = f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
+    ratios = [0.0]
+    if min(pairs)[0] > 0:
+        # It means nothing where FP32's loss is zero or below.
+        ratios = [mixed / fp32 for fp32, mixed in pairs]
+    times = min(ratios)
+    if times <= _MANY_TIMES:
+        return LossVerdict("cannot tell", reason, difference)
+    reason = f"{times:.4g} times FP32's, but {reason}"
+    return LossVerdict("cannot tell", reason, difference, times_fp32=times)
 
 
 def _against_spread(differences: Sequence[float], difference: float, spread: float) -> tuple[str, str]:
@@ -154,94 +217,153 @@ def _against_spread(differences: Sequence[float], difference: float, spread: flo
         return "cannot tell", "seeds change nothing in this script, so there is no spread"
     if difference < 0:
         return "pass", f"lower than FP32's by {-difference / spread:.1f} times {seeds}"
-    error = _deviation(differences) / math.sqrt(len(differences))
+
     reason = f"higher than FP32's by {difference / spread:.1f} times {seeds}"
-    if difference > student_975(len(differences) - 1) * error:
+    standard_error = statistics.stdev(differences) / math.sqrt(len(differences))
+    if difference > student_975(len(differences) - 1) * standard_error:
         return "fail", reason
     return "cannot tell", f"{reason}, and the pairs differ too much: use more --repeats"
 
 
-def _deviation(values: Sequence[float]) -> float:
-    """Sample standard deviation; infinity where a float cannot hold it."""
-    try:
-        return statistics.stdev(values)
-    except OverflowError:
-        return math.inf
+def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]]) -> str | None:
+    """Return a reason if FP32 learns and mixed precision does not, which one seed shows; else None.
+
+    Every mixed run has to end above every FP32 run by more than half of the range that FP32's losses had, and
+    by more than a tenth of FP32's final loss.
+
+    Args:
+        fp32, mixed: the losses of each run.
+    """
+    # Runs of both formats see the same batches, so a difference is no minibatch noise. It may be what other
+    # seeds change, which is less than half of what FP32 learns; and rounding reaches no tenth of a loss.
+    if not fp32 or not mixed or min(map(len, [*fp32, *mixed])) < _FEWEST_LOSSES:
+        return None
+    fp32_losses = list(chain.from_iterable(fp32))
+    if not all(map(math.isfinite, fp32_losses)):
+        return None
+    first = min(mean(losses[: _tenth_of(losses)]) for losses in fp32)
+    last = max(map(final_loss, fp32))
+    mixed_last = min(map(final_loss, mixed))
+    learned = max(fp32_losses) - min(fp32_losses)
+    if last >= first or mixed_last - last <= max(learned / 2, abs(last) / 10):
+        return None
+    fell = f"in FP32 it fell from {first:.3g} to {last:.3g}"
+    return f"far apart: {fell}, and here it ended at {mixed_last:.3g}"
+
+
+# ---- doubts
 
 
 def doubts(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun], kind: str | None) -> list[str]:
     """List reasons to doubt a comparison, each a line for its notes."""
     runs = [*fp32, *mixed]
-    found = [
-        f"{run.name} left a capture without its end, as after os._exit: its last events may be missing"
-        for run in runs
-        if run.capture.end is None
-    ]
-    tried = sorted({len(run.capture.of("step")) for run in runs if not run.cut})
-    if len(tried) > 1:
-        found.append(
-            f"the runs took different numbers of steps ({tried[0]} to {tried[-1]}), so they did not do the "
-            "same work: does the script resume from what it saved, or stop when it is good enough?"
-        )
-    spread = max((_unevenness(run, kind) for run in runs), default=1.0)
-    if spread > _TOO_UNEVEN:
-        found.append(
-            f"times varied {spread:.0f}-fold within a run (10th to 90th percentile): the machine was busy "
-            "or the steps differ, so do not trust the ratio of their medians"
-        )
-    return [*found, *many_skipped(mixed), *_other_calls(fp32, mixed), *_not_repeatable(fp32)]
+    notes = []
+    for run in runs:
+        if run.capture.end is None:
+            notes.append(
+                f"{run.name} left a capture without its end, as after os._exit: its last events may be "
+                "missing"
+            )
+    notes += _other_work(runs)
+    notes += _uneven_times(runs, kind)
+    notes += many_skipped(mixed)
+    notes += _other_calls(fp32, mixed)
+    notes += _not_repeatable(fp32)
+    return notes
 
 
-def _unevenness(run: TimedRun, kind: str | None) -> float:
-    ordered = sorted(times_s(run.capture, kind))
-    if len(ordered) < 10:
-        return 1.0
-    tenth = len(ordered) // 10
-    return ordered[-1 - tenth] / max(ordered[tenth], 1e-9)
-
-
-def many_skipped(runs: Sequence[TimedRun]) -> list[str]:
-    """Skipped steps are quicker than others, and train nothing."""
-    totals = [run.capture.totals() for run in runs]
-    skipped = sum(total["skipped_steps"] for total in totals)
-    tried = skipped + sum(total["steps"] for total in totals)
-    if skipped <= _MANY_SKIPPED * tried:
+def _other_work(runs: Iterable[TimedRun]) -> list[str]:
+    steps = {len(run.capture.of("step")) for run in runs if not run.cut}
+    if len(steps) < 2:
         return []
     return [
-        f"{skipped} of the {tried} steps in mixed precision were skipped, as their gradients overflowed: "
-        "they trained nothing and took less time, so neither losses nor times are those of the same work"
+        f"the runs took different numbers of steps ({min(steps)} to {max(steps)}), so they did not do the "
+        "same work: does the script resume from what it saved, or stop when it is good enough?"
     ]
 
 
-def calls_per_step(runs: Sequence[TimedRun]) -> float | None:
-    """Calls of all modules in the runs, by the steps of all optimizers, skipped ones included."""
-    totals = [total for run in runs if (total := run.capture.totals()).get("module_calls")]
-    steps = sum(total["steps"] + total["skipped_steps"] for total in totals)
-    return sum(total["module_calls"] for total in totals) / steps if steps else None
+def _uneven_times(runs: Iterable[TimedRun], kind: str | None) -> list[str]:
+    most = 1.0
+    for run in runs:
+        ordered = sorted(times_s(run.capture, kind))
+        if len(ordered) < _FEWEST_TIMES:
+            continue
+        tenth = len(ordered) // 10
+        # Clocks may find that a call took no time at all.
+        most = max(most, ordered[-1 - tenth] / max(ordered[tenth], 1e-9))
+    if most <= _TOO_UNEVEN:
+        return []
+    return [
+        f"times varied {most:.0f}-fold within a run (10th to 90th percentile): the machine was busy "
+        "or the steps differ, so do not trust the ratio of their medians"
+    ]
+
+
+def many_skipped(runs: Iterable[TimedRun]) -> list[str]:
+    """Say where many steps were skipped: these are quicker than others, and train nothing."""
+    taken = skipped = 0
+    for run in runs:
+        totals = run.capture.totals()
+        taken += totals["steps"]
+        skipped += totals["skipped_steps"]
+    if skipped <= _MANY_SKIPPED * (taken + skipped):
+        return []
+    return [
+        f"{skipped} of the {taken + skipped} steps in mixed precision were skipped, as their gradients "
+        "overflowed: they trained nothing and took less time, so neither losses nor times are those of the "
+        "same work"
+    ]
+
+
+def calls_per_step(runs: Iterable[TimedRun]) -> float | None:
+    """Return the calls of all modules in the runs, by the steps of all optimizers, skipped ones included."""
+    calls = steps = 0
+    for run in runs:
+        totals = run.capture.totals()
+        if totals.get("module_calls"):
+            calls += totals["module_calls"]
+            steps += totals["steps"] + totals["skipped_steps"]
+    return calls / steps if steps else None
 
 
 def _other_calls(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun]) -> list[str]:
-    """Adaptive solvers go on until an error is small, which rounding may keep it from for long."""
-    before, after = calls_per_step(fp32), calls_per_step(mixed)
-    if not before or not after or max(before, after) <= _MORE_CALLS * min(before, after):
+    """Say where rounding makes a loop longer, as that of a solver that goes on until an error is small."""
+    fp32_calls, mixed_calls = calls_per_step(fp32), calls_per_step(mixed)
+    if not fp32_calls or not mixed_calls:
         return []
-    formats = dict.fromkeys(device["format"] for run in mixed for device in run.capture.of("device"))
+    if max(fp32_calls, mixed_calls) <= _MORE_CALLS * min(fp32_calls, mixed_calls):
+        return []
+    formats = formats_of(run.capture for run in mixed)
     return [
-        f"{before:.0f} calls of modules a step in FP32, {after:.0f} in {', '.join(formats)}: a loop of the "
-        "script goes by the numbers, as an adaptive solver or a line search does. A rule that keeps its "
-        'function in fp32 (compute = "fp32"), or a looser tolerance, gives it fewer'
+        f"{fp32_calls:.0f} calls of modules a step in FP32, {mixed_calls:.0f} in {formats}: a loop "
+        "of the script goes by the numbers, as an adaptive solver or a line search does. A rule that keeps "
+        'its function in fp32 (compute = "fp32"), or a looser tolerance, gives it fewer'
     ]
 
 
-def _not_repeatable(runs: Sequence[TimedRun]) -> list[str]:
-    """FP32 runs of one seed that differ: differences between the formats contain that difference too."""
-    by_seed: dict[int, list[list[float]]] = defaultdict(list)
-    for run in runs:
-        by_seed[run.seed].append([loss["value"] for loss in run.capture.of("loss")])
-    cut = any(run.cut for run in runs)
-    for same in by_seed.values():
-        fewest = min(map(len, same)) if cut else None
-        if any(str(other[:fewest]) != str(same[0][:fewest]) for other in same[1:]):
+def formats_of(captures: Iterable[Capture]) -> str:
+    """List the formats that runs computed in."""
+    formats: dict[str, None] = {}
+    for capture in captures:
+        for device in capture.of("device"):
+            formats[device["format"]] = None
+    return ", ".join(formats)
+
+
+def _not_repeatable(fp32: Sequence[TimedRun]) -> list[str]:
+    """Say where FP32 runs of one seed differ: differences between the formats contain that difference too."""
+    losses_by_seed: dict[int, list[list[float]]] = defaultdict(list)
+    was_cut = False
+    for run in fp32:
+        losses_by_seed[run.seed].append([loss["value"] for loss in run.capture.of("loss")])
+        was_cut = was_cut or run.cut
+    for same_seed in losses_by_seed.values():
+        # Runs that were ended early are compared as far as the shortest went.
+        length = None
+        if was_cut:
+            length = min(map(len, same_seed))
+        # As text, so that NaN equals NaN.
+        if len({str(losses[:length]) for losses in same_seed}) > 1:
             return [
                 "two FP32 runs with the same seed had different losses: the script draws random numbers "
                 "that no seed fixes, or runs operations that do not repeat; part of each difference is that"

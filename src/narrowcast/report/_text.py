@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
-
-from narrowcast.observe import explanation
 
 UNKNOWN = "-"
 WIDTH = 79
@@ -20,6 +20,10 @@ _ESCAPE_SEQUENCE = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours and cursor movements
     r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # titles and links
 )
+_NO_BREAK = "\u00a0"
+
+
+# ---- foreign text
 
 
 def printable(text: str) -> str:
@@ -27,28 +31,45 @@ def printable(text: str) -> str:
 
     White space becomes a space. Markup such as ``[red]`` stays as it is, since nothing here reads it.
     """
-    return "".join(map(_spelled_out, _ESCAPE_SEQUENCE.sub("", text)))
+    return "".join(map(_spelled_out, without_escapes(text)))
 
 
 def _spelled_out(character: str) -> str:
     if character.isspace():
         return " "
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode()
+
+
+def without_escapes(text: str) -> str:
+    """Remove terminal sequences, such as those of bold type."""
+    return _ESCAPE_SEQUENCE.sub("", text)
 
 
 def shortened(text: str, longest: int = _LONGEST_NAME) -> str:
     """Make ``text`` safe to show, without its middle where it is longer than ``longest``."""
-    # Cut before as well: a character may become six.
-    shown = printable(text if len(text) <= 2 * longest else f"{text[:longest]}...{text[-longest:]}")
+    shown = printable(text)
     if len(shown) <= longest:
         return shown
     half = (longest - 3) // 2
     return f"{shown[:half]}...{shown[-half:]}"
 
 
-def without_escapes(text: str) -> str:
-    """Remove terminal sequences, such as those of bold type."""
-    return _ESCAPE_SEQUENCE.sub("", text)
+def cut(text: str, longest: int) -> str:
+    """Make ``text`` safe to show, without its end where it is longer than ``longest``."""
+    shown = " ".join(printable(text).split())
+    return shown if len(shown) <= longest else f"{shown[: longest - 2]}.."
+
+
+def site_name(site: str | None) -> str:
+    """Shorten a call site to the file's name and the line."""
+    if site is None:
+        return UNKNOWN
+    return shortened(site.replace("\\", "/").rsplit("/", 1)[-1])
+
+
+# ---- lines and tables of a terminal
 
 
 def bold(text: str) -> str:
@@ -65,8 +86,19 @@ def wrapped(text: str, first: str = "", then: str | None = None, *, whole_words:
     The first line begins with ``first`` and the others with ``then``, by default two spaces more. With
     ``whole_words``, words such as paths stay whole if they are longer than a line.
     """
-    words = " ".join(printable(text).split()).replace(" s)", "\u00a0s)")
-    return "\n".join(explanation.wrapped(words, first=first, then=then, whole_words=whole_words))
+    words = " ".join(printable(text).split())
+    for unit in (" s)", " %"):
+        words = words.replace(unit, f"{_NO_BREAK}{unit[1:]}")
+    words = words.replace(" x ", f"{_NO_BREAK}x{_NO_BREAK}")
+    lines = textwrap.wrap(
+        words,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=f"{first}  " if then is None else then,
+        break_long_words=not whole_words,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines).replace(_NO_BREAK, " ")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
@@ -81,140 +113,158 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collectio
     for place, name in enumerate(head):
         made.add_column(Text(printable(name)), justify="left" if place in left else "right", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(printable(cell)) for cell in row))
+        made.add_row(*map(Text, map(printable, row)))
     stream = io.StringIO()
     Console(file=stream, width=WIDTH, force_terminal=True, color_system="standard").print(made)
+
     # rich adds empty lines above and below.
     return "\n".join(line for line in stream.getvalue().splitlines() if without_escapes(line).strip())
 
 
-def site_name(site: str | None) -> str:
-    """Shorten a call site to the file's name and the line."""
-    return UNKNOWN if site is None else shortened(site.replace("\\", "/").rsplit("/", 1)[-1])
+# ---- numbers
+
+
+def _or_unknown(show: Callable[..., str]) -> Callable[..., str]:
+    """Make a formatter of numbers show ``-`` for None. NaN and infinities may come as text."""
+
+    @functools.wraps(show)
+    def shown(value: float | str | None, *digits: int) -> str:
+        return UNKNOWN if value is None else show(float(value), *digits)
+
+    return shown
 
 
 def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def count(value: int | None) -> str:
-    return UNKNOWN if value is None else str(value)
+@_or_unknown
+def count(value: float) -> str:
+    return f"{value:.0f}"
 
 
-def seconds(value: float | str | None) -> str:
-    return UNKNOWN if value is None else f"{fixed(float(value), 1)} s"
+@_or_unknown
+def number(value: float, digits: int = 5) -> str:
+    """Format to so many significant digits."""
+    return f"{value:.{digits}g}"
 
 
-def milliseconds(value: float | str | None) -> str:
-    return UNKNOWN if value is None else f"{three_digits(float(value) * 1e3)} ms"
-
-
-def mebibytes(value: int | None) -> str:
-    if value is None:
-        return UNKNOWN
-    mib = value / 2**20
-    return f"{mib:.1f} MiB" if mib < 9.95 else f"{fixed(mib, 0)} MiB"
-
-
-def number(value: float | str | None, digits: int = 5) -> str:
-    """Format to so many significant digits; NaN and infinities come as text."""
-    return UNKNOWN if value is None else f"{float(value):.{digits}g}"
-
-
-def short(value: float | str | None) -> str:
+@_or_unknown
+def short(value: float) -> str:
     """Format to three digits: more would claim a precision that an error does not have."""
-    return number(value, 3)
+    return f"{value:.3g}"
 
 
-def signed(value: float | str | None) -> str:
-    if value is None:
-        return UNKNOWN
-    return f"{float(value):+.3g}" if math.isfinite(float(value)) else short(value)
+@_or_unknown
+def signed(value: float) -> str:
+    # NaN has no sign.
+    return f"{value:+.3g}" if math.isfinite(value) else f"{value:.3g}"
 
 
-def decibels(value: float | str | None) -> str:
-    return UNKNOWN if value is None else f"{float(value):.4g} dB"
+@_or_unknown
+def decibels(value: float) -> str:
+    return f"{value:.4g} dB"
 
 
-def percent_change(value: float | str | None) -> str:
-    """Format a ratio of sizes as "12 % less"; empty where it is not finite."""
-    ratio = math.nan if value is None else float(value)
-    if not math.isfinite(ratio):
-        return ""
-    change = (ratio - 1) * 100
-    if abs(change) < 0.5:
-        return "the same"
-    return f"{fixed(abs(change), 0)} % {'more' if change > 0 else 'less'}"
+def two_digits(value: float) -> str:
+    """Format ``0.0098``, ``0.37``, ``4.1``, ``12``, ``174``: never an exponent."""
+    for least, decimals in ((10, 0), (1, 1), (0.1, 2)):
+        if value >= least:
+            return f"{value:.{decimals}f}"
+    return f"{value:.3f}"
 
 
-def speed_text(speedup: float | str) -> str:
-    """Format FP32 time over mixed time as ``1.32x faster`` or ``1.20x slower``."""
-    value = float(speedup)
-    return f"{_times(value)}x faster" if value >= 1 else f"{_times(_inverse(value))}x slower"
+def three_digits(value: float) -> str:
+    """Format a time to at least three digits, and at most two decimals."""
+    if value < 1:
+        return f"{value:.3g}"
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
-def speed_interval(ratio: Mapping[str, Any]) -> str:
-    """Format the interval in the terms of ``speed_text``: ``0.98x to 1.41x``."""
-    if ratio["speedup_interval"] is None:
-        return ""
-    low, high = map(float, ratio["speedup_interval"])
-    faster = float(ratio["speedup"]) >= 1
-    low, high = (low, high) if faster else (_inverse(high), _inverse(low))
-    return f"{_times(low)}x to {_times(high)}x"
+# ---- times
 
 
-def measured_speed(ratio: Mapping[str, Any]) -> str:
-    """Format a speedup with its interval: ``1.32x faster (95 % interval 0.98x to 1.41x)``."""
-    return f"{speed_text(ratio['speedup'])} (95 % interval {speed_interval(ratio)})"
+@_or_unknown
+def seconds(value: float) -> str:
+    return f"{value:.1f} s"
 
 
-def _times(value: float) -> str:
-    """Format to three digits, and at most two decimals: ``1.32``, ``13.2``, ``132``."""
-    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return fixed(value, decimals)
+@_or_unknown
+def milliseconds(value: float) -> str:
+    """Format seconds in milliseconds."""
+    return f"{three_digits(value * 1e3)} ms"
 
 
-def _inverse(value: float) -> float:
-    return 1 / value if value else math.inf
+def duration(value_s: float) -> str:
+    """Format seconds in the unit that fits: ``2.4 s``, ``31 ms``, ``5.2 us``."""
+    if value_s >= 1:
+        return f"{two_digits(value_s)} s"
+    if value_s >= 1e-3:
+        return f"{two_digits(value_s * 1e3)} ms"
+    return f"{two_digits(value_s * 1e6)} us"
+
+
+def when(started_s: float) -> str:
+    """Format seconds since 1970 as a date in UTC."""
+    return datetime.fromtimestamp(started_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# ---- sizes
+
+
+@_or_unknown
+def mebibytes(value: float) -> str:
+    mib = value / 2**20
+    return f"{mib:.1f} MiB" if mib < 9.95 else f"{mib:.0f} MiB"
 
 
 def gibibytes(value: int) -> str:
     return f"{value / 2**30:.1f} GiB"
 
 
-def duration(value: float) -> str:
-    """Format seconds in the unit that fits: ``2.4 s``, ``31 ms``, ``5.2 us``."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if value * factor >= 1:
-            return f"{two_digits(value * factor)} {unit}"
-    return f"{two_digits(value * 1e6)} us"
+def percent_change(ratio: float | None) -> str:
+    """Format a ratio of sizes as "12 % less"; empty where there is none."""
+    if ratio is None:
+        return ""
+    change = (ratio - 1) * 100
+    if abs(change) < 0.5:
+        return "the same"
+    return f"{change:.0f} % more" if change > 0 else f"{-change:.0f} % less"
 
 
-def ratio(value: float | None) -> str:
+# ---- speeds
+
+
+@_or_unknown
+def ratio(value: float) -> str:
     """Format ``0.37x``, ``4.1x``, ``12x``."""
-    return UNKNOWN if value is None else f"{two_digits(value)}x"
+    return f"{two_digits(value)}x"
 
 
-def two_digits(value: float) -> str:
-    """Format ``0.0098``, ``0.37``, ``4.1``, ``12``, ``174``: never an exponent."""
-    if value >= 10:
-        return f"{value:.0f}"
-    return f"{value:.1f}" if value >= 1 else f"{value:.{2 if value >= 0.1 else 3}f}"
+@_or_unknown
+def speed_text(speedup: float) -> str:
+    """Format FP32 time over mixed time as ``1.32x faster`` or ``1.20x slower``."""
+    return f"{_times(speedup)}x faster" if speedup >= 1 else f"{_times(1 / speedup)}x slower"
 
 
-def three_digits(value: float) -> str:
-    """Format a time to at least three digits, and at most two decimals."""
-    return f"{value:.3g}" if value < 1 else fixed(value, 2 if value < 100 else 1)
+def speed_interval(timed: Mapping[str, Any]) -> str:
+    """Format the interval in the terms of ``speed_text``: ``0.98x to 1.41x``."""
+    if timed["speedup_interval"] is None:
+        return ""
+    low, high = timed["speedup_interval"]
+    if timed["speedup"] < 1:
+        low, high = 1 / high, 1 / low
+    return f"{_times(low)}x to {_times(high)}x"
 
 
-def fixed(value: float, decimals: int) -> str:
-    """Format with so many decimals; values from 1e9 on in scientific notation."""
-    return f"{value:.{decimals}f}" if abs(value) < 1e9 else f"{value:.3g}"
+def measured_speed(timed: Mapping[str, Any]) -> str:
+    """Format a speedup with its interval: ``1.32x faster (95 % interval 0.98x to 1.41x)``."""
+    return f"{speed_text(timed['speedup'])} (95 % interval {speed_interval(timed)})"
 
 
-def when(started: float) -> str:
-    """Format seconds since 1970 as a date in UTC."""
-    try:
-        return datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, OSError, ValueError):
-        return f"{number(started)} s since 1970"
+def _times(value: float) -> str:
+    """Format to three digits, and at most two decimals: ``1.32``, ``13.2``, ``132``."""
+    for below, decimals in ((9.995, 2), (99.95, 1)):
+        if value < below:
+            return f"{value:.{decimals}f}"
+    return f"{value:.0f}"

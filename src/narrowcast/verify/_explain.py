@@ -15,9 +15,10 @@ from narrowcast.casting import apply
 from narrowcast.errors import FileError, PolicyError, SettingError
 from narrowcast.machine import best_format, versions
 from narrowcast.observe.capture import EXPLANATION, Capture, CaptureWriter, start_event
-from narrowcast.observe.explanation import explained, explained_lines, read_explanation
+from narrowcast.observe.explanation import explained, read_explanation
 from narrowcast.observe.op_trace import OpTrace, together, trace_events
 from narrowcast.policy import Policy, as_policy, format_name, policy_name, resolve, with_fp32_weights
+from narrowcast.report import explain_text
 from narrowcast.verify._model_state import as_before
 from narrowcast.verify.compare._probes import StepProbe
 from narrowcast.verify.compare._runs import (
@@ -53,7 +54,7 @@ class Explanation:
         return f"Explanation({len(self.found['sites'])} rows)"
 
     def __str__(self) -> str:
-        return "\n".join(text for text, _ in explained_lines(self.found))
+        return explain_text(self.found, whole=True)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

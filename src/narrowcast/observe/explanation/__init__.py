@@ -1,10 +1,8 @@
-"""What ``narrowcast explain`` found: read from a capture, and shown as a table without torch."""
+"""What ``narrowcast explain`` found: read from a capture, as numbers and rows. ``report`` shows them."""
 
 from __future__ import annotations
 
-import functools
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,21 +12,18 @@ from typing import Any, NamedTuple
 from narrowcast.errors import FileError
 from narrowcast.observe.capture import Capture, read_capture
 
-_HEADING = "\0"  # begins a heading in the text of the template
-Line = tuple[str, bool]
-"""Text, and whether it is a heading."""
-
-WIDTH = 79
 OUTSIDE, NOTHING, UNLISTED = "outside of modules", "-", "unlisted"
-_NOT_IN_MODULES = {"backward": "backward", "optimizer": "optimizer"}
 LAYER_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 """A number that is a part of a path, as the 3 of ``blocks.3.norm``."""
-_SCHEMA = 1
-_PER_STEP = ("ops", "calls", "casts", "cast_bytes", "moved_bytes", "duration_s")
 SILENT = ("view", "no floats")
 """Kinds of sites that compute nothing."""
+
+_SCHEMA = 1
+_NOT_IN_MODULES = {"backward": "backward", "optimizer": "optimizer"}
+_PER_STEP = ("ops", "calls", "casts", "cast_bytes", "moved_bytes", "duration_s")
+_OF_A_ROW = ("calls", "casts", "cast_bytes", "duration_s")
 _MOST_COSTLY = 5
-_UNITS = ((2**60, "EiB"), (2**50, "PiB"), (2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 # ---- numbers
@@ -60,12 +55,13 @@ def explained(capture: Capture) -> dict[str, Any]:
     watched = capture.of("watched")[-1]
     steps, duration_s = max(1, watched["steps"]), watched["duration_s"]
     totals, reasons = _totals(watched, steps)
-    sites = [
-        _per_step(site, steps) | {"time_share": _share(site["duration_s"], duration_s)}
-        for site in capture.of("site")
-    ]
-    if not duration_s and sites:
+
+    sites = []
+    for event in capture.of("site"):
+        sites.append(_per_step(event, steps) | {"time_share": share_of(event["duration_s"], duration_s)})
+    if sites and not duration_s:
         reasons["sites[].time_share"] = "no time was measured"
+
     return {
         "schema": _SCHEMA,
         "target": list(capture.start["argv"]),
@@ -84,29 +80,40 @@ def explained(capture: Capture) -> dict[str, Any]:
 
 def _per_step(event: dict[str, Any], steps: int) -> dict[str, Any]:
     """Return the fields of an event, sums divided by the number of steps."""
-    fields = {name: value for name, value in event.items() if name != "event"}
+    fields = dict(event)
+    del fields["event"]
     for name in fields.keys() & set(_PER_STEP):
         total = fields[name]
-        whole = isinstance(total, int) and total % steps == 0
-        fields[name] = total // steps if whole else total / steps
+        # Counts stay whole numbers where every step had as many.
+        if isinstance(total, int) and total % steps == 0:
+            fields[name] = total // steps
+        else:
+            fields[name] = total / steps
     return fields
 
 
 def _totals(watched: dict[str, Any], steps: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the totals of one step, and why those that are None are."""
-    totals = {name: value for name, value in _per_step(watched, steps).items() if name in _PER_STEP} | {
-        "cast_share_of_ops": _share(watched["casts"], watched["ops"]),
-        "cast_share_of_bytes": _share(watched["cast_bytes"], watched["moved_bytes"]),
-        "cast_share_of_time": _share(watched["cast_s"], watched["duration_s"]),
-        "product_share_of_time": _share(watched["product_s"], watched["duration_s"]),
-        "narrow_share_of_product_time": _share(watched["narrow_product_s"], watched["product_s"]),
+    """Return the totals of one step, and the reason for each that is None."""
+    of_step = _per_step(watched, steps)
+    totals = {name: of_step[name] for name in _PER_STEP if name in of_step}
+    totals |= {
+        "cast_share_of_ops": share_of(watched["casts"], watched["ops"]),
+        "cast_share_of_bytes": share_of(watched["cast_bytes"], watched["moved_bytes"]),
+        "cast_share_of_time": share_of(watched["cast_s"], watched["duration_s"]),
+        "product_share_of_time": share_of(watched["product_s"], watched["duration_s"]),
+        "narrow_share_of_product_time": share_of(watched["narrow_product_s"], watched["product_s"]),
     }
-    why = {"narrow_share_of_product_time": "no matmul took any time"}
-    missing = {name: why.get(name, "nothing ran") for name, value in totals.items() if value is None}
-    return totals, {f"totals.{name}": reason for name, reason in missing.items()}
+    reasons = {}
+    for name, value in totals.items():
+        if value is None:
+            no_matmul = name == "narrow_share_of_product_time"
+            reasons[f"totals.{name}"] = "no matmul took any time" if no_matmul else "nothing ran"
+    return totals, reasons
 
 
-def _share(part: float, whole: float) -> float | None:
+def share_of(part: float, whole: float) -> float | None:
+    """Divide; None where nothing was measured."""
+    # Times are sums of their own, so that a part may come out a little larger than the whole.
     return min(1.0, part / whole) if whole else None
 
 
@@ -127,20 +134,27 @@ class Columns(NamedTuple):
 
 def columns_of(site: Mapping[str, Any]) -> Columns:
     """Return what is shown of a site."""
-    by = site["rule"] or ("table" if site["listed"] else NOTHING)
-    if by == NOTHING and site["because"].startswith("unlisted"):
-        by = "asked" if site["kind"] == "cast" else UNLISTED
     return Columns(
         op=" > ".join([*site["within"], site["op"]]),
         inputs="+".join(site["inputs"]) or NOTHING,
         computes=site["computes"] or "",
         outputs="+".join(site["outputs"]) or NOTHING,
-        by=by,
+        by=_decided_by(site),
     )
 
 
+def _decided_by(site: Mapping[str, Any]) -> str:
+    if site["rule"]:
+        return str(site["rule"])
+    if site["listed"]:
+        return "table"
+    if not site["because"].startswith("unlisted"):
+        return NOTHING
+    return "asked" if site["kind"] == "cast" else UNLISTED
+
+
 @dataclass(slots=True, kw_only=True)
-class _Group:
+class Group:
     """A module, or several whose paths differ in numbers alone: ``*`` stands for these."""
 
     name: str
@@ -149,43 +163,7 @@ class _Group:
     rows: dict[Columns, Counter[str]] = field(default_factory=dict)
 
 
-def _grouped(found: Mapping[str, Any], *, every: bool) -> list[_Group]:
-    name_of = place_names(found)
-    groups: dict[str, _Group] = {}
-    for site in found["sites"]:
-        if every or site["kind"] not in SILENT:
-            name = _NOT_IN_MODULES.get(site["phase"]) or name_of(site) or OUTSIDE
-            rows = groups.setdefault(name, _Group(name=name)).rows
-            numbers = {name: site[name] for name in ("calls", "casts", "cast_bytes", "duration_s")}
-            rows.setdefault(columns_of(site), Counter()).update(numbers)
-    if every:
-        return list(groups.values())
-    layers: dict[Any, _Group] = {}
-    for group in groups.values():
-        pattern = LAYER_NUMBER.sub("*", group.name)
-        first = layers.setdefault((pattern, *group.rows), group)
-        if first is not group:
-            first.name, first.paths = pattern, first.paths + 1
-            for columns, numbers in group.rows.items():
-                first.rows[columns].update(numbers)
-    return list(layers.values())
-
-
-def place_names(found: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
-    """Return a function that names the module of a site: its path, after its model's class if models differ.
-
-    The name is empty outside of modules.
-    """
-    several = len({site["root"] for site in found["sites"] if site["root"]}) > 1
-
-    def name_of(place: Mapping[str, Any]) -> str:
-        root, path = place["root"], place["path"]
-        return f"{root}.{path}" if several and path else path or root
-
-    return name_of
-
-
-# ---- lines
+Row = tuple[Group, Columns, "Counter[str]"]
 
 
 def explained_parts(found: Mapping[str, Any], *, every: bool = False) -> dict[str, Any]:
@@ -193,58 +171,84 @@ def explained_parts(found: Mapping[str, Any], *, every: bool = False) -> dict[st
 
     ``every``: each layer alone, also what computes nothing.
     """
-    uncalled = [rule["rule"] for rule in found["unreached"] if rule["reason"].endswith(" was not called")]
-    unreached = [f"{r['rule']}: {r['reason']}" for r in found["unreached"] if r["rule"] not in uncalled]
-    if uncalled:
-        unreached.append(f"their operator was not called: {'; '.join(uncalled)}")
-    reached = {site["rule"] for site in found["sites"]}
-    groups = _grouped(found, every=every)
+    groups = _groups_of_modules(found, every=every)
+    if not every:
+        groups = _layers_together(groups)
     return {
         "found": found,
         "groups": groups,
-        "costly": _costly(groups),
+        "costly": _most_costly(groups),
         "rows": sum(len(group.rows) for group in groups),
-        "reached": reached,
-        "unreached": unreached,
+        "reached": {site["rule"] for site in found["sites"]},
+        "unreached": _unreached(found),
     }
 
 
-def _costly(groups: Iterable[_Group]) -> list[tuple[_Group, Columns, Counter[str]]]:
-    """Return the rows that take most time, each with its group, the most costly first."""
-    rows = [(group, columns, numbers) for group in groups for columns, numbers in group.rows.items()]
+def _groups_of_modules(found: Mapping[str, Any], *, every: bool) -> list[Group]:
+    name_of = place_names(found)
+    groups: dict[str, Group] = {}
+    for site in found["sites"]:
+        if site["kind"] in SILENT and not every:
+            continue
+        name = _NOT_IN_MODULES.get(site["phase"]) or name_of(site) or OUTSIDE
+        group = groups.setdefault(name, Group(name=name))
+        row = group.rows.setdefault(columns_of(site), Counter())
+        for number in _OF_A_ROW:
+            row[number] += site[number]
+    return list(groups.values())
+
+
+def _layers_together(groups: Iterable[Group]) -> list[Group]:
+    """Make one group of modules that differ in the number of their layer alone."""
+    layers: dict[Any, Group] = {}
+    for group in groups:
+        pattern = LAYER_NUMBER.sub("*", group.name)
+        first = layers.setdefault((pattern, *group.rows), group)
+        if first is group:
+            continue
+        first.name = pattern
+        first.paths += 1
+        for columns, numbers in group.rows.items():
+            first.rows[columns].update(numbers)
+    return list(layers.values())
+
+
+def _most_costly(groups: Iterable[Group]) -> list[Row]:
+    rows: list[Row] = []
+    for group in groups:
+        for columns, numbers in group.rows.items():
+            rows.append((group, columns, numbers))
     rows.sort(key=lambda row: -row[2]["duration_s"])
     return rows[:_MOST_COSTLY]
 
 
-def explained_lines(found: Mapping[str, Any], *, whole: bool = True, every: bool = False) -> list[Line]:
-    """Return the text of ``explained_parts``: the rows that cost most, and with ``whole`` all others."""
-    values = explained_parts(found, every=every) | {"whole": whole or every}
-    lines = _template().render(values).rstrip("\n").split("\n")
-    return [(line.removeprefix(_HEADING), line.startswith(_HEADING)) for line in lines]
+def _unreached(found: Mapping[str, Any]) -> list[str]:
+    """Say which rules no call reached; those whose operator was not called at all in one line."""
+    sentences, uncalled = [], []
+    for rule in found["unreached"]:
+        if rule["reason"].endswith(" was not called"):
+            uncalled.append(rule["rule"])
+        else:
+            sentences.append(f"{rule['rule']}: {rule['reason']}")
+    if uncalled:
+        sentences.append(f"their operator was not called: {'; '.join(uncalled)}")
+    return sentences
 
 
-@functools.cache
-def _template() -> Any:
-    from jinja2 import Environment, FileSystemLoader  # slow to import
+def place_names(found: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
+    """Return a function that names the module of a site: its path, after its model's class if models differ.
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {
-        "bytes_text": bytes_text,
-        "count_text": count_text,
-        "cut": _cut,
-        "heading": lambda text: "\n".join(f"{_HEADING}{line}" for line in text.split("\n")),
-        "percent": percent,
-        "share_of": lambda part, whole: percent(_share(part, whole)),
-        "wrapped": lambda text, first="": "\n".join(wrapped(" ".join(text.split()), first=first)),
-    }
-    return environment.get_template("table.txt")
+    The name is empty outside of modules.
+    """
+    models = {site["root"] for site in found["sites"]} - {""}
 
+    def name_of(site: Mapping[str, Any]) -> str:
+        model, path = site["root"], site["path"]
+        if path and len(models) > 1:
+            return f"{model}.{path}"
+        return str(path or model)
 
-def _cut(text: str, longest: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= longest else f"{text[: longest - 2]}.."
+    return name_of
 
 
 # ---- words
@@ -252,12 +256,15 @@ def _cut(text: str, longest: int) -> str:
 
 def count_text(count: float) -> str:
     """Format a number of calls: ``12``, ``1.5``, ``120k``, ``3e8``."""
+    if count >= 1e6:
+        return f"{count:.0e}".replace("e+0", "e").replace("e+", "e")
     if count >= 1e5:
-        power = len(f"{count:.0f}") - 1
-        return f"{count / 10**power:.0f}e{power}" if power > 5 else f"{count / 1e3:.0f}k"
+        return f"{count / 1e3:.0f}k"
     if 0 < count < 0.01:
         return "<.01"
-    return f"{count:.0f}" if count == int(count) or count >= 100 else f"{count:.2g}"
+    if count == int(count) or count >= 100:
+        return f"{count:.0f}"
+    return f"{count:.2g}"
 
 
 def bytes_text(count: float) -> str:
@@ -274,17 +281,3 @@ def percent(share: float | None) -> str:
     if share is None:
         return "-"
     return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
-
-
-def wrapped(text: str, *, first: str = "", then: str | None = None, whole_words: bool = False) -> list[str]:
-    """Wrap ``text`` at 79 columns; numbers stay with ``%`` and ``x``; optionally words stay whole."""
-    whole = text.replace(" %", "\u00a0%").replace(" x ", "\u00a0x\u00a0")
-    lines = textwrap.wrap(
-        whole,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=f"{first}  " if then is None else then,
-        break_long_words=not whole_words,
-        break_on_hyphens=False,
-    )
-    return [line.replace("\u00a0", " ") for line in lines]
