@@ -258,9 +258,11 @@ class OptimizerGroup:
 
     def _clip_by_joint_norm(self, max_norm: float) -> torch.Tensor:
         """Clip unscaled gradients by the norm of those of all optimizers."""
+        norm: torch.Tensor
         parameters = parameters_of(*self.optimizers)
         if self.scaler.process_group is None:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            return norm
 
         # At a largest norm of infinity nothing is clipped, and the norm is that over all ranks.
         norms = [self.scaler.clip_grad_norm_(optimizer, math.inf) for optimizer in self.optimizers]

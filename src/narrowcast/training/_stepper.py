@@ -225,12 +225,13 @@ class Stepper:
         gradients = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **options)
         inverse_on = functools.cache(lambda device: factor_on(device).reciprocal())
 
-        def unscaled(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        unscaled: list[torch.Tensor | None] = []
+        for gradient in gradients:
             if gradient is None:  # with allow_unused
-                return None
-            return multiplied(gradient, inverse_on)
-
-        return tuple(map(unscaled, gradients))
+                unscaled.append(None)
+            else:
+                unscaled.append(multiplied(gradient, inverse_on))
+        return tuple(unscaled)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:

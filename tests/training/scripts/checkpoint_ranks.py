@@ -188,6 +188,7 @@ def checkpoints():
         dist.barrier()
         facts["resumed"][case] = resume(folder, case, case)
     facts["refused"] = refuse(folder)
+    dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     return facts

@@ -207,7 +207,7 @@ def _digest(tensor: torch.Tensor) -> str:
     factors = torch.randint(2**62, (_FACTORS,), generator=torch.Generator().manual_seed(0)) | 1
     factors = factors.to(bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in bits.split(_FACTORS):
+    for piece in torch.split(bits, _FACTORS):
         total = total * _BETWEEN_PIECES + (piece * factors[: len(piece)]).sum()
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {int(total)}"
 
@@ -428,9 +428,8 @@ def _with_tensors(tree: dict[str, Any], saved: Saved, layouts: Mapping[Place, An
 
 def _layout_of(value: torch.Tensor, place: Place, layouts: Mapping[Place, Any]) -> Any:
     """Return the DTensor that decides how the tensor at ``place`` is sharded; None if it stays whole."""
-    layout = layouts.get(place)
-    if layout is None:
-        layout = layouts.get(place[:-1])  # of a parameter, for a state of its optimizer
+    of_parameter = place[:-1]  # for a state of its optimizer
+    layout: Any = layouts.get(place, layouts.get(of_parameter))
     if not hasattr(layout, "device_mesh") or layout.shape != value.shape or place[-1] == "step":
         return None
     return layout
