@@ -89,22 +89,6 @@ def test_wrappers_do_not_show_in_names(path):
     assert torch.equal(bare[1].weight, model[1].weight)
 
 
-def test_names_that_would_be_equal_without_wrappers_are_kept(path):
-    def model(seed):
-        found = nn.Module()
-        found.fc, found._orig_mod = nn.Linear(2, 2), nn.Sequential()
-        found._orig_mod.fc = nn.Linear(2, 2)
-        torch.manual_seed(seed)
-        for parameter in found.parameters():
-            nn.init.normal_(parameter)
-        return found
-
-    one, other = model(0), model(1)
-    save_checkpoint(path, model=one)
-    load_checkpoint(path, model=other)
-    assert all(map(torch.equal, one.parameters(), other.parameters()))
-
-
 def test_the_flat_pieces_of_the_older_fsdp_are_refused(path):
     flat = type("FullyShardedDataParallel", (nn.Module,), {})()
     with pytest.raises(CheckpointError, match=r"shard the model with torch.distributed.fsdp.fully_shard"):

@@ -8,9 +8,15 @@ from checkpoint_launches import facts_of
 
 from narrowcast.errors import CheckpointError
 from narrowcast.training import load_checkpoint, save_checkpoint
+from narrowcast.training.checkpoint._ranks import _digest
 
 CASES = ["ddp fp16", "ddp masters", "fsdp bf16", "fsdp O2", "fsdp kahan", "fsdp stochastic"]
-FEW = ["ddp fp16", "fsdp O2"]
+
+
+def ranks_by_case(*arguments, processes):
+    """The facts of each rank."""
+    lines = facts_of("checkpoint_ranks.py", *arguments, processes=processes)
+    return {line["case"]: line["ranks"] for line in lines}
 
 
 @pytest.fixture(scope="module")
@@ -18,57 +24,33 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
-def by_case(facts):
-    return {one["case"]: one for one in facts}
-
-
 @pytest.fixture(scope="module")
 def saved(folder):
-    return by_case(facts_of("checkpoint_ranks.py", "save", folder, processes=2))
+    return ranks_by_case("save", folder, processes=2)
 
 
 @pytest.fixture(scope="module")
 def resumed(folder, saved):
     """By the number of processes."""
-    return {
-        count: by_case(facts_of("checkpoint_ranks.py", "resume", folder, processes=count))
-        for count in (None, 2, 4)
-    }
-
-
-@pytest.fixture(scope="session")
-def few(tmp_path_factory):
-    """A few cases, saved and resumed."""
-    folder = tmp_path_factory.mktemp("few")
-    phases = ("save", "resume")
-    return [by_case(facts_of("checkpoint_ranks.py", one, folder, *FEW, processes=2)) for one in phases]
-
-
-@pytest.mark.parametrize("case", FEW)
-def test_two_ranks_continue_to_the_bit(few, case):
-    check_bits(*few, case)
+    return {count: ranks_by_case("resume", folder, processes=count) for count in (None, 2, 4)}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_as_many_ranks_continue_to_the_bit(saved, resumed, case):
-    check_bits(saved, resumed[2], case)
-
-
-def check_bits(saved, resumed, case):
-    found = resumed[case]
-    assert found["ends"] == saved[case]["ends"], "weights, statistics, random numbers and rates of each rank"
-    assert found["notes"] == []
-    assert found["exact"][0]
-    assert found["positions"] == [[0, [0, 1, 2]], [1, [1, 2, 3]]]
+    for rank, (before, after) in enumerate(zip(saved[case], resumed[2][case], strict=True)):
+        assert after["end"] == before["end"], "weights, statistics, random numbers and rates"
+        assert after["notes"] == []
+        assert after["exact"] or rank > 0, "which has statistics of its own"
+        assert after["position"] == [rank, [rank, rank + 1, rank + 2]]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [None, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_another_number_of_ranks_loads_the_same_states(resumed, case, count):
-    found = resumed[count][case]
-    assert found["exact"] == [True] * (count or 1)
+    ranks = resumed[count][case]
+    assert len(ranks) == (count or 1)
     here = "4 ranks" if count else "1 rank"
     of_random = (
         "random states: ranks from 2 on have none in it, and keep their own"
@@ -83,38 +65,51 @@ def test_another_number_of_ranks_loads_the_same_states(resumed, case, count):
     if case == "fsdp stochastic":
         what = "objects//held/0/state/generators/cpu"
         expected.append(f"ranks had different values of {what}: every rank takes those of rank 0")
-    assert found["notes"] == expected
     positions = [[0, [0, 1, 2]], [1, [1, 2, 3]], [0, [0, 1, 2]], [0, [0, 1, 2]]]
-    assert found["positions"] == positions[: count or 1]
+    for facts, position in zip(ranks, positions, strict=False):
+        assert facts["exact"]
+        assert facts["notes"] == expected
+        assert facts["position"] == position
 
 
 @pytest.mark.long
 def test_new_ranks_do_not_draw_what_others_draw(resumed):
-    draws = [end[2] for end in resumed[4]["fsdp bf16"]["ends"]]
+    draws = [facts["end"][2] for facts in resumed[4]["fsdp bf16"]]
     assert len(set(map(tuple, draws))) == 4
 
 
 @pytest.mark.long
 def test_several_ranks_load_what_one_process_saved(resumed):
-    found = resumed[4]["alone fsdp bf16"]
-    assert found["exact"] == [True] * 4
-    assert found["positions"] == [[7, [0.0]]] * 4
-    assert found["notes"] == [
-        "the checkpoint is of 1 rank, loaded by 4 ranks",
-        "random states: ranks from 1 on have none in it, and keep their own",
-    ]
+    for facts in resumed[4]["alone"]:
+        assert facts["exact"]
+        assert facts["position"] == [7, [0.0]]
+        assert facts["notes"] == [
+            "the checkpoint is of 1 rank, loaded by 4 ranks",
+            "random states: ranks from 1 on have none in it, and keep their own",
+        ]
 
 
-def test_what_one_rank_cannot_do_stops_all_and_changes_nothing(few):
-    found = few[0]["refused"]
-    (other_save, load), (own_save, other_load) = found["told"]
-    assert own_save.startswith("a checkpoint holds dicts, lists")
-    assert "position is a object" in own_save
-    assert other_save == f"rank 1 failed: CheckpointError: {own_save}"
-    assert "it holds no scheduler 'beside the Stepper 0'" in load
-    assert other_load == f"rank 0 failed: CheckpointError: {load}"
-    assert found["unchanged"]
-    assert found["folders"] == 2, "the marker and the data"
+def altered(tensor, place, change):
+    """A copy with one byte changed, or two words exchanged."""
+    copy = tensor.clone()
+    flat = copy.view(torch.uint8)
+    if change == "exchanged":
+        flat[place : place + 8], flat[-8:] = flat[-8:].clone(), flat[place : place + 8].clone()
+    else:
+        flat[place] ^= change
+    return copy
+
+
+@pytest.mark.parametrize("length", [24, 2**17 + 3], ids=["short", "of several pieces"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_a_digest_tells_tensors_of_ranks_apart(dtype, length):
+    tensor = torch.arange(length * 8, dtype=torch.int64).to(torch.uint8).view(dtype)
+    variants = [altered(tensor, place, bit) for place in (0, 5, length) for bit in (0x01, 0x80)]
+    variants += [altered(tensor, 0, "exchanged"), tensor[: length // 2].clone(), tensor.reshape(2, -1)]
+    variants += [tensor.reshape(2, -1).t(), torch.zeros_like(tensor), torch.ones_like(tensor)]
+    variants += [tensor.view(torch.int8) if dtype == torch.uint8 else tensor.view(torch.uint8)]
+    assert len({_digest(one) for one in [tensor, *variants]}) == 1 + len(variants)
+    assert _digest(tensor.clone()) == _digest(tensor)
 
 
 # ---- a folder, in one process

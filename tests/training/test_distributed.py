@@ -33,7 +33,9 @@ class World(NamedTuple):
     scenarios: tuple[str, ...] = ()
 
 
-FEW = World(2, ("skip: ddp, grad", "skip: fsdp2, loss", "flush", "left alone", "resume", "auto"))
+FEW = World(
+    2, ("skip: ddp, grad", "skip: fsdp2, loss", "flush", "left alone", "resume", "auto", "checkpoints")
+)
 CUDA = World(1, ("cuda",))
 SIZES = [pytest.param(World(count), marks=pytest.mark.long, id=str(count)) for count in (2, 4)]
 long_sizes = pytest.mark.parametrize("world", SIZES, indirect=True)
@@ -256,6 +258,30 @@ def test_states_of_distributed_checkpoint_go_on_to_the_bit(world):
 
 
 @every_size
+def test_a_checkpoint_of_several_ranks_goes_on_to_the_bit(world):
+    for rank, facts in enumerate(ranks_of(world, "checkpoints")):
+        for case, resumed in facts["resumed"].items():
+            assert resumed["end"] == facts["saved"][case]["end"], "weights, random numbers, rates"
+            assert resumed["notes"] == []
+            assert resumed["exact"] or rank > 0, "which has statistics of its own"
+            assert resumed["position"] == [rank, [rank, rank + 1, rank + 2]]
+
+
+@every_size
+def test_what_one_rank_cannot_save_or_load_stops_all(world):
+    ranks = [facts["refused"] for facts in ranks_of(world, "checkpoints")]
+    for facts in ranks:
+        assert facts["unchanged"]
+        assert facts["entries"] == 2, "the marker and the data"
+    own_load, own_save = ranks[0]["told"][1], ranks[1]["told"][0]
+    assert own_save.startswith("a checkpoint holds dicts, lists")
+    assert "position is a object" in own_save
+    assert ranks[0]["told"][0] == f"rank 1 failed: CheckpointError: {own_save}"
+    assert "it holds no scheduler 'beside the Stepper 0'" in own_load
+    assert ranks[1]["told"][1] == f"rank 0 failed: CheckpointError: {own_load}"
+
+
+@every_size
 def test_ranks_with_other_rates_train_in_one_format(world):
     ranks = ranks_of(world, "auto")
     assert [facts["alone"] for facts in ranks] == ["bf16"] + ["fp32"] * (world.size - 1)
@@ -270,7 +296,7 @@ def test_ranks_with_other_rates_train_in_one_format(world):
 @every_size
 def test_every_scenario_is_done_and_the_launch_ends_well(world):
     facts, ending = launch(world)
-    assert len(facts) == (len(world.scenarios) or 18), ending
+    assert len(facts) == (len(world.scenarios) or 19), ending
     assert ending.startswith("exit code 0\n"), ending
 
 

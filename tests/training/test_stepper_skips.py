@@ -61,8 +61,9 @@ STATISTICS = [
 ]
 
 
-@pytest.mark.parametrize("restore", ["norms", "all", "none"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "restore"), [*((policy, "norms") for policy in POLICIES), ("bf16", "all"), ("bf16", "none")]
+)
 def test_a_skipped_step_leaves_everything_as_it_was(policy, restore):
     model, optimizer, stepper = make(policy, restore=restore)
     for _ in range(3):
@@ -88,23 +89,14 @@ def test_a_skipped_step_leaves_everything_as_it_was(policy, restore):
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
-def test_the_result_names_parameters_and_scale():
+def test_a_skip_under_o2_names_the_models_parameters():
     model, _, stepper = make("O2")
     names = tuple(name for name, _ in model.named_parameters())
     assert one_step(model, stepper, factor=math.inf).nonfinite == names, "not those of the masters"
-    model, _, stepper = make("fp16")
-    one_step(model, stepper)
-    result = one_step(model, stepper, factor=math.nan)
-    assert result.skipped
-    assert result.nonfinite == names
-    assert result.scale == 2.0**8
-    assert stepper.scaler.get_scale() == 2.0**7
-    result = one_step(model, stepper)
-    assert (result.skipped, result.nonfinite, result.scale) == (False, (), 2.0**7)
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_statistics_go_back_to_the_start_of_the_window(accumulate):
+def test_a_skip_restores_statistics_of_the_windows_start(accumulate):
     model, _, stepper = make("bf16", accumulate=accumulate)
     for _ in range(accumulate):
         one_step(model, stepper)
@@ -116,48 +108,21 @@ def test_statistics_go_back_to_the_start_of_the_window(accumulate):
     assert same(before, values(model), STATISTICS)
 
 
-@pytest.mark.parametrize("policy", ["fp16", "bf16"])
-def test_too_many_skips_name_the_parameters(policy):
-    loss_scale = None if policy == "fp16" else nc.scaling.Off()
-    model, _, stepper = make(policy, scaler=nc.GradScaler(patience=3, loss_scale=loss_scale))
+def test_the_step_at_which_patience_ends_changes_nothing():
+    model, _, stepper = make("bf16", scaler=nc.GradScaler(patience=2, loss_scale=nc.scaling.Off()))
     one_step(model, stepper)
-    for _ in range(2):
-        assert one_step(model, stepper, factor=math.inf).skipped
+    assert one_step(model, stepper, factor=math.inf).skipped
     before = values(model)
-    named = r"3 steps of AdamW .* since step 2.* first\.weight, first"
-    with pytest.raises(ScaleCollapseError, match=named) as error:
+    with pytest.raises(ScaleCollapseError, match=r"2 steps of AdamW .* since step 2.* first\.weight, first"):
         one_step(model, stepper, factor=math.inf)
-    assert "bf16" not in str(error.value)  # which was not tried
     assert same(before, values(model), [*STATISTICS, "first.weight"])
     assert not one_step(model, stepper).skipped, "the next step begins anew"
 
 
-@pytest.mark.parametrize("restore", ["norms", "all"])
-def test_the_flag_may_stay_on_the_device(restore):
-    """As with a fused optimizer on CUDA: the buffers are chosen by a tensor, without reading it."""
-    from narrowcast.training._statistics import Statistics
-
-    for flag in (0.0, 1.0):
-        model = Normalized()
-        statistics = Statistics(model, restore)
-        model(torch.randn(5, 6))
-        before = values(model)
-        statistics.remember()
-        model(torch.randn(5, 6) * math.inf)
-        after = values(model)
-        statistics.restore(torch.tensor(flag) > 0)
-        wanted = before if flag else after
-        assert all(
-            torch.allclose(wanted[name].float(), model.state_dict()[name].float(), equal_nan=True)
-            for name in STATISTICS
-        )
-
-
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_a_skip_restores_sparse_buffers(layout):
+def test_a_skip_restores_sparse_buffers():
+    """As the adjacency matrix of a graph network."""
     model = Normalized()
-    model.register_buffer("graph", torch.eye(3).to_sparse(layout=layout))
+    model.register_buffer("graph", torch.eye(3).to_sparse())
     stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.1), "fp32", restore="all")
     with stepper.autocast():
         loss = model(torch.randn(5, 6)).mean() * math.inf

@@ -47,9 +47,10 @@ class Run:
         ]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-@pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}])
-def test_resuming_is_going_on(dtype, updates, order, settings):
+@pytest.mark.parametrize(
+    ("order", "settings"), [((0, 1, 2), {}), ((2, 1, 0), {"foreach": True}), ((1, 2, 0), {"fused": True})]
+)
+def test_a_resumed_run_goes_on_to_the_bit(dtype, updates, order, settings):
     unbroken = Run(dtype, updates, **settings).train(3)
     saved = unbroken.save()
     expected = unbroken.train(3, start=3).everything()
@@ -126,7 +127,7 @@ def held(*tensors, updates="masters"):
     return hold(torch.optim.SGD([torch.nn.Parameter(t) for t in tensors], lr=0.1), updates)
 
 
-def test_states_that_do_not_fit():
+def test_states_that_do_not_fit_are_refused():
     low = torch.ones(2, 3, dtype=torch.bfloat16)
     handle = held(low, low + 1)
     state = handle.state_dict()

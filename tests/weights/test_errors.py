@@ -28,7 +28,7 @@ def assert_refused(error, words, optimizer, *args, **kwargs):
         assert all(a is b for a, b in zip(group["params"], parameters, strict=True))
 
 
-def test_holding_twice():
+def test_an_optimizer_is_held_once():
     optimizer = sgd(LOW)
     handle = hold(optimizer)
     assert held_by(optimizer) is handle
@@ -79,13 +79,13 @@ def test_what_cannot_be_held_is_refused(make, error, words, settings):
     ],
     ids=["shape", "dtype", "stochastic"],
 )
-def test_originals_that_do_not_fit(original, updates, words):
+def test_originals_that_do_not_fit_are_refused(original, updates, words):
     optimizer = sgd(LOW)
     (low,) = optimizer.param_groups[0]["params"]
     assert_refused(SettingError, words, optimizer, updates, originals={low: original})
 
 
-def test_a_parameter_that_comes_twice():
+def test_a_parameter_that_comes_twice_is_refused():
     low = torch.nn.Parameter(LOW.clone())
     with pytest.warns(UserWarning, match="duplicate parameters"):
         optimizer = torch.optim.SGD([low, low], lr=0.1)
@@ -109,7 +109,7 @@ class KeepsItsOwnList(torch.optim.SGD):
                 p.sub_(1.0)
 
 
-def test_an_optimizer_that_writes_to_low_parameters(updates):
+def test_an_optimizer_that_writes_to_low_parameters_is_refused(updates):
     low = torch.nn.Parameter(LOW.clone())
     optimizer = KeepsItsOwnList([low])
     hold(optimizer, updates)

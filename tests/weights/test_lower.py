@@ -27,7 +27,7 @@ class Net(nn.Module):
         return self.tie(self.tied(x)) + self.frozen * self.table
 
 
-def test_what_is_cast_and_what_stays(dtype):
+def test_parameters_and_buffers_are_cast_and_batch_norms_stay(dtype):
     net = Net()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     objects = dict(net.named_parameters(remove_duplicate=False)) | dict(net.named_buffers())
@@ -51,7 +51,7 @@ def test_what_is_cast_and_what_stays(dtype):
             assert torch.equal(parameter, before[name].to(dtype))
 
 
-def test_keeping_nothing_and_keeping_by_choice(dtype):
+def test_keep_fp32_decides_what_stays(dtype):
     net = Net()
     lower(net, dtype, keep_fp32=None)
     assert net.norm.weight.dtype == net.norm.running_mean.dtype == dtype
@@ -61,7 +61,7 @@ def test_keeping_nothing_and_keeping_by_choice(dtype):
     assert net.tied.bias.dtype == dtype
 
 
-def test_which_norms_are_kept():
+def test_batch_and_instance_norms_with_values_are_kept():
     assert is_batch_or_instance_norm(nn.BatchNorm1d(3))
     assert is_batch_or_instance_norm(nn.SyncBatchNorm(3))
     assert is_batch_or_instance_norm(nn.BatchNorm1d(3, affine=False))
@@ -82,7 +82,7 @@ def test_gradients_there_before_are_cast_too(dtype):
     assert layer.weight.grad.tolist() == [[2.0, 2.0]] * 2
 
 
-def test_other_starts(dtype):
+def test_weights_in_other_formats_are_cast_too(dtype):
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
     layer = nn.Linear(2, 2)
     layer.weight.data = layer.weight.data.to(other)
@@ -95,7 +95,7 @@ def test_other_starts(dtype):
     assert lower(layer, dtype) == {}
 
 
-def test_special_values(dtype):
+def test_nan_infinity_and_subnormals_are_rounded_as_torch_does(dtype):
     layer = nn.Linear(1, 1)
     layer.weight.data = torch.tensor([[float("nan")], [1e39], [-0.0], [2.0**-24], [1e5]])
     lower(layer, dtype)
@@ -107,7 +107,7 @@ def test_special_values(dtype):
     assert weight[4] == (float("inf") if dtype == torch.float16 else 99840.0)
 
 
-def test_recurrent_layers_still_run(dtype):
+def test_a_lowered_lstm_runs(dtype):
     layer = nn.LSTM(3, 4, num_layers=2)
     lower(layer, dtype)
     assert layer(torch.randn(5, 1, 3).to(dtype))[0].dtype == dtype

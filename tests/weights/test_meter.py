@@ -52,7 +52,7 @@ def quarter():
     return torch.nn.Parameter(torch.tensor([1.0, 0.25, 0.25, 0.25]).bfloat16())
 
 
-def test_what_is_counted():
+def test_intended_and_swallowed_elements_are_counted():
     low = quarter()
     optimizer = torch.optim.SGD([low], lr=2.0**-10)
     meter = UpdateMeter(optimizer)
@@ -196,7 +196,7 @@ def test_a_gain_is_nan_without_updates_or_with_nan():
     assert math.isnan(row.effective_gain)
 
 
-def test_every_nth_step():
+def test_every_nth_step_is_measured():
     low = quarter()
     optimizer = torch.optim.SGD([low], lr=2.0**-3)
     meter = UpdateMeter(optimizer, every=3)
@@ -256,7 +256,7 @@ def test_a_step_that_raised_is_not_measured():
     assert meter.read()[0].intended_elements == 4
 
 
-def test_what_cannot_be_measured():
+def test_what_cannot_be_measured_is_refused():
     low = quarter()
     optimizer = torch.optim.SGD([low], lr=0.1)
     with pytest.raises(SettingError, match="every must be a whole number"):

@@ -17,12 +17,12 @@ from narrowcast.machine import best_format
 from narrowcast.policy import Policy, as_policy, resolve
 from narrowcast.scaling import Off, Static
 from narrowcast.training._optimizer_group import OptimizerGroup, Settings
-from narrowcast.weights import held_by, hold, lower
+from narrowcast.weights import LOW_DTYPES, held_by, hold, lower
 
 
 def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.dtype]:
-    """What ``policy`` computes in on each type of device that the model is on."""
-    wanted = as_policy(policy)
+    """Return what ``policy`` computes in on each type of device that the model is on."""
+    policy = as_policy(policy)
     if not isinstance(model, torch.nn.Module):
         raise SettingError(
             f"expected a torch.nn.Module, got {type(model).__name__}; several models are one as "
@@ -36,12 +36,13 @@ def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.
             "expected a model with values, got parameters on the meta device: call "
             "model.to_empty(device=...), initialize it, and then make the optimizer"
         )
-    formats = {device: resolve(wanted, device, low_weights=True) for device in devices}
-    if wanted.holds_low_weights and wanted.compute == "auto":
+
+    formats = {device: resolve(policy, device, low_weights=True) for device in devices}
+    if policy.holds_low_weights and policy.compute == "auto":
         # A model that is in a low format already says which.
-        low = {p.dtype for p in model.parameters()} & {torch.float16, torch.bfloat16}
-        if len(low) == 1:
-            formats = dict.fromkeys(devices, low.pop())
+        low_dtypes = {parameter.dtype for parameter in model.parameters()}.intersection(LOW_DTYPES)
+        if len(low_dtypes) == 1:
+            formats = dict.fromkeys(devices, low_dtypes.pop())
     return formats
 
 
@@ -64,108 +65,135 @@ def make_groups(
     scaler: Any,
     process_group: Any | None,
 ) -> dict[str | None, OptimizerGroup]:
-    """A group for each named optimizer, or one under None."""
+    """Make a group for each named optimizer, or one under None."""
     _check_parameters(model, by_name)
     schedulers = _by_same_names("scheduler", scheduler, by_name)
+    # A loss scale is a value that every group can have; a GradScaler belongs to one.
     scalers = _by_same_names("scaler", scaler, by_name, shared=not isinstance(scaler, GradScaler))
+
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if policy.master_weights:
         names |= _hold_weights(model, by_name, formats, names)
     if policy.low_weights:
         _lower_weights(model, formats, "O3")
+
     groups = {}
     for name, optimizers in by_name.items():
-        made = _scaler_for(scalers[name], formats, process_group, low_weights=policy.low_weights)
-        made.name_parameters(names)
-        _warn_of_lost_updates(optimizers, low_weights=policy.low_weights)
-        groups[name] = OptimizerGroup(optimizers, made, _as_list(schedulers[name]), settings)
+        group_scaler = _scaler_for(scalers[name], formats, process_group, low_weights=policy.low_weights)
+        group_scaler.name_parameters(names)
+        for optimizer in optimizers:
+            _warn_of_lost_updates(optimizer, low_weights=policy.low_weights)
+        groups[name] = OptimizerGroup(optimizers, group_scaler, _as_list(schedulers[name]), settings)
     return groups
 
 
+# ---- arguments by the names of the optimizers
+
+
 def optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Optimizer]]:
-    given: Mapping[Any, Any] = optimizer if isinstance(optimizer, Mapping) else {None: optimizer}
-    by_name = {name: _as_list(one) for name, one in given.items()}
-    every = list(itertools.chain.from_iterable(by_name.values()))
-    if not every or not all(isinstance(one, torch.optim.Optimizer) for one in every):
+    by_name: dict[str | None, list[torch.optim.Optimizer]]
+    if isinstance(optimizer, Mapping):
+        by_name = {name: _as_list(value) for name, value in optimizer.items()}
+    else:
+        by_name = {None: _as_list(optimizer)}
+
+    all_optimizers = list(itertools.chain.from_iterable(by_name.values()))
+    are_optimizers = [isinstance(obj, torch.optim.Optimizer) for obj in all_optimizers]
+    if not all_optimizers or not all(are_optimizers):
         raise SettingError(f"expected an optimizer, a list or a dict of optimizers, got {optimizer!r}")
-    if len({id(one) for one in every}) != len(every):
+    if len(set(map(id, all_optimizers))) != len(all_optimizers):
         raise SettingError("the same optimizer was given twice")
     for optimizers in by_name.values():
         check_apart(optimizers)
     return by_name
 
 
+def _by_same_names(
+    what: str, argument: Any, by_name: Mapping[str | None, Any], *, shared: bool = False
+) -> dict[str | None, Any]:
+    """Return an argument by the names of the optimizers; with ``shared``, one may be for all of them."""
+    if argument is None:
+        return dict.fromkeys(by_name)
+    if isinstance(argument, Mapping):
+        if set(argument) - set(by_name):
+            raise SettingError(
+                f"{what} has the names {sorted(argument)}, and the optimizers {sorted(map(str, by_name))}"
+            )
+        return {name: argument.get(name) for name in by_name}
+    if len(by_name) > 1 and not shared:
+        raise SettingError(
+            f"expected a dict of {what}s by the names of the optimizers ({', '.join(map(str, by_name))})"
+        )
+    return dict.fromkeys(by_name, argument)
+
+
+def _as_list(argument: Any) -> list[Any]:
+    if argument is None:
+        return []
+    if isinstance(argument, Sequence) and not isinstance(argument, str):
+        return list(argument)
+    return [argument]
+
+
+# ---- checks and warnings
+
+
 def _check_parameters(model: torch.nn.Module, by_name: Mapping[Any, list[torch.optim.Optimizer]]) -> None:
-    known = {id(parameter) for parameter in model.parameters()}
+    of_model = set(map(id, model.parameters()))
     for optimizer in itertools.chain.from_iterable(by_name.values()):
+        of_optimizer = set(map(id, parameters_of(optimizer)))
         held = held_by(optimizer)
-        mine = set(map(id, parameters_of(optimizer)))
-        mine |= {id(low) for low, _ in held.parameters} if held else set()
-        if not mine & known:
+        if held is not None:
+            of_optimizer.update(id(low) for low, _ in held.parameters)
+        if not of_optimizer & of_model:
             raise SettingError(
                 f"no parameter of this {type(optimizer).__name__} is one of the model's: make it from "
                 "model.parameters(), after anything that replaces them (as .to_empty() does)"
             )
 
 
-def _warn_of_lost_updates(optimizers: Sequence[torch.optim.Optimizer], *, low_weights: bool) -> None:
+def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, *, low_weights: bool) -> None:
     """Warn of an eps that fp16 rounds to 0, and of weights in bf16; those in fp16 are refused later."""
-    for optimizer in optimizers:
-        name, warning = type(optimizer).__name__, None
-        eps = lost_eps(optimizer) if low_weights else None
+    name = type(optimizer).__name__
+    if low_weights:
+        eps = lost_eps(optimizer)
         if eps is not None:
-            warning = (
+            warnings.warn(
                 f"{name} keeps its state in fp16 with the weights, where its eps of {eps} is 0 and weights "
-                'become NaN: give it eps=1e-4, or use policy="O2"'
+                'become NaN: give it eps=1e-4, or use policy="O2"',
+                UserWarning,
+                stacklevel=4,
             )
-        if not low_weights and any(p.dtype == torch.bfloat16 for p in parameters_of(optimizer)):
-            warning = (
-                f"{name} updates weights held in bf16, which loses updates smaller than 2**-9 of a weight: "
-                'policy="O2" keeps fp32 masters, nc.weights.hold less, and nc.weights.UpdateMeter measures '
-                "the loss"
-            )
-        if warning is not None:
-            warnings.warn(warning, UserWarning, stacklevel=4)
-
-
-def _as_list(one: Any) -> list[Any]:
-    if one is None:
-        return []
-    return list(one) if isinstance(one, Sequence) and not isinstance(one, str) else [one]
-
-
-def _by_same_names(
-    what: str, given: Any, by_name: Mapping[str | None, Any], *, shared: bool = False
-) -> dict[str | None, Any]:
-    if given is None:
-        return dict.fromkeys(by_name)
-    if isinstance(given, Mapping):
-        if set(given) - set(by_name):
-            raise SettingError(
-                f"{what} has the names {sorted(given)}, and the optimizers {sorted(map(str, by_name))}"
-            )
-        return {name: given.get(name) for name in by_name}
-    if len(by_name) > 1 and not shared:
-        raise SettingError(
-            f"expected a dict of {what}s by the names of the optimizers ({', '.join(map(str, by_name))})"
+    elif any(parameter.dtype == torch.bfloat16 for parameter in parameters_of(optimizer)):
+        warnings.warn(
+            f"{name} updates weights held in bf16, which loses updates smaller than 2**-9 of a weight: "
+            'policy="O2" keeps fp32 masters, nc.weights.hold less, and nc.weights.UpdateMeter measures '
+            "the loss",
+            UserWarning,
+            stacklevel=4,
         )
-    return dict.fromkeys(by_name, given)
+
+
+# ---- scalers and weights
 
 
 def _scaler_for(
-    given: Any, formats: Mapping[str, torch.dtype], process_group: Any | None, *, low_weights: bool
+    scaler: Any, formats: Mapping[str, torch.dtype], process_group: Any | None, *, low_weights: bool
 ) -> GradScaler:
-    if isinstance(given, GradScaler):
+    """Return the scaler that was given, or make one of a loss scale."""
+    if isinstance(scaler, GradScaler):
         if process_group is not None:
             raise SettingError("give process_group to the GradScaler, or leave the scaler to Stepper")
-        return given
-    if isinstance(given, torch.amp.GradScaler):
+        return scaler
+    if isinstance(scaler, torch.amp.GradScaler):
         raise SettingError("expected a nc.GradScaler, got torch's: its results do not tell what was skipped")
-    if given is None and torch.float16 not in formats.values():
-        given = Off()
-    elif given is None and low_weights:
-        given = Static(scale=1.0)  # apex's O3
-    return GradScaler(loss_scale=given, process_group=process_group, allow_fp16_gradients=low_weights)
+
+    loss_scale = scaler
+    if loss_scale is None and torch.float16 not in formats.values():
+        loss_scale = Off()
+    elif loss_scale is None and low_weights:
+        loss_scale = Static(scale=1.0)  # apex's O3
+    return GradScaler(loss_scale=loss_scale, process_group=process_group, allow_fp16_gradients=low_weights)
 
 
 def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> Any:
@@ -195,18 +223,34 @@ def _lower_weights(
     dtype = dtypes.pop()
     if dtype == torch.float32:
         return None
-    keep_fp32 = {"keep_fp32": None} if level == "O3" else {}
-    low = [parameter.dtype == dtype for parameter in model.parameters()]
-    if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        wide = any(parameter.dtype == torch.float32 for parameter in model.parameters())
-        return lower(model, dtype, **keep_fp32) if wide else {}
-    if not (all(low) if keep_fp32 else any(low)):
+
+    # O3 lowers batch norms too.
+    options: dict[str, Any] = {}
+    if level == "O3":
+        options["keep_fp32"] = None
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        _check_lowered_before_ddp(model, dtype, level)
+        return {}
+    if all(parameter.dtype != torch.float32 for parameter in model.parameters()):
+        return {}
+    return lower(model, dtype, **options)
+
+
+def _check_lowered_before_ddp(model: torch.nn.Module, dtype: torch.dtype, level: str) -> None:
+    """Refuse a model that DDP has wrapped in fp32: its buckets of gradients keep that format."""
+    is_low = [parameter.dtype == dtype for parameter in model.parameters()]
+    keep_option = ""
+    if level == "O3":
+        is_lowered = all(is_low)
+        keep_option = ", keep_fp32=None"
+    else:
+        is_lowered = any(is_low)
+    if not is_lowered:
         raise PolicyError(
             f"policy {level!r} casts the weights, and DistributedDataParallel has made its buckets for fp32: "
-            f"call narrowcast.weights.lower(model, {dtype}{', keep_fp32=None' * bool(keep_fp32)}), wrap the "
-            "model, then make the Stepper"
+            f"call narrowcast.weights.lower(model, {dtype}{keep_option}), wrap the model, then make the "
+            "Stepper"
         )
-    return {}
 
 
 def _hold_weights(
@@ -216,13 +260,17 @@ def _hold_weights(
     names: Mapping[int, str],
 ) -> dict[int, str]:
     """Cast the model, hold its optimizers' weights, and return the names of the masters."""
+    master_names: dict[int, str] = {}
     originals = _lower_weights(model, formats, "O2")
-    named: dict[int, str] = {}
     if originals is None:
-        return named
+        return master_names
     for optimizer in itertools.chain.from_iterable(by_name.values()):
-        mine = set(parameters_of(optimizer))
-        own = {p: value for p, value in originals.items() if p in mine}
-        held = held_by(optimizer) or hold(optimizer, originals=own)
-        named |= {id(master): names[id(low)] for low, master in held.parameters if id(low) in names}
-    return named
+        held = held_by(optimizer)
+        if held is None:
+            parameters = set(parameters_of(optimizer))
+            own_originals = {low: value for low, value in originals.items() if low in parameters}
+            held = hold(optimizer, originals=own_originals)
+        for low, master in held.parameters:
+            if id(low) in names:
+                master_names[id(master)] = names[id(low)]
+    return master_names

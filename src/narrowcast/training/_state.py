@@ -1,10 +1,7 @@
-"""The live objects of a run and its random states: saved, compared with what is live, and loaded."""
+"""The live objects of a run: saved, compared with what is live, and loaded."""
 
 from __future__ import annotations
 
-import importlib.util
-import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -13,17 +10,23 @@ import torch
 
 from narrowcast.errors import CheckpointError, NarrowcastError, SettingError, few
 from narrowcast.gradients import parameters_of
+from narrowcast.training._random_states import random_states, set_random_states
 from narrowcast.weights import HeldWeights, held_by
 
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
 _BESIDE = "beside the Stepper"
 Key = tuple[str, str, str]
 """Group, kind and name of an object."""
-_WORDS = {
-    "optimizers": ("optimizer", "Give it as optimizer=..."),
-    "held": ("held weights", "Hold the optimizer's weights with nc.weights.hold, as when it was saved"),
-    "schedulers": ("scheduler", "Give it as scheduler=..."),
-    "scalers": ("scaler", "Give it as scaler=..."),
+_NOUNS = {
+    "optimizers": "optimizer",
+    "held": "held weights",
+    "schedulers": "scheduler",
+    "scalers": "scaler",
+}
+_HOW_TO_GIVE = {
+    "optimizers": "Give it as optimizer=...",
+    "held": "Hold the optimizer's weights with nc.weights.hold, as when it was saved",
+    "schedulers": "Give it as scheduler=...",
+    "scalers": "Give it as scaler=...",
 }
 
 
@@ -47,129 +50,156 @@ class Objects:
 
     def __init__(self, model: torch.nn.Module, groups: Mapping[str | None, Any]) -> None:
         self.live: dict[Key, Any] = {}
-        names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-        self._names = {number: canonical(model, name) for number, name in names.items()}
-        for name, group in groups.items():
-            self.add(name or "", group.optimizers, group.schedulers, group.scaler)
+        self._parameter_names: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._parameter_names[id(parameter)] = name_without_wrappers(model, name)
+        for group_name, group in groups.items():
+            self.add(group_name or "", group.optimizers, group.schedulers, group.scaler)
 
     def add(self, group: str, optimizer: Any, scheduler: Any, scaler: Any) -> None:
         """Add what was given, without what is there already, and the held weights of optimizers."""
-        known = {id(one) for one in self.live.values()}
-        for kind, several in (("optimizers", optimizer), ("schedulers", scheduler), ("scalers", scaler)):
-            for name, one in _by_name(kind, several).items():
-                if id(one) in known:
+        present = {id(obj) for obj in self.live.values()}
+        for kind, argument in (("optimizers", optimizer), ("schedulers", scheduler), ("scalers", scaler)):
+            for name, obj in _by_name(kind, argument).items():
+                if id(obj) in present:
                     continue
-                self.live[group, kind, name] = one
-                handle = held_by(one) if kind == "optimizers" else None
-                if handle is not None:
-                    self.live[group, "held", name] = handle
+                self.live[group, kind, name] = obj
+                if kind == "optimizers":
+                    held = held_by(obj)
+                    if held is not None:
+                        self.live[group, "held", name] = held
 
     def of_kind(self, kind: str) -> dict[Key, Any]:
-        return {key: one for key, one in self.live.items() if key[1] == kind}
+        return {key: obj for key, obj in self.live.items() if key[1] == kind}
 
     def state(self) -> dict[Key, dict[str, Any]]:
-        states: dict[Key, dict[str, Any]]
-        states = {key: {"kind": kind_of(one), "state": one.state_dict()} for key, one in self.live.items()}
-        for key, one in self.of_kind("optimizers").items():
-            states[key]["parameters"] = self._described(one)
+        states: dict[Key, dict[str, Any]] = {}
+        for key, obj in self.live.items():
+            states[key] = {"kind": _kind_of(obj), "state": obj.state_dict()}
+        for key, optimizer in self.of_kind("optimizers").items():
+            states[key]["parameters"] = self._described_parameters(optimizer)
         return states
 
-    def _described(self, optimizer: Any) -> list[str]:
+    def _described_parameters(self, optimizer: Any) -> list[str]:
         """Describe each parameter; masters have the names of their low-precision parameters."""
+        low_by_working = {}
         held = held_by(optimizer)
-        low_of = {id(working): low for low, working in held.parameters} if held is not None else {}
-        other = "a tensor that is not the model's"
-        return [
-            f"{self._names.get(id(low_of.get(id(p), p)), other)}, {form_of(p)}"
-            for p in parameters_of(optimizer)
-        ]
+        if held is not None:
+            low_by_working = {id(working): low for low, working in held.parameters}
+
+        descriptions = []
+        for parameter in parameters_of(optimizer):
+            in_model = low_by_working.get(id(parameter), parameter)
+            name = self._parameter_names.get(id(in_model), "a tensor that is not the model's")
+            descriptions.append(f"{name}, {_form_of(parameter)}")
+        return descriptions
+
+    # ---- comparison
 
     def check(self, fit: Fit, saved: Mapping[Key, Any]) -> None:
         """Compare saved states with the live objects; nothing is written."""
-        for key in saved:
+        for key, entry in saved.items():
             if key not in self.live:
-                noun, fix = _WORDS[key[1]]
-                problem = f"it holds the {noun} {_shown(key)} ({saved[key]['kind']}), which was not given"
+                problem = (
+                    f"it holds the {_NOUNS[key[1]]} {_shown(key)} ({entry['kind']}), which was not given"
+                )
                 if self.live:
-                    fit.refuse(problem, fix)
+                    fit.refuse(problem, _HOW_TO_GIVE[key[1]])
+                # The model was given alone, as for an evaluation.
                 fit.notes.append(f"{problem}: not loaded")
-        for key, one in self.live.items():
+
+        for key, obj in self.live.items():
             if key in saved:
-                self._check_object(fit, key, one, saved[key])
-            elif getattr(one, "scales_losses", True):
-                there = ", ".join(_shown(other) for other in saved if other[1] == key[1]) or "none"
+                self._check_object(fit, key, obj, saved[key])
+            elif getattr(obj, "scales_losses", True):
+                # A scaler that never scales, as of a Stepper in bf16, has nothing to load.
+                same_kind = [_shown(other) for other in saved if other[1] == key[1]]
                 fit.refuse(
-                    f"it holds no {_WORDS[key[1]][0]} {_shown(key)} (it has {there})",
+                    f"it holds no {_NOUNS[key[1]]} {_shown(key)} (it has {', '.join(same_kind) or 'none'})",
                     "Save it too, or load without it",
                 )
 
-    def _check_object(self, fit: Fit, key: Key, one: Any, saved: Mapping[str, Any]) -> None:
-        which = f"{_WORDS[key[1]][0]} {_shown(key)}"
+    def _check_object(self, fit: Fit, key: Key, obj: Any, entry: Mapping[str, Any]) -> None:
+        what = f"{_NOUNS[key[1]]} {_shown(key)}"
         if key[1] == "held":
             try:
-                one.check_state_dict(saved["state"])
+                obj.check_state_dict(entry["state"])
             except SettingError as error:
                 fit.refuse(str(error), "Hold the weights as they were held")
-        if saved["kind"] != kind_of(one):
-            fit.refuse(f"the {which} is of {kind_of(one)}, and was of {saved['kind']}", "Make the same kind")
-        if key[1] != "optimizers":
-            return
-        same = "Make it from the same parameters in the same order and groups"
-        sizes, came = (
-            [len(group["params"]) for group in groups]
-            for groups in (one.param_groups, saved["state"]["param_groups"])
-        )
-        if sizes != came:
-            fit.refuse(f"the {which} has groups of {sizes} parameters, and had {came}", same)
-        for index, (here, there) in enumerate(zip(self._described(one), saved["parameters"], strict=True)):
-            if here != there:
-                fit.refuse(f"parameter {index} of the {which} is {here}, and was {there}", same)
+        if entry["kind"] != _kind_of(obj):
+            fit.refuse(f"the {what} is of {_kind_of(obj)}, and was of {entry['kind']}", "Make the same kind")
+        if key[1] == "optimizers":
+            self._check_parameters(fit, what, obj, entry)
+
+    def _check_parameters(self, fit: Fit, what: str, optimizer: Any, entry: Mapping[str, Any]) -> None:
+        fix = "Make it from the same parameters in the same order and groups"
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        saved_sizes = [len(group["params"]) for group in entry["state"]["param_groups"]]
+        if sizes != saved_sizes:
+            fit.refuse(f"the {what} has groups of {sizes} parameters, and had {saved_sizes}", fix)
+
+        descriptions = zip(self._described_parameters(optimizer), entry["parameters"], strict=True)
+        for index, (now, before) in enumerate(descriptions):
+            if now != before:
+                fit.refuse(f"parameter {index} of the {what} is {now}, and was {before}", fix)
+
+    # ---- loading
 
     def load(self, saved: Mapping[Key, Any]) -> None:
         """Load states that were checked."""
+        # Schedulers are often the user's own, whose load_state_dict may raise: before much was changed.
         for kind in ("scalers", "schedulers", "optimizers", "held"):
-            for key, one in self.of_kind(kind).items():
-                if key in saved and kind == "optimizers":
-                    _load_optimizer(one, saved[key]["state"])
-                elif key in saved:
-                    one.load_state_dict(saved[key]["state"])
+            for key, obj in self.of_kind(kind).items():
+                if key not in saved:
+                    continue
+                state = saved[key]["state"]
+                if kind == "optimizers":
+                    _load_optimizer(obj, state)
+                else:
+                    obj.load_state_dict(state)
 
 
-def _by_name(kind: str, given: Any) -> dict[str, Any]:
-    """One object, several in order, or several by name, as a dict."""
-    if given is None:
+def _by_name(kind: str, argument: Any) -> dict[str, Any]:
+    """Return one object, several in order, or several by name, as a dict."""
+    if argument is None:
         return {}
-    if isinstance(given, Mapping):
-        found = {str(name): one for name, one in given.items()}
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        found = {str(index): one for index, one in enumerate(given)}
+    if isinstance(argument, Mapping):
+        objects = {str(name): obj for name, obj in argument.items()}
+    elif isinstance(argument, Sequence) and not isinstance(argument, str):
+        objects = {str(index): obj for index, obj in enumerate(argument)}
     else:
-        found = {"0": given}
-    for one in found.values():
-        if kind == "optimizers" and not hasattr(one, "param_groups"):
-            hint = ": write stepper=" if hasattr(one, "autocast") else ""
-            raise CheckpointError(f"expected a torch.optim.Optimizer, got {type(one).__name__}{hint}")
-        if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+        objects = {"0": argument}
+
+    for obj in objects.values():
+        if kind == "optimizers" and not hasattr(obj, "param_groups"):
+            hint = ""
+            if hasattr(obj, "autocast"):
+                hint = ": write stepper="
+            raise CheckpointError(f"expected a torch.optim.Optimizer, got {type(obj).__name__}{hint}")
+        if not hasattr(obj, "state_dict") or not hasattr(obj, "load_state_dict"):
             raise CheckpointError(
-                f"expected {kind} with state_dict() and load_state_dict(), got {type(one).__name__}"
+                f"expected {kind} with state_dict() and load_state_dict(), got {type(obj).__name__}"
             )
-    return found
+    return objects
 
 
 def _shown(key: Key) -> str:
-    """The name of an object, after that of its group."""
-    return repr(f"{key[0]} {key[2]}".strip())
+    """Return the name of an object, after that of its group."""
+    group, _, name = key
+    return repr(f"{group} {name}".strip())
 
 
-def kind_of(one: Any) -> str:
+def _kind_of(obj: Any) -> str:
     """Name the kind of an object; torch's scaler and ours share a class name."""
-    name = type(one).__name__
-    if isinstance(one, HeldWeights):
-        return one.updates
-    return f"torch.amp.{name}" if name == "GradScaler" and type(one).__module__.startswith("torch") else name
+    if isinstance(obj, HeldWeights):
+        return obj.updates
+    name = type(obj).__name__
+    if name == "GradScaler" and type(obj).__module__.startswith("torch"):
+        return "torch.amp.GradScaler"
+    return name
 
 
-def form_of(value: Any) -> str:
+def _form_of(value: Any) -> str:
     """Return dtype and shape of a tensor, and the type of anything else, in words."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
@@ -177,26 +207,32 @@ def form_of(value: Any) -> str:
 
 
 def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load a state as it was saved; torch casts states to the dtypes of the parameters.
+    """Load a state as it was saved, which ``load_state_dict`` of torch does but for two things."""
+    # A setting may be a tensor, such as a learning rate on a GPU. It stays on its device.
+    devices_by_group = []
+    for group in optimizer.param_groups:
+        devices_by_group.append(
+            {name: value.device for name, value in group.items() if isinstance(value, torch.Tensor)}
+        )
 
-    Settings that are tensors, such as a learning rate on a GPU, go to the device where they were.
-    """
-    devices = [
-        {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor)}
-        for group in optimizer.param_groups
-    ]
     optimizer.load_state_dict(state)
-    for group, places in zip(optimizer.param_groups, devices, strict=True):
-        for key, device in places.items():
-            if isinstance(group[key], torch.Tensor):
-                group[key] = group[key].to(device)
-    positions = [index for group in state["param_groups"] for index in group["params"]]
+
+    for group, devices in zip(optimizer.param_groups, devices_by_group, strict=True):
+        for name, device in devices.items():
+            if isinstance(group[name], torch.Tensor):
+                group[name] = group[name].to(device)
+
+    # torch casts states to the dtypes of the parameters.
+    positions = []
+    for group in state["param_groups"]:
+        positions += group["params"]
     for parameter, position in zip(parameters_of(optimizer), positions, strict=True):
-        for key, value in state["state"].get(position, {}).items():
-            now = optimizer.state.get(parameter, {}).get(key)
-            both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
-            if both and key != "step" and now.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(now.device)
+        loaded = optimizer.state.get(parameter, {})
+        for name, saved in state["state"].get(position, {}).items():
+            now = loaded.get(name)
+            both_tensors = isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor)
+            if both_tensors and name != "step" and now.dtype != saved.dtype:
+                loaded[name] = saved.to(now.device)
 
 
 # ---- a run: the model, its objects and the random states
@@ -211,17 +247,23 @@ class Run:
                 f"expected the model, a torch.nn.Module, got {type(model).__name__}; several models are one "
                 'as torch.nn.ModuleDict({"g": generator, "d": discriminator})'
             )
-        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-            raise CheckpointError(
-                "FullyShardedDataParallel keeps flat pieces that fit no other number of ranks: shard the "
-                "model with torch.distributed.fsdp.fully_shard"
-            )
+        for module in model.modules():
+            if type(module).__name__ == "FullyShardedDataParallel":
+                raise CheckpointError(
+                    "FullyShardedDataParallel keeps flat pieces that fit no other number of ranks: shard the "
+                    "model with torch.distributed.fsdp.fully_shard"
+                )
         if stepper is not None and not hasattr(stepper, "_groups"):
             raise CheckpointError(f"expected stepper to be a nc.Stepper, got {type(stepper).__name__}")
+
         self.model = model
         self.stepper = stepper
-        self.objects = Objects(model, {} if stepper is None else stepper._groups)
-        self.objects.add("" if stepper is None else _BESIDE, optimizer, scheduler, scaler)
+        if stepper is None:
+            self.objects = Objects(model, {})
+            self.objects.add("", optimizer, scheduler, scaler)
+        else:
+            self.objects = Objects(model, stepper._groups)
+            self.objects.add(_BESIDE, optimizer, scheduler, scaler)
 
     def state(self) -> dict[str, Any]:
         """Return everything but position and policy, with live tensors.
@@ -229,56 +271,71 @@ class Run:
         Raises:
             OrderError: in the middle of a Stepper's accumulation, whose gradients would be lost.
         """
-        stepper = None
+        stepper_state = None
         if self.stepper is not None:
             self.stepper._refuse_unfinished()
-            stepper = {"steps": self.stepper.steps, "formats": self.stepper._format_names()}
+            stepper_state = {"steps": self.stepper.steps, "formats": self.stepper._format_names()}
         return {
-            "model": self.model_state(),
-            "stepper": stepper,
+            "model": self._model_state(),
+            "stepper": stepper_state,
             "objects": self.objects.state(),
             "random": random_states(),
         }
 
-    def model_state(self) -> dict[str, Any]:
-        """The model's state by names without wrappers."""
-        state, names = self.model.state_dict(), self._names()
-        return {names[name]: value for name, value in state.items()}
-
-    def _names(self) -> dict[str, str]:
-        """Return each name without wrappers, or as it is if two tensors would have the same name."""
-        names = {name: canonical(self.model, name) for name in self.model.state_dict()}
-        return names if len(set(names.values())) == len(names) else {name: name for name in names}
+    def _model_state(self) -> dict[str, Any]:
+        """Return the model's state by names without wrappers."""
+        state = self.model.state_dict()
+        return {name_without_wrappers(self.model, name): value for name, value in state.items()}
 
     def layouts(self) -> dict[tuple[Any, ...], Any]:
-        """By place in the tree: a tensor whose kind, and perhaps shape, the one there has."""
-        found: dict[Any, Any] = {("model", name): value for name, value in self.model_state().items()}
-        for key, one in self.objects.of_kind("optimizers").items():
-            for index, parameter in enumerate(parameters_of(one)):
-                found["objects", key, "state", "state", index] = parameter
-        for key, one in self.objects.of_kind("held").items():
-            for index, (low, _) in enumerate(one.parameters):
-                found["objects", key, "state", "kept", index] = low
-        return found
+        """Return, by place in the tree of a checkpoint, the live tensor that says how one there is sharded.
 
-    def check(self, fit: Fit, tree: dict[str, Any]) -> None:
+        A state of an optimizer is sharded like its parameter, if it has the parameter's shape.
+        """
+        layouts: dict[Any, Any] = {}
+        for name, value in self._model_state().items():
+            layouts["model", name] = value
+        for key, optimizer in self.objects.of_kind("optimizers").items():
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                layouts["objects", key, "state", "state", index] = parameter
+        for key, held in self.objects.of_kind("held").items():
+            for index, (low, _) in enumerate(held.parameters):
+                layouts["objects", key, "state", "kept", index] = low
+        return layouts
+
+    # ---- comparison
+
+    def check(self, fit: Fit, tree: Mapping[str, Any]) -> None:
         """Compare all of ``tree`` with the live objects; nothing is written."""
         self._check_model(fit, tree["model"])
         if self.objects.live:
-            self._check_kind(fit, tree["stepper"])
-        elif tree["objects"]:
-            tree["random"] = None  # the model alone is wanted, not a run that continues
+            self._check_stepper(fit, tree["stepper"])
         self.objects.check(fit, tree["objects"])
 
-    def _check_kind(self, fit: Fit, saved: Mapping[str, Any] | None) -> None:
+    def _check_model(self, fit: Fit, saved: Mapping[str, Any]) -> None:
+        fix = "Make the model that was saved"
+        state = self._model_state()
+        missing = [name for name in state if name not in saved]
+        if missing:
+            fit.refuse(f"the checkpoint lacks {few(missing, 5)}", fix)
+        unknown = [name for name in saved if name not in state]
+        if unknown:
+            fit.refuse(f"the model has no {few(unknown, 5)}", fix)
+        for name, value in state.items():
+            now, before = _form_of(value), _form_of(saved[name])
+            if isinstance(value, torch.Tensor) and now != before:
+                fit.refuse(f"{name} is {now} here, and was {before}", fix)
+
+    def _check_stepper(self, fit: Fit, saved: Mapping[str, Any] | None) -> None:
         """Refuse the checkpoint of a Stepper without one, and the other way round; and another format."""
-        if (saved is None) != (self.stepper is None):
-            was, given = ("a loop without a Stepper", "one") if saved is None else ("a Stepper", "none")
-            fit.refuse(
-                f"it was saved from {was}, and {given} was given", "Give what was saved, or the model alone"
-            )
-        if saved is None or self.stepper is None:
+        fix = "Give what was saved, or the model alone"
+        if saved is None and self.stepper is not None:
+            fit.refuse("it was saved from a loop without a Stepper, and one was given", fix)
+        if saved is not None and self.stepper is None:
+            fit.refuse("it was saved from a Stepper, and none was given", fix)
+        if saved is None:
             return
+
         for device, now in self.stepper._format_names().items():
             before = saved["formats"].get(device, now)
             if before != now and not self.stepper._goes_on_in(before, now):
@@ -287,17 +344,7 @@ class Run:
                     f"Make it with a policy that computes in {before}",
                 )
 
-    def _check_model(self, fit: Fit, theirs: Mapping[str, Any]) -> None:
-        mine = self.model_state()
-        same = "Make the model that was saved"
-        missing, unknown = [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
-        if missing:
-            fit.refuse(f"the checkpoint lacks {few(missing, 5)}", same)
-        if unknown:
-            fit.refuse(f"the model has no {few(unknown, 5)}", same)
-        for name, here in mine.items():
-            if isinstance(here, torch.Tensor) and form_of(here) != form_of(theirs[name]):
-                fit.refuse(f"{name} is {form_of(here)} here, and was {form_of(theirs[name])}", same)
+    # ---- loading
 
     def load(self, fit: Fit, tree: Mapping[str, Any]) -> None:
         """Load a tree that was checked.
@@ -309,9 +356,14 @@ class Run:
             self.objects.load(tree["objects"])
             if self.stepper is not None:
                 self.stepper._restart(**tree["stepper"])
-            state = {name: tree["model"][saved] for name, saved in self._names().items()}
-            self.model.load_state_dict(state, strict=False)
-            if tree["random"] is not None:
+            model_state = {}
+            for name in self.model.state_dict():
+                model_state[name] = tree["model"][name_without_wrappers(self.model, name)]
+            self.model.load_state_dict(model_state, strict=False)
+
+            # With the model alone, as for an evaluation, no run continues.
+            model_alone = tree["objects"] and not self.objects.live
+            if tree["random"] is not None and not model_alone:
                 fit.notes.extend(set_random_states(tree["random"]))
         except NarrowcastError:
             raise
@@ -321,80 +373,19 @@ class Run:
             ) from error
 
 
-def canonical(model: torch.nn.Module, name: str) -> str:
-    """A name in a state dict without what DDP, ``torch.compile`` and checkpoint wrappers add to it."""
-    kept: list[str] = []
-    module: Any = model
+def name_without_wrappers(model: torch.nn.Module, name: str) -> str:
+    """Return a name of a state dict without what DDP, ``torch.compile`` and checkpoint wrappers add to it."""
     parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    parts: list[str] = []
+    module: Any = model
     for part in name.split("."):
-        wraps = part in _WRAPPERS and isinstance(module, torch.nn.Module)
-        if not wraps or (part == "module" and not isinstance(module, parallel)):
-            kept.append(part)
+        is_wrapper = False
+        if part == "module":
+            # Other classes with this attribute, such as AveragedModel, are models of their own.
+            is_wrapper = isinstance(module, parallel)
+        elif part in ("_orig_mod", "_checkpoint_wrapped_module"):
+            is_wrapper = isinstance(module, torch.nn.Module) and list(module._modules) == [part]
+        if not is_wrapper:
+            parts.append(part)
         module = getattr(module, part, None)
-    return ".".join(kept)
-
-
-# ---- random states
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of torch (CPU and devices in use), of ``random``, and of NumPy if it is imported.
-
-    A device that this process has not used yet has no state, and is not initialized for it.
-    """
-    numpy = sys.modules.get("numpy")
-    return {
-        "torch": torch.get_rng_state(),
-        "devices": {name: _module(name).get_rng_state(*_index(name)) for name in _devices(in_use=True)},
-        "python": random.getstate(),
-        "numpy": None if numpy is None else _plain(numpy.random.get_state(legacy=False)),
-    }
-
-
-def set_random_states(states: dict[str, Any]) -> list[str]:
-    """Set ``states``; return notes on those that could not be set."""
-    notes = []
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    for name, state in states["devices"].items():
-        if name in _devices(in_use=False):
-            _module(name).set_rng_state(state, *_index(name))
-        else:
-            notes.append(f"the random state of {name} was not set: this process has no such device")
-    for name in _devices(in_use=True):
-        if name not in states["devices"]:
-            notes.append(f"the checkpoint holds no random state of {name}: it is unchanged")
-    if states["numpy"] is None:
-        if "numpy" in sys.modules:
-            notes.append("the checkpoint holds no random state of NumPy: it is unchanged")
-    elif importlib.util.find_spec("numpy") is None:
-        notes.append("the random state of NumPy was not set: it is not installed here")
-    else:
-        import numpy
-
-        numpy.random.set_state(states["numpy"])
-    return notes
-
-
-def _devices(*, in_use: bool) -> list[str]:
-    """The accelerators of this machine, or those that this process has initialized (all of torch.mps)."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or (in_use and not getattr(_module(kind.type), "is_initialized", lambda: True)()):
-        return []
-    return [f"{kind.type}:{i}" for i in range(torch.accelerator.device_count())]
-
-
-def _module(name: str) -> Any:
-    return torch.get_device_module(name.partition(":")[0])
-
-
-def _index(name: str) -> tuple[int, ...]:
-    kind, _, index = name.partition(":")
-    return () if kind == "mps" else (int(index),)  # torch.mps has one device, and takes no index
-
-
-def _plain(value: Any) -> Any:
-    """NumPy's arrays as lists, which NumPy accepts."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
+    return ".".join(parts)

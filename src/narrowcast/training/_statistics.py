@@ -69,7 +69,8 @@ class Statistics:
         for buffer, before in zip(self._others, self._other_values, strict=True):
             if isinstance(skipped, torch.Tensor):
                 buffer.copy_(torch.where(_on(skipped, buffer.device), before, buffer))
-            else:  # sparse and quantized buffers too, which torch.where does not take
+            else:
+                # Sparse and quantized buffers too, which torch.where does not take.
                 buffer.copy_(before)
 
     def forget(self) -> None:
@@ -81,34 +82,38 @@ class Statistics:
         if self._containers and _are_the_same(children_of(self._containers), self._children):
             return
         modules = list(self._model.modules())
-        self._containers = [module for module in modules if may_get_children(module)] or [self._model]
+        self._containers = list(filter(may_get_children, modules))
+        if not self._containers:  # the model is one layer
+            self._containers = [self._model]
         self._children = children_of(self._containers)
-        everything = self._restore == "all"
-        self._restored = [module for module in modules if everything or is_batch_or_instance_norm(module)]
+
+        if self._restore == "all":
+            self._restored = modules
+        else:
+            self._restored = list(filter(is_batch_or_instance_norm, modules))
 
     def _list_buffers(self) -> None:
         """Group the buffers, if there are others than at the last step, as after ``model.to``."""
         buffers = buffers_of(self._restored)
-        if _are_the_same(buffers, self._buffers) and not any(group.has_moved() for group in self._groups):
+        if _are_the_same(buffers, self._buffers):
             return
         # A lazy buffer has no values before the first forward pass; then the list is another one.
         self._buffers = [buffer for buffer in buffers if not torch.nn.parameter.is_lazy(buffer)]
-        plain: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+
+        plain_buffers: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         self._others = []
         for buffer in self._buffers:
             if _is_plain(buffer):
-                plain.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+                plain_buffers.setdefault((buffer.device, buffer.dtype), []).append(buffer)
             elif not _is_expanded(buffer):
                 self._others.append(buffer)
-        self._groups = [BufferGroup(members) for members in plain.values()]
+        self._groups = list(map(BufferGroup, plain_buffers.values()))
 
 
 class BufferGroup:
     """Contiguous buffers of one device and dtype, and one tensor that holds a copy of all."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
-        self._buffers = buffers
-        self._addresses = list(map(torch.Tensor.data_ptr, buffers))
         # Views in one dimension, which torch.cat copies side by side: ten times as fast as a copy of each.
         self._values = [buffer.detach().view(-1) for buffer in buffers]
         self._sizes = [buffer.numel() for buffer in buffers]
@@ -116,10 +121,6 @@ class BufferGroup:
         self._before_by_buffer = torch.split(self._before, self._sizes)
         self._after: torch.Tensor | None = None
         self._after_by_buffer: tuple[torch.Tensor, ...] = ()
-
-    def has_moved(self) -> bool:
-        """Return whether a buffer lies elsewhere in memory now, as after a write to its ``.data``."""
-        return list(map(torch.Tensor.data_ptr, self._buffers)) != self._addresses
 
     def save(self) -> None:
         torch.cat(self._values, out=self._before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from narrowcast.casting import ModelRegion, undo_on_error
 from narrowcast.errors import CheckpointError, OrderError, SettingError, near_names, not_copied
 from narrowcast.gradients import GradScaler, StepResult, multiplied
 from narrowcast.policy import Policy, as_policy, dtype_of, format_name, policy_name
+from narrowcast.training._accumulation import Synchronization, WeightCasts
 from narrowcast.training._make import (
     cast_inputs,
     formats_of,
@@ -25,14 +27,13 @@ from narrowcast.training._make import (
 from narrowcast.training._optimizer_group import (
     OptimizerGroup,
     Settings,
-    Synchronization,
-    WeightCasts,
     check_loss,
     claim,
     is_fp32,
     release,
 )
-from narrowcast.training._state import Fit, Objects, random_states, set_random_states
+from narrowcast.training._random_states import random_states, set_random_states
+from narrowcast.training._state import Fit, Objects
 from narrowcast.training._statistics import Statistics
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
@@ -109,12 +110,14 @@ class Stepper:
                 "accumulate with named optimizers under DistributedDataParallel would mix their gradients: "
                 "use accumulate=1, or one Stepper for each"
             )
-        with undo_on_error([model], [one for group in by_name.values() for one in group]) as undo:
+        with undo_on_error([model], list(itertools.chain.from_iterable(by_name.values()))) as undo:
             self._groups = make_groups(
                 model, by_name, self._policy, self._formats, settings, scheduler, scaler, process_group
             )
             self._casts = WeightCasts([p for p in model.parameters() if p.dtype == torch.float32])
             groups = list(self._groups.values())
+
+            # Filled below; whatever is in it when the Stepper goes, or fails to be made, is undone.
             handles: list[Any] = []
             weakref.finalize(self, release, groups, handles).atexit = False
             undo.callback(release, groups, handles)
@@ -137,8 +140,7 @@ class Stepper:
         Args:
             name: of the optimizer that steps next; needed for named ones with DDP or ``accumulate``.
         """
-        one = name is not None or len(self._groups) == 1
-        groups = [self._group(name)] if one else list(self._groups.values())
+        groups = self._groups_called(name)
         if torch.is_grad_enabled():
             self._statistics.remember()
             self._synchronization.begin(reduces=any(group.reduces for group in groups))
@@ -151,6 +153,7 @@ class Stepper:
                 yield
             except BaseException:
                 self._casts.drop()
+                # Earlier micro-batches may still be skipped, and need the statistics of their start.
                 if not any(group.filled for group in groups):
                     self._statistics.forget()
                 raise
@@ -196,10 +199,11 @@ class Stepper:
         of its own: the mean is that of all ranks.
         """
         self._check_outside("flush", "stepper.flush()")
-        groups = [self._group(name)] if name is not None else list(self._groups.values())
+        groups = self._groups_called(name)
         result = _incomplete(groups[0])
         for group in groups:
             filled = float(group.filled)
+            # Masters have reduced gradients of every micro-batch already.
             if self._synchronization.ddp and group.accumulate > 1 and not group.held:
                 filled = self._synchronization.reduce_now(filled)
             if filled:
@@ -220,7 +224,14 @@ class Stepper:
         scaled = multiplied(outputs, factor_on)
         gradients = torch.autograd.grad(scaled, inputs, create_graph=create_graph, **options)
         inverse_on = functools.cache(lambda device: factor_on(device).reciprocal())
-        return tuple(None if g is None else multiplied(g, inverse_on) for g in gradients)
+
+        unscaled: list[torch.Tensor | None] = []
+        for gradient in gradients:
+            if gradient is None:  # with allow_unused
+                unscaled.append(None)
+            else:
+                unscaled.append(multiplied(gradient, inverse_on))
+        return tuple(unscaled)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
@@ -256,7 +267,7 @@ class Stepper:
         self._refuse_unfinished()
         states = Objects(self.model, self._groups).state()
         # torch.distributed.checkpoint takes text for keys.
-        objects = {"\n".join(key): one for key, one in states.items()}
+        objects = {"\n".join(key): entry for key, entry in states.items()}
         return {"steps": self.steps, "formats": self._format_names(), "objects": objects}
 
     def _format_names(self) -> dict[str, str]:
@@ -265,10 +276,12 @@ class Stepper:
     def _refuse_unfinished(self) -> None:
         for name, group in self._groups.items():
             if group.filled:
+                of_optimizer = ""
+                if name:
+                    of_optimizer = f" ({name})"
                 raise OrderError(
-                    f"{group.filled} of {group.accumulate} micro-batches are accumulated"
-                    f"{f' ({name})' if name else ''}, and gradients are not saved: call flush() or "
-                    "finish the step"
+                    f"{group.filled} of {group.accumulate} micro-batches are accumulated{of_optimizer}, and "
+                    "gradients are not saved: call flush() or finish the step"
                 )
             group.scaler.report_pending()  # the schedulers may still have to move for the last step
 
@@ -281,11 +294,14 @@ class Stepper:
             CheckpointError: the state is of a Stepper with other optimizers, masters, schedulers or
                 parameters. Nothing was loaded.
         """
-        given = state.get("objects") if isinstance(state, Mapping) else None
-        if not isinstance(given, Mapping) or any(str(key).count("\n") != 2 for key in given):
+        states = None
+        if isinstance(state, Mapping):
+            states = state.get("objects")
+        if not isinstance(states, Mapping) or any(str(key).count("\n") != 2 for key in states):
             raise CheckpointError(f"expected what stepper.state_dict() returned, got {state!r:.80}")
+        saved = {tuple(key.split("\n")): entry for key, entry in states.items()}
+
         objects = Objects(self.model, self._groups)
-        saved = {tuple(key.split("\n")): one for key, one in state["objects"].items()}
         objects.check(Fit("the state of the Stepper"), saved)
         objects.load(saved)
         self._restart(state["steps"], state.get("formats", {}))
@@ -338,14 +354,20 @@ class Stepper:
         return dict(self._formats)
 
     def __repr__(self) -> str:
-        groups = [
-            f"{'' if name is None else f'{name}: '}{', '.join(type(o).__name__ for o in group.optimizers)}"
-            for name, group in self._groups.items()
-        ]
-        formats = ", ".join(f"{format_name(dtype)} on {device}" for device, dtype in self._formats.items())
-        name = policy_name(self._policy)
-        by = "" if name in map(format_name, self._formats.values()) else f" by {name}"
-        return f"Stepper({type(self.model).__name__}, {'; '.join(groups)}, {formats}{by}, steps={self.steps})"
+        groups = []
+        for name, group in self._groups.items():
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in group.optimizers)
+            if name is None:
+                groups.append(kinds)
+            else:
+                groups.append(f"{name}: {kinds}")
+
+        formats = self._format_names()
+        computes = ", ".join(f"{format_name} on {device}" for device, format_name in formats.items())
+        policy = policy_name(self._policy)
+        if policy not in formats.values():
+            computes += f" by {policy}"
+        return f"Stepper({type(self.model).__name__}, {'; '.join(groups)}, {computes}, steps={self.steps})"
 
     # ---- one step
 
@@ -366,25 +388,36 @@ class Stepper:
             raise SettingError(f"expected name=... of the optimizer that steps: {', '.join(names)}")
         raise SettingError(f"no optimizer is called {name!r}. {near_names(name, names)}")
 
+    def _groups_called(self, name: str | None) -> list[OptimizerGroup]:
+        """Return the group of an optimizer, or without a name every group."""
+        if name is None:
+            return list(self._groups.values())
+        return [self._group(name)]
+
     def _backward(self, group: OptimizerGroup, loss: torch.Tensor) -> StepResult:
         """Run the backward pass, and step after the last micro-batch."""
-        ddp = bool(self._synchronization.ddp)
+        uses_ddp = bool(self._synchronization.ddp)
         try:
             # Only the optimizer that steps gets gradients: a generator's loss reaches the discriminator too.
-            everything = ddp or len(self._groups) == 1
-            inputs = None if everything else [p for p in group.parameters if p.requires_grad]
+            # DDP waits for all of its parameters, so there the others' gradients are zeroed afterwards.
+            inputs = None
+            if len(self._groups) > 1 and not uses_ddp:
+                inputs = [parameter for parameter in group.parameters if parameter.requires_grad]
             self._casts.before_backward(loss)
-            group.backward(loss, inputs=inputs, one_rank=not ddp)
-            for other in self._groups.values() if ddp else ():
-                if other is not group:
-                    other.zero()
+            group.backward(loss, inputs=inputs, one_rank=not uses_ddp)
+            if uses_ddp:
+                for other in self._groups.values():
+                    if other is not group:
+                        other.zero()
         except BaseException:
             # The gradients hold part of a backward pass: start a new accumulation.
             self._discard([group])
             raise
         finally:
             self._synchronization.after_backward()
-        return self._finish(group, group.step) if group.filled >= group.accumulate else _incomplete(group)
+        if group.filled < group.accumulate:
+            return _incomplete(group)
+        return self._finish(group, group.step)
 
     def _finish(self, group: OptimizerGroup, step: Callable[[], StepResult]) -> StepResult:
         """End the accumulation with ``step``, whether it is taken, skipped or raises."""
@@ -422,14 +455,17 @@ class Stepper:
             if group.accumulate > 1 or len(group.optimizers) > 1:
                 raise SettingError("an optimizer with a closure needs accumulate=1 and no other beside it")
             return self._finish(group, lambda: group.step_with_closure(evaluate))
+
         random = random_states()
         while True:
             loss = evaluate()
             check_loss(loss, group)
-            finite = bool(loss.detach().isfinite())  # otherwise no scale can help
+            loss_is_finite = bool(loss.detach().isfinite())
             result = self._backward(group, loss)
-            retries = finite and group.accumulate == 1 and result.skipped
-            if not retries or group.scaler.get_scale() >= result.scale:
+
+            # No scale mends a loss that is not finite, and earlier micro-batches cannot be computed again.
+            may_retry = loss_is_finite and group.accumulate == 1 and result.skipped
+            if not may_retry or group.scaler.get_scale() >= result.scale:
                 return result
             self.steps -= 1
             set_random_states(random)

@@ -53,5 +53,8 @@ def metadata_classes() -> list[Any]:
     """
     from torch.distributed.checkpoint import filesystem, metadata
 
-    here = [one for one in vars(metadata).values() if getattr(one, "__module__", "") == metadata.__name__]
-    return [*here, filesystem._StorageInfo]
+    classes = []
+    for value in vars(metadata).values():
+        if getattr(value, "__module__", "") == metadata.__name__:
+            classes.append(value)
+    return [*classes, filesystem._StorageInfo]

@@ -2,6 +2,7 @@
 
 from narrowcast.weights._held import HeldWeights, hold
 from narrowcast.weights._held import held_by as held_by
+from narrowcast.weights._lower import LOW_DTYPES as LOW_DTYPES
 from narrowcast.weights._lower import is_batch_or_instance_norm as is_batch_or_instance_norm
 from narrowcast.weights._lower import lower
 from narrowcast.weights._meter import UpdateMeter

@@ -8,7 +8,7 @@ import torch
 
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import ASKED_BY_SCALERS
-from narrowcast.weights._torch_internals import add_all, is_dtensor, is_held_elsewhere, local
+from narrowcast.weights._torch_internals import add_all, local
 from narrowcast.weights._update_methods import Pair
 
 
@@ -23,14 +23,15 @@ def require_dense(pairs: Sequence[Pair]) -> None:
             )
 
 
-def take(pairs: Sequence[Pair], *, restores: bool, reuses: bool) -> None:
+def take(pairs: Sequence[Pair], *, restores: bool) -> None:
     """Add each low gradient to the working gradient, in float32, and remove it from the low parameter.
 
     With ``restores`` the low gradient is put back after the step, where torch leaves it too, unless gradients
-    were added up. With ``reuses`` float32 gradients on the CPU keep their memory from step to step.
+    were added up.
     """
     require_dense(pairs)
-    sums, terms = [], []
+    sums = []
+    terms = []
     for pair in pairs:
         gradient = pair.low.grad
         if gradient is None:
@@ -38,7 +39,7 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses: bool) -> None:
                 pair.low_grad = None
             continue
         if pair.working.grad is None:
-            pair.working.grad = _widened(gradient.detach(), pair, reuses=reuses)
+            pair.working.grad = gradient.detach().to(torch.float32, copy=True)
             pair.low_grad = gradient if restores else None
         else:
             sums.append(local(pair.working.grad))
@@ -46,19 +47,6 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses: bool) -> None:
             pair.low_grad = None
         pair.low.grad = None
     add_all(sums, terms)
-
-
-def _widened(gradient: torch.Tensor, pair: Pair, *, reuses: bool) -> torch.Tensor:
-    """Return a float32 copy. Allocating large memory on a CPU takes ten times as long as filling it."""
-    reuses &= gradient.device.type == "cpu" and gradient.is_contiguous() and not is_dtensor(gradient)
-    memory = pair.memory if reuses else None
-    # Another process may still read shared memory.
-    if memory is not None and not memory.is_shared() and not is_held_elsewhere(memory):
-        wide = torch.empty(0, dtype=torch.float32, device="cpu")
-        return wide.set_(memory, 0, gradient.shape, gradient.stride()).copy_(gradient)
-    wide = gradient.to(torch.float32, copy=True)
-    pair.memory = wide.untyped_storage() if reuses else None
-    return wide
 
 
 def restore_low(pairs: Sequence[Pair]) -> None:
@@ -90,11 +78,13 @@ def move_back(pairs: Sequence[Pair]) -> None:
     """Put every gradient back on its low parameter, rounded to nearest."""
     restore_low(pairs)
     for pair in pairs:
-        pair.memory = None
-        if pair.working.grad is not None:
-            low_gradient = pair.working.grad.to(pair.low.dtype)
-            pair.low.grad = low_gradient if pair.low.grad is None else pair.low.grad + low_gradient
-            pair.working.grad = None
+        if pair.working.grad is None:
+            continue
+        gradient = pair.working.grad.to(pair.low.dtype)
+        pair.working.grad = None
+        if pair.low.grad is not None:
+            gradient = pair.low.grad + gradient
+        pair.low.grad = gradient
 
 
 class ScalerGuard:

@@ -21,10 +21,10 @@ from narrowcast.weights._gradients import (
 from narrowcast.weights._lower import LOW_DTYPES
 from narrowcast.weights._torch_internals import is_dtensor, is_outermost_step, local, version_of
 from narrowcast.weights._update_methods import (
-    Kahan,
-    Masters,
+    KahanMethod,
+    MastersMethod,
     Pair,
-    Stochastic,
+    StochasticMethod,
     UpdateMethod,
     check_state,
     load_state,
@@ -110,7 +110,7 @@ def hold(
         raise UnsupportedError("SparseAdam takes sparse gradients, held weights dense ones: use Adam")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedError("held weights cannot be differentiated through: set differentiable=False")
-    if originals is not None and isinstance(method, Stochastic):
+    if originals is not None and isinstance(method, StochasticMethod):
         raise SettingError(
             'updates="stochastic" keeps nothing of the originals: leave them out, or use "masters" or "kahan"'
         )
@@ -121,7 +121,9 @@ def held_by(optimizer: torch.optim.Optimizer) -> HeldWeights | None:
     """Return the handle of a held optimizer, or None."""
     reference = _HELD.get(optimizer)
     # Without the attribute it was held by a call that raised and was undone.
-    return reference() if reference is not None and hasattr(optimizer, "holds_low_weights") else None
+    if reference is None or not hasattr(optimizer, "holds_low_weights"):
+        return None
+    return reference()
 
 
 def _refuse_copy() -> Any:
@@ -132,13 +134,15 @@ def _refuse_copy() -> Any:
 
 
 def _update_method(updates: str, generator: torch.Generator | None) -> UpdateMethod:
-    methods: dict[str, UpdateMethod]
-    methods = {method.name: method for method in (Masters(), Kahan(), Stochastic(generator))}
+    if updates == "stochastic":
+        return StochasticMethod(generator)
+    methods: dict[str, type[UpdateMethod]] = {"masters": MastersMethod, "kahan": KahanMethod}
     if updates not in methods:
-        raise SettingError(f'unknown updates="{updates}". {near_names(str(updates), methods)}')
-    if generator is not None and updates != Stochastic.name:
+        known = [*methods, "stochastic"]
+        raise SettingError(f'unknown updates="{updates}". {near_names(str(updates), known)}')
+    if generator is not None:
         raise SettingError(f'updates="{updates}" draws no random numbers: leave out the generator')
-    return methods[updates]
+    return methods[updates]()
 
 
 class HeldWeights:
@@ -166,7 +170,8 @@ class HeldWeights:
         self.optimizer = optimizer
         self._method = method
         self._pairs: list[Pair] = []
-        # Called after a step and before it is written; what they return is called after that.
+
+        # A watcher is called after a step and before it is written; what it returns is called after that.
         self.watchers: list[Callable[[], Callable[[], None]]] = []
         self._hold_new(originals)
         if not self._pairs:
@@ -174,6 +179,7 @@ class HeldWeights:
                 f"no parameter of this {type(optimizer).__name__} is in bfloat16 or float16: lower the "
                 "model first, with narrowcast.weights.lower"
             )
+
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -187,8 +193,9 @@ class HeldWeights:
             "__getstate__": _refuse_copy,
             ASKED_BY_SCALERS: ScalerGuard(optimizer, self._pairs),
         }
-        self._own = {name: value for name, value in vars(optimizer).items() if name in self._replaced}
-        vars(optimizer).update(self._replaced)
+        attributes = vars(optimizer)
+        self._own = {name: value for name, value in attributes.items() if name in self._replaced}
+        attributes.update(self._replaced)
         _HELD[optimizer] = weakref.ref(self)
 
     __reduce_ex__ = not_copied("the handle of held weights", "save its state_dict()")
@@ -209,17 +216,13 @@ class HeldWeights:
 
         Call it once before the gradients are unscaled, clipped or checked, or after each backward to
         accumulate micro-batches in float32. Values are converted, exact, and not unscaled. The next step uses
-        them up; ``optimizer.zero_grad()`` clears them, ``model.zero_grad()`` does not. Where masters are on
-        the CPU, the next step uses their memory again (4 bytes an element), unless something else holds it.
+        them up; ``optimizer.zero_grad()`` clears them, ``model.zero_grad()`` does not.
 
         Raises:
             UnsupportedError: a gradient is sparse. Nothing was taken.
         """
         self._hold_new({})
-        self._take(restores=False)
-
-    def _take(self, *, restores: bool) -> None:
-        take(self._pairs, restores=restores, reuses=not self._method.frees_working)
+        take(self._pairs, restores=False)
 
     def full_values(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the float32 value of each low parameter: the master, low plus residual, or low."""
@@ -245,9 +248,8 @@ class HeldWeights:
                 full = local(value.detach()).to(local(pair.low).device, torch.float32)
                 local(pair.low).copy_(full)
                 self._method.start(pair, full)
-                if pair.opened and self._method.frees_working:
-                    release(pair)
-                pair.opened, pair.seen = False, version_of(pair.low)
+                self._close_pair(pair)
+                pair.seen_version = version_of(pair.low)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept between steps beside the low parameters and the optimizer's state.
@@ -258,8 +260,8 @@ class HeldWeights:
         self._hold_new({})
         with torch.no_grad():
             self._finish_interrupted()
-            if isinstance(self._method, Masters):
-                # Does not write to the low parameters, which a graph may have saved for its backward.
+            if isinstance(self._method, MastersMethod):
+                # Take in what others wrote. This writes to no low parameter, which a graph may have saved.
                 self._open()
                 for pair in self._pairs:
                     pair.opened = False
@@ -307,76 +309,92 @@ class HeldWeights:
             hook.remove()
         attributes = vars(self.optimizer)
         for name, value in self._replaced.items():
-            if attributes.get(name) is value:  # otherwise something else has replaced it since
-                del attributes[name]
-                if name in self._own:
-                    attributes[name] = self._own[name]
+            if attributes.get(name) is not value:
+                continue  # something else has replaced it since
+            del attributes[name]
+            if name in self._own:
+                attributes[name] = self._own[name]
         del _HELD[self.optimizer]
 
     # ---- parameters
 
     def _hold_new(self, originals: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Hold every low parameter of the optimizer that is not held yet."""
-        found = [
-            (group["params"], position, parameter)
-            for group in self.optimizer.param_groups
-            for position, parameter in enumerate(group["params"])
-            if parameter.dtype in LOW_DTYPES
-        ]
-        seen = {pair.low for pair in self._pairs} if found else set()
-        for _, _, low in found:
-            _check_parameter(low, seen, originals.get(low))
-            seen.add(low)
+        places = []
+        for group in self.optimizer.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                if parameter.dtype in LOW_DTYPES:
+                    places.append((group["params"], position, parameter))
+        if not places:
+            return
+
+        # All are checked before anything changes.
+        known = {pair.low for pair in self._pairs}
+        for _, _, low in places:
+            _check_parameter(low, known, originals.get(low))
+            known.add(low)
         with torch.no_grad():
-            pairs = [self._paired(low, originals.get(low)) for _, _, low in found]
-        for (parameters, position, low), pair in zip(found, pairs, strict=True):
+            pairs = [self._new_pair(low, originals.get(low)) for _, _, low in places]
+
+        for (parameters, position, low), pair in zip(places, pairs, strict=True):
             # In place, because an optimizer may refer to the list itself (LBFGS does).
             parameters[position] = pair.working
             widen_state(self.optimizer, low, pair.working)
         self._pairs += pairs
 
-    def _paired(self, low: torch.Tensor, original: torch.Tensor | None) -> Pair:
+    def _new_pair(self, low: torch.Tensor, original: torch.Tensor | None) -> Pair:
         working = torch.nn.Parameter(low.detach().to(torch.float32), requires_grad=low.requires_grad)
         for name, value in vars(low).items():
             # Attributes that users put on parameters for their optimizers.
             vars(working).setdefault(name, value)
-        pair = Pair(low, working, seen=None)  # writes through .data count until the first step
-        full = local(working).detach() if original is None else _agreed(local(original).detach(), local(low))
+
+        pair = Pair(low, working, seen_version=None)  # writes through .data count until the first step
+        full = local(working).detach()
+        if original is not None:
+            full = _full_where_it_agrees(local(original).detach(), local(low))
         self._method.start(pair, full)
         if self._method.frees_working:
             release(pair)
         return pair
 
     def _value(self, pair: Pair) -> torch.Tensor:
-        value = local(pair.working) if pair.opened else self._method.value(pair)
-        return _agreed(value, local(pair.low)) if pair.written_by_others else value
+        """Return the float32 value of a pair; elements that others wrote to ``low`` replace what was kept."""
+        value = local(pair.working)
+        if not pair.opened:
+            value = self._method.value(pair)
+        if pair.written_by_others:
+            return _full_where_it_agrees(value, local(pair.low))
+        return value
 
     # ---- one step
 
     def _open(self) -> None:
         """Bring the values into the working parameters that do not hold them yet."""
         for pair in self._pairs:
-            if pair.written_by_others or (self._method.frees_working and not pair.opened):
-                value = self._value(pair)
-                if self._method.frees_working:
-                    local(pair.working).data = value
-                else:
-                    local(pair.working).copy_(value)
+            if self._method.frees_working:
+                if pair.written_by_others or not pair.opened:
+                    local(pair.working).data = self._value(pair)
+            elif pair.written_by_others:
+                local(pair.working).copy_(self._value(pair))
             pair.opened = True
-            pair.seen = version_of(pair.low)
+            pair.seen_version = version_of(pair.low)
 
     def _write(self) -> list[Pair]:
+        """Write the values to the low parameters; return the pairs that were open."""
         opened = [pair for pair in self._pairs if pair.opened]
         self._method.write(opened)
         for pair in opened:
-            pair.seen = version_of(pair.low)
+            pair.seen_version = version_of(pair.low)
         return opened
 
     def _close(self) -> None:
         for pair in self._write():
-            if self._method.frees_working:
-                release(pair)
-            pair.opened = False
+            self._close_pair(pair)
+
+    def _close_pair(self, pair: Pair) -> None:
+        if pair.opened and self._method.frees_working:
+            release(pair)
+        pair.opened = False
 
     def _finish_interrupted(self) -> None:
         """Finish a step that raised."""
@@ -394,15 +412,18 @@ class HeldWeights:
         require_dense(self._pairs)
         with torch.no_grad():
             self._open()
-            self._take(restores=True)
+            take(self._pairs, restores=True)
+
         # torch hands the optimizer itself as the first argument.
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._evaluated(kwargs["closure"])}
+            return args, {**kwargs, "closure": self._with_current_weights(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], self._evaluated(args[1]), *args[2:]), kwargs
+            return (args[0], self._with_current_weights(args[1]), *args[2:]), kwargs
         return None
 
-    def _evaluated(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _with_current_weights(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap a closure: it sees the low parameters as the step has moved them so far."""
+
         def evaluate() -> Any:
             with torch.no_grad():
                 self._write()
@@ -410,7 +431,7 @@ class HeldWeights:
             loss = closure()
             with torch.no_grad():
                 self._open()
-                self._take(restores=True)
+                take(self._pairs, restores=True)
             return loss
 
         return evaluate
@@ -427,13 +448,13 @@ class HeldWeights:
                     "lost: make the optimizer read its parameters from param_groups, or do not hold it"
                 )
         with torch.no_grad():
-            finish = [watcher() for watcher in self.watchers]
+            after_writing = [watcher() for watcher in self.watchers]
             self._close()
             restore_low(self._pairs)
             for pair in self._pairs:
                 pair.working.grad = None
-            for finished in finish:
-                finished()
+            for callback in after_writing:
+                callback()
 
     @untraced
     def _zero_grad(self, set_to_none: bool = True) -> None:
@@ -441,15 +462,15 @@ class HeldWeights:
         clear(self._pairs, set_to_none=set_to_none)
 
 
-def _agreed(full: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def _full_where_it_agrees(full: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return ``full`` where it rounds to ``low``, and ``low`` elsewhere."""
     return torch.where(full.to(low.dtype) == low, full, low.to(torch.float32))
 
 
-def _check_parameter(low: torch.Tensor, seen: set[torch.Tensor], original: torch.Tensor | None) -> None:
-    """Refuse a parameter of ``seen`` or a tensor subclass, and an original that does not fit."""
+def _check_parameter(low: torch.Tensor, known: set[torch.Tensor], original: torch.Tensor | None) -> None:
+    """Refuse a parameter of ``known`` or a tensor subclass, and an original that does not fit."""
     shape = tuple(low.shape)
-    if low in seen:
+    if low in known:
         raise SettingError(
             f"a parameter of shape {shape} comes twice in this optimizer: leave it in one group only"
         )
@@ -458,8 +479,9 @@ def _check_parameter(low: torch.Tensor, seen: set[torch.Tensor], original: torch
             f"a parameter of shape {shape} is a {type(low.data).__name__}: plain tensors and DTensors can be "
             "held, so leave it out of this optimizer"
         )
-    wanted = (torch.float32, low.shape, low.device)
-    if original is not None and (original.dtype, original.shape, original.device) != wanted:
+    if original is None:
+        return
+    if (original.dtype, original.shape, original.device) != (torch.float32, low.shape, low.device):
         raise SettingError(
             f"the original of a parameter of shape {shape} on {low.device} must be a float32 tensor of that "
             f"shape there, not {str(original.dtype).removeprefix('torch.')} of shape "

@@ -65,26 +65,30 @@ def lower(
     if dtype not in LOW_DTYPES:
         raise SettingError(f"a model is lowered to torch.bfloat16 or torch.float16, not to {dtype}")
     modules = list(model.modules())
-    kept = {
-        tensor
-        for module in modules
-        if keep_fp32 is not None and keep_fp32(module)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    }
+    kept: set[torch.Tensor] = set()
+    if keep_fp32 is not None:
+        for module in filter(keep_fp32, modules):
+            kept.update(module.parameters(recurse=False))
+            kept.update(module.buffers(recurse=False))
     parameters = [p for p in model.parameters() if p not in kept and _is_cast(p, dtype)]
     buffers = [b for b in model.buffers() if b not in kept and _is_cast(b, dtype)]
     for tensor in (*parameters, *buffers):
-        _check(tensor)
+        _check_plain(tensor)
+
     originals: dict[torch.Tensor, torch.Tensor] = {}
     with torch.no_grad():
         for parameter in parameters:
             if parameter.dtype in _WIDE_DTYPES:
                 originals[parameter] = parameter.detach().to(torch.float32)
-            gradient, parameter.grad = parameter.grad, None
+            # torch refuses a gradient of another dtype than its parameter's.
+            gradient = parameter.grad
+            parameter.grad = None
             parameter.data = parameter.data.to(dtype)
-            parameter.grad = None if gradient is None else gradient.to(dtype)
+            if gradient is not None:
+                parameter.grad = gradient.to(dtype)
         for buffer in buffers:
             buffer.data = buffer.data.to(dtype)
+
     for module in modules:
         if isinstance(module, torch.nn.RNNBase):
             # cuDNN needs the weights in one piece of memory and warns at every call otherwise.
@@ -96,12 +100,14 @@ def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return tensor.dtype in (*_WIDE_DTYPES, *LOW_DTYPES) and tensor.dtype != dtype
 
 
-def _check(tensor: torch.Tensor) -> None:
+def _check_plain(tensor: torch.Tensor) -> None:
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedError(
             "a lazy module has no values to lower yet: call the model once on an example, then lower it"
         )
-    kind = type(tensor.data).__name__ if tensor.layout is torch.strided else f"{tensor.layout} tensor"
+    kind = type(tensor.data).__name__
+    if tensor.layout is not torch.strided:
+        kind = f"{tensor.layout} tensor"
     if kind != "Tensor":
         raise UnsupportedError(
             f"a tensor of shape {tuple(tensor.shape)} is a {kind}, which cannot change "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -146,34 +146,50 @@ class UpdateMeter:
 
     def read(self) -> tuple[SurvivingUpdates, ...]:
         """Return a record for each parameter group and format, in order; waits for the device."""
-        totals: dict[_Row, list[float]] = defaultdict(lambda: [0.0] * 4)
+        totals: dict[_Row, torch.Tensor] = {}
         for (row, _), sums in self._sums.items():
-            totals[row] = [a + b for a, b in zip(totals[row], sums.tolist(), strict=True)]
-        return tuple(
-            SurvivingUpdates(
-                group=group,
-                format=format,
-                updates=updates,
-                intended_elements=int(intended),
-                swallowed_elements=int(swallowed),
-                effective_gain=along / length if length > 0 else math.nan,
+            # A row has sums on each of its devices.
+            sums_on_cpu = sums.cpu().double()
+            if row in totals:
+                sums_on_cpu = sums_on_cpu + totals[row]
+            totals[row] = sums_on_cpu
+
+        records = []
+        for row in sorted(totals):
+            group, format, updates = row
+            intended, swallowed, applied_along_intended, intended_squared = totals[row].tolist()
+            effective_gain = math.nan
+            if intended_squared > 0:
+                effective_gain = applied_along_intended / intended_squared
+            records.append(
+                SurvivingUpdates(
+                    group=group,
+                    format=format,
+                    updates=updates,
+                    intended_elements=int(intended),
+                    swallowed_elements=int(swallowed),
+                    effective_gain=effective_gain,
+                )
             )
-            for (group, format, updates), (intended, swallowed, along, length) in sorted(totals.items())
-        )
+        return tuple(records)
 
     def __str__(self) -> str:
         """Format a table of at most 80 columns."""
-        lines = [
+        title = (
             f"Updates that survive, over {self.measured_steps} measured steps of "
-            f"{type(self.optimizer).__name__}"[:80],
-            "group  format  updates            elements    swallowed         gain",
-        ]
+            f"{type(self.optimizer).__name__}"
+        )
+        lines = [title[:80], "group  format  updates            elements    swallowed         gain"]
         for row in self.read():
-            share = "-" if math.isnan(row.swallowed_share) else f"{100 * row.swallowed_share:.1f} %"
-            gain = "-" if math.isnan(row.effective_gain) else f"{row.effective_gain:.3f}"
+            swallowed = "-"
+            if not math.isnan(row.swallowed_share):
+                swallowed = f"{100 * row.swallowed_share:.1f} %"
+            gain = "-"
+            if not math.isnan(row.effective_gain):
+                gain = f"{row.effective_gain:.3f}"
             lines.append(
                 f"{row.group:>5}  {row.format:<6}  {row.updates:<10}  {row.intended_elements:>15,}"
-                f"  {share:>11}  {gain:>11}"
+                f"  {swallowed:>11}  {gain:>11}"
             )
         return "\n".join(lines)
 
@@ -189,22 +205,23 @@ class UpdateMeter:
             return
         handle = held_by(optimizer)
         self._subscribe(handle)
-        low_of = {working: low for low, working in handle.parameters} if handle is not None else {}
-        step = _Step({}, handle.full_values() if handle is not None else {}, {})
-        bare = False
+        low_by_working: dict[torch.Tensor, torch.Tensor] = {}
+        step = _Step({}, {}, {})
+        if handle is not None:
+            low_by_working = {working: low for low, working in handle.parameters}
+            step.before = handle.full_values()
+
+        needs_shadow = False
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                counted = low_of.get(parameter, parameter)
-                if counted.dtype not in _NAMES:
-                    continue
-                updates = "nearest"
-                if handle is not None and parameter in low_of:
-                    updates = handle.updates
-                else:
-                    bare = bare or parameter.dtype in LOW_DTYPES
+                low = low_by_working.get(parameter)
+                if handle is not None and low is not None:
+                    step.rows[low] = (number, _NAMES[low.dtype], handle.updates)
+                elif parameter.dtype in _NAMES:
+                    step.rows[parameter] = (number, _NAMES[parameter.dtype], "nearest")
                     step.before[parameter] = parameter.detach().to(torch.float32, copy=True)
-                step.rows[counted] = (number, _NAMES[counted.dtype], updates)
-        if bare:
+                    needs_shadow = needs_shadow or parameter.dtype in LOW_DTYPES
+        if needs_shadow:
             _refuse_closure(optimizer, args, kwargs)
             step.aimed = aimed_values(optimizer)
         self._step = step
@@ -241,26 +258,33 @@ class UpdateMeter:
         step = self._step
         self.measured_steps += 1
         for parameter, row in step.rows.items():
-            if row[2] == "nearest":
+            _, _, updates = row
+            if updates == "nearest":
                 after = parameter.detach().to(torch.float32)
-                self._add(row, step.before.pop(parameter), step.aimed.pop(parameter, after), after)
+                aimed = step.aimed.pop(parameter, after)
+                self._add(row, step.before.pop(parameter), aimed, after)
 
     def _add(self, row: _Row, before: torch.Tensor, aimed: torch.Tensor, after: torch.Tensor) -> None:
+        """Add one parameter to the sums of its row; on the device, so that no step waits for it."""
         before, aimed, after = local(before), local(aimed), local(after)
+        dtype = torch.float32 if before.device.type == "mps" else torch.float64
         with torch.no_grad():
-            intended, applied = aimed - before, after - before
-            wanted = intended != 0
-            exact = torch.float64 if before.device.type != "mps" else torch.float32
+            intended = aimed - before
+            applied = after - before
+            is_intended = intended != 0
+            is_swallowed = is_intended & (after == before)
             sums = torch.stack(
                 [
-                    wanted.sum(dtype=exact),
-                    (wanted & (after == before)).sum(dtype=exact),
-                    (applied * intended).sum(dtype=exact),
-                    intended.square().sum(dtype=exact),
+                    is_intended.sum(dtype=dtype),
+                    is_swallowed.sum(dtype=dtype),
+                    (applied * intended).sum(dtype=dtype),
+                    intended.square().sum(dtype=dtype),
                 ]
             )
         key = (row, before.device)
-        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+        if key in self._sums:
+            sums = sums + self._sums[key]
+        self._sums[key] = sums
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -284,12 +308,18 @@ def aimed_values(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.T
     parameters = parameters_of(optimizer)
     with torch.no_grad():
         shadows = {parameter: _shadow_of(parameter) for parameter in parameters}
-        shadow = _shadow_optimizer(optimizer, shadows)
-        # The step of the class; a scheduler may have replaced that of the instance by one that counts.
-        devices = {parameter.device for parameter in parameters if parameter.device.index is not None}
-        device_type = next(iter(devices)).type if devices else "cuda"
-        with torch.random.fork_rng([device.index for device in devices], device_type=device_type):
-            step_without_hooks(optimizer)(shadow)
+        shadow_optimizer = _shadow_optimizer(optimizer, shadows)
+
+        # An optimizer may draw random numbers, on the CPU or on the devices of its parameters.
+        device_type = "cuda"
+        indices = set()
+        for parameter in parameters:
+            if parameter.device.index is not None:
+                device_type = parameter.device.type
+                indices.add(parameter.device.index)
+        with torch.random.fork_rng(sorted(indices), device_type=device_type):
+            # The step of the class; a scheduler may have replaced that of the instance by one that counts.
+            step_without_hooks(optimizer)(shadow_optimizer)
     return {parameter: value.detach() for parameter, value in shadows.items()}
 
 
@@ -306,17 +336,20 @@ def _shadow_optimizer(
 ) -> torch.optim.Optimizer:
     """Copy the optimizer, with every reference to a parameter replaced by one to its shadow."""
     shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
-    known: dict[int, Any] = {id(parameter): shadow for parameter, shadow in shadows.items()}
-    known[id(optimizer)] = shadow
+
+    # What ``deepcopy`` takes in place of the objects with these ids.
+    copies: dict[int, Any] = {id(parameter): copied for parameter, copied in shadows.items()}
+    copies[id(optimizer)] = shadow
     for tensor in tensors_in(list(optimizer.state.values())):
-        if id(tensor) not in known:
-            known[id(tensor)] = widened(tensor).detach().clone()
+        if id(tensor) not in copies:
+            copies[id(tensor)] = widened(tensor).detach().clone()
+
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _BOUND}
     for name in attributes:
         if is_hook_table(name):
             attributes[name] = OrderedDict()
     try:
-        vars(shadow).update(copy.deepcopy(attributes, known))
+        vars(shadow).update(copy.deepcopy(attributes, copies))
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise UnsupportedError(
             "an optimizer with parameters in a low format is measured by a copy of it, and this "

@@ -26,34 +26,57 @@ class Pair:
     """A parameter in a low format, and the float32 parameter that the optimizer has in its place.
 
     Attributes:
-        kept: the Kahan residual, of the low dtype.
+        residual: what Kahan summation keeps, of the low dtype.
         low_grad: the gradient that a step took from the low parameter and puts back at its end.
-        seen: the version of the low parameter when it last agreed with what is kept; None: unknown.
+        seen_version: of the low parameter when it last agreed with what is kept; None: unknown.
         opened: whether the working parameter holds the value, from the start of a step to its end.
-        memory: the memory of the last float32 gradient, for the next one.
     """
 
     low: torch.Tensor
     working: torch.nn.Parameter
-    kept: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
     low_grad: torch.Tensor | None = None
-    seen: int | None = None
+    seen_version: int | None = None
     opened: bool = False
-    memory: torch.UntypedStorage | None = None
 
     @property
     def written_by_others(self) -> bool:
-        return self.seen != version_of(self.low)
+        return self.seen_version != version_of(self.low)
 
 
-# Update methods have these attributes and methods; of a DTensor they handle this rank's part:
-#   frees_working   the working parameters have memory only during a step
-#   start           set the float32 value of a pair; ``low`` does not change
-#   value           return the float32 value between two steps: a new tensor, or the working parameter itself
-#   write           update the low parameters and what is kept from the working parameters
+class UpdateMethod:
+    """A way to keep the float32 values of parameters between two steps; of a DTensor, of this rank's part."""
+
+    name: str
+    frees_working = True
+    """Whether the working parameters have memory only during a step."""
+
+    def __init__(self) -> None:
+        self.generators: dict[str, torch.Generator] = {}
+
+    def start(self, pair: Pair, full: torch.Tensor) -> None:
+        """Set the float32 value of a pair; ``low`` does not change."""
+        raise NotImplementedError
+
+    def value(self, pair: Pair) -> torch.Tensor:
+        """Return the float32 value between two steps: a new tensor, or the working parameter itself."""
+        raise NotImplementedError
+
+    def write(self, pairs: Sequence[Pair]) -> None:
+        """Update the low parameters and what is kept from the working parameters."""
+        raise NotImplementedError
+
+    def kept(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
+        """Return the tensors that a saved state holds."""
+        return []
 
 
-class Masters:
+def _round_to_nearest(pairs: Sequence[Pair]) -> None:
+    lows = [local(pair.low) for pair in pairs]
+    copy_all(lows, [local(pair.working) for pair in pairs])
+
+
+class MastersMethod(UpdateMethod):
     """Keep the float32 parameters: 4 bytes an element."""
 
     name = "masters"
@@ -66,28 +89,31 @@ class Masters:
         return local(pair.working)
 
     def write(self, pairs: Sequence[Pair]) -> None:
-        copy_all([local(pair.low) for pair in pairs], [local(pair.working) for pair in pairs])
+        _round_to_nearest(pairs)
+
+    def kept(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
+        return [pair.working.detach() for pair in pairs]
 
 
-class Kahan:
+class KahanMethod(UpdateMethod):
     """Keep a residual in the low format: 2 bytes an element."""
 
     name = "kahan"
-    frees_working = True
 
     def start(self, pair: Pair, full: torch.Tensor) -> None:
-        pair.kept = torch.zeros_like(pair.low).detach()
-        self._keep(local(pair.low), local(pair.kept), full)
+        pair.residual = torch.zeros_like(pair.low).detach()
+        self._keep(local(pair.low), local(pair.residual), full)
 
     def value(self, pair: Pair) -> torch.Tensor:
-        assert pair.kept is not None
-        return _rebuilt(local(pair.low), local(pair.kept))
+        return _low_plus_residual(local(pair.low), local(_residual_of(pair)))
 
     def write(self, pairs: Sequence[Pair]) -> None:
-        copy_all([local(pair.low) for pair in pairs], [local(pair.working) for pair in pairs])
+        _round_to_nearest(pairs)
         for pair in pairs:
-            assert pair.kept is not None
-            self._keep(local(pair.low), local(pair.kept), local(pair.working))
+            self._keep(local(pair.low), local(_residual_of(pair)), local(pair.working))
+
+    def kept(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
+        return list(map(_residual_of, pairs))
 
     @staticmethod
     def _keep(low: torch.Tensor, residual: torch.Tensor, full: torch.Tensor) -> None:
@@ -95,61 +121,64 @@ class Kahan:
         # difference of zero is -0.0, which keeps the sign of a zero that it is added to; 0.0 would not.
         difference = low.to(torch.float32, copy=True).sub_(full).mul_(-_RESIDUAL_SCALE[low.dtype])
         residual.copy_(difference.nan_to_num_(0.0, 0.0, 0.0))
-        # A residual that was rounded up to half a unit would change the parameter when it is rebuilt.
+
+        # A residual that was rounded up to half a unit would change the parameter when it is added again.
         codes = residual.view(torch.int16)
-        moved = _rebuilt(low, residual).to(low.dtype).view(torch.int16) != low.view(torch.int16)
+        moved = _low_plus_residual(low, residual).to(low.dtype).view(torch.int16) != low.view(torch.int16)
         # Sign and magnitude: one code less is the next number towards zero, whatever the sign.
         codes.sub_((moved & (codes & 0x7FFF != 0)).to(torch.int16))
 
 
-def _rebuilt(low: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def _residual_of(pair: Pair) -> torch.Tensor:
+    assert pair.residual is not None
+    return pair.residual
+
+
+def _low_plus_residual(low: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     # Widened first: torch adds tensors of one dtype ten times as fast on a CPU.
-    return low.to(torch.float32, copy=True).add_(
-        residual.to(torch.float32), alpha=1 / _RESIDUAL_SCALE[low.dtype]
-    )
+    full = low.to(torch.float32, copy=True)
+    return full.add_(residual.to(torch.float32), alpha=1 / _RESIDUAL_SCALE[low.dtype])
 
 
-class Stochastic:
+class StochasticMethod(UpdateMethod):
     """Keep nothing but the low parameter, rounded stochastically."""
 
     name = "stochastic"
-    frees_working = True
 
     def __init__(self, generator: torch.Generator | None) -> None:
-        self._given = generator
-        self.generators: dict[str, torch.Generator] = {}
+        super().__init__()
+        self._user_generator = generator
 
     def start(self, pair: Pair, full: torch.Tensor) -> None:
-        self.generator_for(local(pair.low).device)
+        self._generator_for(local(pair.low).device)
 
     def value(self, pair: Pair) -> torch.Tensor:
         return local(pair.low).to(torch.float32, copy=True)
 
     def write(self, pairs: Sequence[Pair]) -> None:
         lows = [local(pair.low) for pair in pairs]
-        rounded = [
-            round_stochastically(local(pair.working), low.dtype, self.generator_for(low.device))
-            for pair, low in zip(pairs, lows, strict=True)
-        ]
+        rounded = []
+        for pair, low in zip(pairs, lows, strict=True):
+            generator = self._generator_for(low.device)
+            rounded.append(round_stochastically(local(pair.working), low.dtype, generator))
         copy_all(lows, rounded)
 
-    def generator_for(self, device: torch.device) -> torch.Generator:
+    def _generator_for(self, device: torch.device) -> torch.Generator:
         name = str(device)
         if name not in self.generators:
-            generator = self._given
-            if generator is None:
-                generator = torch.Generator(device)
-                generator.manual_seed(_SEED)
-            elif generator.device.type != device.type or generator.device.index not in (None, device.index):
-                raise SettingError(
-                    f"the generator is on {generator.device}, and a held parameter is on {device}: pass one "
-                    "of that device, or None, which gives every device one of its own"
-                )
-            self.generators[name] = generator
+            self.generators[name] = self._new_generator(device)
         return self.generators[name]
 
-
-UpdateMethod = Masters | Kahan | Stochastic
+    def _new_generator(self, device: torch.device) -> torch.Generator:
+        generator = self._user_generator
+        if generator is None:
+            return torch.Generator(device).manual_seed(_SEED)
+        if generator.device.type != device.type or generator.device.index not in (None, device.index):
+            raise SettingError(
+                f"the generator is on {generator.device}, and a held parameter is on {device}: pass one "
+                "of that device, or None, which gives every device one of its own"
+            )
+        return generator
 
 
 def release(pair: Pair) -> None:
@@ -165,20 +194,13 @@ _KEYS = {"updates", "formats", "shapes", "kept", "generators"}
 
 
 def saved_state(method: UpdateMethod, pairs: Sequence[Pair]) -> dict[str, Any]:
-    generators = method.generators if isinstance(method, Stochastic) else {}
     return {
         "updates": method.name,
         "formats": [str(pair.low.dtype).removeprefix("torch.") for pair in pairs],
         "shapes": [list(pair.low.shape) for pair in pairs],
-        "kept": _kept(method, pairs),
-        "generators": {device: generator.get_state() for device, generator in generators.items()},
+        "kept": method.kept(pairs),
+        "generators": {device: generator.get_state() for device, generator in method.generators.items()},
     }
-
-
-def _kept(method: UpdateMethod, pairs: Sequence[Pair]) -> list[torch.Tensor]:
-    if isinstance(method, Masters):
-        return [pair.working.detach() for pair in pairs]
-    return [pair.kept for pair in pairs if pair.kept is not None]
 
 
 def load_state(method: UpdateMethod, pairs: Sequence[Pair], state: dict[str, Any]) -> None:
@@ -188,41 +210,52 @@ def load_state(method: UpdateMethod, pairs: Sequence[Pair], state: dict[str, Any
         if pair.opened and method.frees_working:
             release(pair)
         pair.opened = False
-    for target, source in zip(_kept(method, pairs), state["kept"], strict=True):
+    for target, source in zip(method.kept(pairs), state["kept"], strict=True):
         target.copy_(source)
-    if isinstance(method, Masters):
+    for device, generator_state in state["generators"].items():
+        method.generators[device].set_state(generator_state.cpu())
+
+    if isinstance(method, MastersMethod):
         method.write(pairs)
     for pair in pairs:
-        # A residual belongs to the low value it was saved with, which may be loaded later.
-        pair.seen = None if isinstance(method, Kahan) else version_of(pair.low)
-    if isinstance(method, Stochastic):
-        for device, generator_state in state["generators"].items():
-            method.generators[device].set_state(generator_state.cpu())
+        if isinstance(method, KahanMethod):
+            # A residual belongs to the low value it was saved with, which may be loaded later.
+            pair.seen_version = None
+        else:
+            pair.seen_version = version_of(pair.low)
 
 
 def check_state(method: UpdateMethod, pairs: Sequence[Pair], state: dict[str, Any]) -> None:
-    if not isinstance(state, dict) or set(state) != _KEYS:
-        came = ", ".join(sorted(map(str, state))) if isinstance(state, dict) else type(state).__name__
-        raise _mismatch("a dict of " + ", ".join(sorted(_KEYS)), came or "an empty dict")
-    mine = saved_state(method, pairs)
+    expected_keys = "a dict of " + ", ".join(sorted(_KEYS))
+    if not isinstance(state, dict):
+        raise _mismatch(expected_keys, type(state).__name__)
+    if set(state) != _KEYS:
+        raise _mismatch(expected_keys, ", ".join(sorted(map(str, state))) or "an empty dict")
+
+    own = saved_state(method, pairs)
     for name in ("updates", "formats", "shapes"):
-        if state[name] != mine[name]:
-            raise _mismatch(f"{name} {mine[name]}", f"{state[name]}")
-    wanted, found = ([(t.dtype, t.shape) for t in kept] for kept in (mine["kept"], state["kept"]))
-    if wanted != found:
-        raise _mismatch(f"kept tensors {wanted}", f"{found}")
-    unknown = set(state["generators"]) - set(method.generators if isinstance(method, Stochastic) else ())
-    if unknown:
+        if state[name] != own[name]:
+            raise _mismatch(f"{name} {own[name]}", f"{state[name]}")
+    expected_forms = _forms_of(own["kept"])
+    forms = _forms_of(state["kept"])
+    if forms != expected_forms:
+        raise _mismatch(f"kept tensors {expected_forms}", f"{forms}")
+    other_devices = set(state["generators"]) - set(method.generators)
+    if other_devices:
         raise SettingError(
-            f"the saved state has a random generator for {', '.join(sorted(unknown))}, where no parameter is "
-            'held: load on the devices that it was saved from, or set its "generators" to {} and accept '
-            "another sequence of roundings"
+            f"the saved state has a random generator for {', '.join(sorted(other_devices))}, where no "
+            'parameter is held: load on the devices that it was saved from, or set its "generators" to {} '
+            "and accept another sequence of roundings"
         )
 
 
-def _mismatch(expected: str, came: str) -> SettingError:
+def _forms_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(tensor.dtype, tensor.shape) for tensor in tensors]
+
+
+def _mismatch(expected: str, got: str) -> SettingError:
     return SettingError(
-        f"this state of held weights does not fit: expected {expected}, got {came}. Hold the same parameters "
+        f"this state of held weights does not fit: expected {expected}, got {got}. Hold the same parameters "
         "of the same model with the same updates= as when it was saved"
     )
 
@@ -235,27 +268,36 @@ _SCALARS = {"step", "mu_product", "eta", "mu"}
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """Return a bfloat16 or float16 tensor as float32, any other tensor unchanged."""
-    return tensor.detach().to(torch.float32) if tensor.dtype in LOW_DTYPES else tensor
+    if tensor.dtype in LOW_DTYPES:
+        return tensor.detach().to(torch.float32)
+    return tensor
 
 
 def widen_state(optimizer: torch.optim.Optimizer, low: torch.Tensor, working: torch.Tensor) -> None:
     """Move the state of ``low`` to the float32 parameter ``working``."""
     if low in optimizer.state:
-        optimizer.state[working] = _with_tensors(optimizer.state.pop(low), lambda _, t: widened(t))
+        state = optimizer.state.pop(low)
+        optimizer.state[working] = _with_tensors(state, lambda _key, tensor: widened(tensor))
 
 
 def narrow_state(optimizer: torch.optim.Optimizer, working: torch.Tensor, low: torch.Tensor) -> None:
     """Move the state of ``working`` back to ``low``, rounded to nearest, as torch loads it."""
 
     def narrowed(key: Any, tensor: torch.Tensor) -> torch.Tensor:
-        counts = key in _SCALARS if low.dim() == 0 else tensor.dim() == 0
-        return tensor if counts or tensor.dtype != torch.float32 else tensor.to(low.dtype)
+        # Of a parameter without dimensions, moments have none either.
+        is_scalar = tensor.dim() == 0
+        if low.dim() == 0:
+            is_scalar = key in _SCALARS
+        if is_scalar or tensor.dtype != torch.float32:
+            return tensor
+        return tensor.to(low.dtype)
 
     if working in optimizer.state:
         optimizer.state[low] = _with_tensors(optimizer.state.pop(working), narrowed)
 
 
 def _with_tensors(value: Any, change: Callable[[Any, torch.Tensor], torch.Tensor], key: Any = None) -> Any:
+    """Replace every tensor in a state by ``change(key, tensor)``."""
     if isinstance(value, torch.Tensor):
         return change(key, value)
     if isinstance(value, dict):
@@ -264,5 +306,5 @@ def _with_tensors(value: Any, change: Callable[[Any, torch.Tensor], torch.Tensor
             value[name] = _with_tensors(item, change, name)
         return value
     if type(value) in (list, tuple):
-        return type(value)(_with_tensors(item, change, key) for item in value)
+        return type(value)([_with_tensors(item, change, key) for item in value])
     return value

@@ -2,7 +2,6 @@
 
     torchrun ... checkpoint_ranks.py save FOLDER      trains, saves, and trains on
     torchrun ... checkpoint_ranks.py resume FOLDER    loads, with as many ranks or others, and trains on
-    ... CASE ...                                      only these cases
 
 Run by python itself, one process without ``torch.distributed`` loads. Rank 0 prints a line of JSON a case.
 """
@@ -10,7 +9,9 @@ Run by python itself, one process without ``torch.distributed`` loads. Rank 0 pr
 import json
 import os
 import random
+import shutil
 import sys
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from narrowcast.training import load_checkpoint, save_checkpoint
 STEPS = 3
 ALONE = "RANK" not in os.environ
 CASES = ["ddp fp16", "ddp masters", "fsdp bf16", "fsdp O2", "fsdp kahan", "fsdp stochastic"]
+FEW = ["ddp fp16", "fsdp O2"]
 
 
 class Run:
@@ -101,9 +103,11 @@ def whole(value):
     return full(value).clone()
 
 
-def say(**facts):
+def say(case, facts):
+    """Print the facts of all ranks."""
+    ranks = gathered(facts)
     if ALONE or dist.get_rank() == 0:
-        print(json.dumps(facts), flush=True)
+        print(json.dumps({"case": case, "ranks": ranks}), flush=True)
 
 
 def same(one, other):
@@ -122,29 +126,29 @@ def save(folder, case):
     if rank == 0:
         torch.save(saved, folder / f"{case}.saved.pt")
     run.train(STEPS)
-    say(case=case, ends=gathered(run.ending()))
+    return {"end": run.ending()}
 
 
-def resume(folder, case, name=None):
+def resume(folder, name, case):
     run = Run(case, 50)
     run.train(1)
-    found = load_checkpoint(folder / f"{name or case}.ckpt", run.model, **run.kept)
-    saved = torch.load(folder / f"{name or case}.saved.pt", weights_only=True)
-    exact = same(run.state(), saved)
-    position = [found.position["rank"], found.position["row"].tolist()]
+    found = load_checkpoint(folder / f"{name}.ckpt", run.model, **run.kept)
+    saved = torch.load(folder / f"{name}.saved.pt", weights_only=True)
+    facts = {
+        "exact": same(run.state(), saved),
+        "notes": list(found.notes),
+        "position": [found.position["rank"], found.position["row"].tolist()],
+    }
     run.train(STEPS)
-    ends = gathered(run.ending())
-    say(case=name or case, ends=ends, exact=gathered(exact), notes=found.notes, positions=gathered(position))
+    return {**facts, "end": run.ending()}
 
 
 def alone(folder):
     """One process saves one file, for several to load."""
     run = Run("fsdp bf16", 0)
     run.train(STEPS)
-    save_checkpoint(
-        folder / "alone fsdp bf16.ckpt", run.model, **run.kept, position={"rank": 7, "row": torch.zeros(1)}
-    )
-    torch.save(run.state(), folder / "alone fsdp bf16.saved.pt")
+    save_checkpoint(folder / "alone.ckpt", run.model, **run.kept, position={"rank": 7, "row": torch.zeros(1)})
+    torch.save(run.state(), folder / "alone.saved.pt")
 
 
 def refuse(folder):
@@ -163,7 +167,8 @@ def refuse(folder):
     except nc.NarrowcastError as error:
         told.append(str(error))
     unchanged = (path / "checkpoint.narrowcast").read_bytes() == before
-    say(case="refused", told=gathered(told), unchanged=unchanged, folders=len(list(path.iterdir())))
+    dist.barrier()
+    return {"told": told, "unchanged": unchanged, "entries": len(list(path.iterdir()))}
 
 
 class Odd:
@@ -174,17 +179,33 @@ class Odd:
         raise AssertionError("nothing of the sort was saved")
 
 
-def main(phase, folder, cases):
+def checkpoints():
+    """A few cases, saved and resumed by the same processes, and what one rank cannot save or load."""
+    folder = Path(gathered(tempfile.mkdtemp() if dist.get_rank() == 0 else "")[0])
+    facts = {"saved": {}, "resumed": {}}
+    for case in FEW:
+        facts["saved"][case] = save(folder, case)
+        dist.barrier()
+        facts["resumed"][case] = resume(folder, case, case)
+    facts["refused"] = refuse(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+    return facts
+
+
+SCENARIOS = {"checkpoints": checkpoints}
+
+
+def main(phase, folder):
     if not ALONE:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for case in cases or CASES:
-        (save if phase == "save" else resume)(Path(folder), case)
-    if phase == "save":
-        refuse(Path(folder))
-    elif ALONE:
-        alone(Path(folder))
-    elif dist.get_world_size() == 4:
-        resume(Path(folder), "fsdp bf16", "alone fsdp bf16")
+    for case in CASES:
+        say(case, save(folder, case) if phase == "save" else resume(folder, case, case))
+    if phase == "resume" and ALONE:
+        alone(folder)
+    elif phase == "resume" and dist.get_world_size() == 4:
+        say("alone", resume(folder, "alone", "fsdp bf16"))
     if not ALONE:
         dist.barrier()
         sys.stdout.flush()
@@ -193,4 +214,4 @@ def main(phase, folder, cases):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]))

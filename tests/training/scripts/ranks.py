@@ -9,6 +9,7 @@ import sys
 import warnings
 from datetime import timedelta
 
+import checkpoint_ranks
 import ranks_agreement
 import ranks_sharded
 import ranks_skips
@@ -22,6 +23,7 @@ SCENARIOS = {
     **ranks_training.SCENARIOS,
     **ranks_sharded.SCENARIOS,
     **ranks_agreement.SCENARIOS,
+    **checkpoint_ranks.SCENARIOS,
 }
 
 

@@ -89,24 +89,27 @@ def save_checkpoint(
     ranks = Ranks()
     run = Run(model, optimizer, stepper, scheduler, scaler)
     target = Path(path)
-    kept = _policy_of(stepper, policy)
+    run_policy = _policy_of(stepper, policy)
 
-    def tree() -> dict[str, Any]:
-        found = run.state() | {
-            "policy": None if kept is None else policy_text(kept),
-            "formats": {} if kept is None or stepper is not None else _formats(model, kept),
-            "position": position,
-            "ranks": ranks.count,
-            "versions": _versions(),
-        }
-        return {key: storable(value, (key,), sharded=ranks.together) for key, value in found.items()}
+    def storable_tree() -> dict[str, Any]:
+        tree = run.state()
+        tree["policy"] = None
+        tree["formats"] = {}
+        if run_policy is not None:
+            tree["policy"] = policy_text(run_policy)
+            if stepper is None:  # a Stepper's formats are in its own state
+                tree["formats"] = _formats_of_auto(model, run_policy)
+        tree["position"] = position
+        tree["ranks"] = ranks.count
+        tree["versions"] = _versions()
+        return {key: storable(value, (key,), sharded=ranks.together) for key, value in tree.items()}
 
-    content = ranks.agreed(tree)
+    tree = ranks.agreed(storable_tree)
     try:
         if ranks.together or target.is_dir():
-            _ranks.write(target, content, ranks)
+            _ranks.write(target, tree, ranks)
         else:
-            _file.write(target, content)
+            _file.write(target, tree)
     except OSError as error:
         raise CheckpointError(
             f"cannot write the checkpoint {target}: {error.strerror or error}. The previous one is unchanged"
@@ -154,63 +157,95 @@ def load_checkpoint(
     ranks = Ranks()
     run = Run(model, optimizer, stepper, scheduler, scaler)
     source = Path(path)
-    wanted = _policy_of(stepper, policy)
+    given_policy = _policy_of(stepper, policy)
     fit = Fit(source)
+
     try:
-        folder = source.is_dir()
-        saved = _ranks.read(source, ranks) if folder else ranks.agreed(lambda: _read(source, ranks))
+        if source.is_dir():
+            saved = _ranks.read(source, ranks)
+        else:
+            saved = ranks.agreed(lambda: _read_file(source, ranks))
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {source}: {error.strerror or error}") from error
     tree = ranks.agreed(lambda: _ranks.tree_for(saved, ranks, fit, run.layouts()))
 
-    def checked() -> Policy | None:
-        before = None if tree["policy"] is None else policy_in(tree["policy"].encode(), source)
-        formats = (tree["stepper"] or tree).get("formats", {})
-        both = [_in_format(one, formats) for one in (before, wanted) if one is not None]
-        if before is not None and wanted is not None and both[0] != both[1]:
-            fit.refuse(
-                f"it was saved under the policy {policy_name(before)}, and here is {policy_name(wanted)}",
-                "Continue under the policy that it was saved under",
-            )
+    def checked_policy() -> Policy | None:
+        saved_policy = _checked_policy(fit, tree, given_policy)
         run.check(fit, tree)
-        return before
+        return saved_policy
 
-    before = ranks.agreed(checked)
+    saved_policy = ranks.agreed(checked_policy)
     run.load(fit, tree)
-    if before is not None and stepper is None and run.objects.live:
-        now = _formats(model, before)
-        for device, word in tree.get("formats", {}).items():
-            if now.get(device, word) != word:
-                if wanted is None or wanted.compute == "auto":
-                    warn_of_other_format(device, word)
-                before = _in_format(before, {device: word})
+    if saved_policy is not None and stepper is None and run.objects.live:
+        saved_policy = _policy_to_go_on_under(saved_policy, given_policy, model, tree.get("formats", {}))
     return Checkpoint(
         position=tree["position"],
-        policy=before,
+        policy=saved_policy,
         notes=tuple(fit.notes),
         ranks=saved.ranks,
         versions=tree["versions"],
     )
 
 
-def _read(path: Path, ranks: Ranks) -> Saved:
-    """Read a file; a rank beyond the first has no tree of its own in it."""
+def _read_file(path: Path, ranks: Ranks) -> Saved:
     tree = _file.read(path)
-    return Saved(common=tree, own=tree if ranks.rank == 0 else None)
+    if ranks.rank == 0:
+        return Saved(common=tree, own=tree)
+    return Saved(common=tree, own=None)
+
+
+# ---- policies
 
 
 def _policy_of(stepper: Any, policy: Any) -> Policy | None:
-    given = None if policy is None else as_policy(policy)
-    of_stepper: Policy | None = getattr(stepper, "_policy", None)
-    if given is not None and of_stepper is not None and given != of_stepper:
+    """Return the policy of a Stepper, or the one that was given."""
+    stepper_policy: Policy | None = getattr(stepper, "_policy", None)
+    if policy is None:
+        return stepper_policy
+    given_policy = as_policy(policy)
+    if stepper_policy is not None and given_policy != stepper_policy:
         raise PolicyError(
-            f"the Stepper has the policy {policy_name(of_stepper)}, and {policy_name(given)} was given: "
-            "leave policy out"
+            f"the Stepper has the policy {policy_name(stepper_policy)}, and {policy_name(given_policy)} was "
+            "given: leave policy out"
         )
-    return given or of_stepper
+    return given_policy
 
 
-def _formats(model: torch.nn.Module, policy: Policy) -> dict[str, str]:
+def _checked_policy(fit: Fit, tree: Mapping[str, Any], given_policy: Policy | None) -> Policy | None:
+    """Return the policy of a checkpoint, if any; refuse another one than was given."""
+    if tree["policy"] is None:
+        return None
+    saved_policy = policy_in(tree["policy"].encode(), fit.source)
+    if given_policy is None:
+        return saved_policy
+
+    # "auto" and the format that it was are the same policy.
+    of_stepper_or_loop = tree["stepper"] or tree
+    formats = of_stepper_or_loop.get("formats", {})
+    if _in_saved_format(saved_policy, formats) != _in_saved_format(given_policy, formats):
+        fit.refuse(
+            f"it was saved under the policy {policy_name(saved_policy)}, and here is "
+            f"{policy_name(given_policy)}",
+            "Continue under the policy that it was saved under",
+        )
+    return saved_policy
+
+
+def _policy_to_go_on_under(
+    saved_policy: Policy, given_policy: Policy | None, model: torch.nn.Module, formats: Mapping[str, str]
+) -> Policy:
+    """Return the policy of a loop without a Stepper: in the saved format where ``auto`` is another now."""
+    policy = saved_policy
+    now = _formats_of_auto(model, saved_policy)
+    for device, before in formats.items():
+        if now.get(device, before) != before:
+            if given_policy is None or given_policy.compute == "auto":
+                warn_of_other_format(device, before)
+            policy = _in_saved_format(policy, {device: before})
+    return policy
+
+
+def _formats_of_auto(model: torch.nn.Module, policy: Policy) -> dict[str, str]:
     """Return what ``auto`` is now on each type of device that the model is on; empty for another policy."""
     if policy.compute != "auto":
         return {}
@@ -218,11 +253,12 @@ def _formats(model: torch.nn.Module, policy: Policy) -> dict[str, str]:
     return {device: best_format(device).format for device in sorted(devices)}
 
 
-def _in_format(policy: Policy, formats: Mapping[str, str]) -> Policy:
+def _in_saved_format(policy: Policy, formats: Mapping[str, str]) -> Policy:
     """Return ``policy`` with the format that was saved in place of ``auto``."""
-    saved = next(iter(formats.values()), "auto")
-    free = policy.compute == "auto" and not policy.holds_low_weights
-    return replace(policy, compute=saved) if free else policy
+    if policy.compute != "auto" or policy.holds_low_weights or not formats:
+        return policy
+    first_format = next(iter(formats.values()))
+    return replace(policy, compute=first_format)
 
 
 def _versions() -> dict[str, str]:

@@ -61,19 +61,21 @@ def read(path: Path, classes: Sequence[Any] = ()) -> dict[str, Any]:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _LAST_LINE_BYTES))
-        last = _LAST_LINE.search(file.read())
-        if last is None:
+        last_line = _LAST_LINE.search(file.read())
+        if last_line is None:
             raise damaged(path, "its last line is missing")
-        version, written = int(last[1]), last[2].decode()
+        version = int(last_line[1])
+        written_digest = last_line[2].decode()
         if version > VERSION:
             raise CheckpointError(
                 f"{path} is a checkpoint of version {version}, and this narrowcast reads up to {VERSION}: "
                 "install a newer narrowcast"
             )
         file.seek(0)
-        found = _sha256(file, size - len(last[0]))
-    if found != written:
-        raise damaged(path, f"its SHA-256 is {found}, and was {written}")
+        digest = _sha256(file, size - len(last_line[0]))
+    if digest != written_digest:
+        raise damaged(path, f"its SHA-256 is {digest}, and was {written_digest}")
+
     try:
         # Protocol 2 of pickle writes b"" as a call of bytes.
         with warnings.catch_warnings(), torch.serialization.safe_globals([bytes, *classes]):
@@ -85,8 +87,12 @@ def read(path: Path, classes: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _sha256(file: IO[bytes], length: int) -> str:
+    """Return the digest of the next ``length`` bytes."""
     digest = hashlib.sha256()
-    while length > 0 and (piece := file.read(min(length, _PIECE_BYTES))):
+    while length > 0:
+        piece = file.read(min(length, _PIECE_BYTES))
+        if not piece:
+            break
         digest.update(piece)
         length -= len(piece)
     return digest.hexdigest()
@@ -106,7 +112,9 @@ def mapped(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) -> 
         return type(value)({key: mapped(item, leaf, (*place, key)) for key, item in value.items()})
     if type(value) in (list, tuple, torch.Size):
         items = [mapped(item, leaf, (*place, index)) for index, item in enumerate(value)]
-        return items if type(value) is list else tuple(items)
+        if type(value) is list:
+            return items
+        return tuple(items)
     return leaf(value, place)
 
 
@@ -121,12 +129,7 @@ def storable(tree: Any, place: Place, *, sharded: bool) -> Any:
 
     def leaf(value: Any, place: Place) -> Any:
         if isinstance(value, torch.Tensor):
-            tensor = _storable_tensor(value, place, sharded=sharded)
-            if hasattr(tensor, "device_mesh"):
-                return tensor
-            # torch.save writes the whole storage of a view.
-            is_whole = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
-            return tensor if is_whole else tensor.clone()
+            return _storable_tensor(value, place, sharded=sharded)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic):
             value = value.item()
@@ -141,8 +144,8 @@ def storable(tree: Any, place: Place, *, sharded: bool) -> Any:
     return mapped(tree, leaf, place)
 
 
-def _storable_tensor(value: Any, place: Place, *, sharded: bool) -> torch.Tensor:
-    tensor: torch.Tensor = value.detach()
+def _storable_tensor(value: torch.Tensor, place: Place, *, sharded: bool) -> torch.Tensor:
+    tensor = value.detach()
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         layout = str(tensor.layout).removeprefix("torch.")
         raise CheckpointError(
@@ -150,16 +153,28 @@ def _storable_tensor(value: Any, place: Place, *, sharded: bool) -> torch.Tensor
             f"{layout}: make it dense, with memory"
         )
     if hasattr(tensor, "device_mesh"):
-        whole: torch.Tensor = value if sharded else value.full_tensor()
-        return whole.detach()
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if sharded:
+            return tensor
+        tensor = value.full_tensor().detach()  # type: ignore[attr-defined]
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise CheckpointError(
             f"a checkpoint holds plain tensors and DTensors, and {name_of(place)} is a "
             f"{type(tensor).__name__}: save what it is made from"
         )
-    return tensor.resolve_conj().resolve_neg()
+
+    tensor = tensor.resolve_conj().resolve_neg()
+    # torch.save writes the whole memory of a view.
+    if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        return tensor.clone()
+    return tensor
 
 
 def name_of(place: Place) -> str:
-    parts = [part for key in place for part in (key if isinstance(key, tuple) else (key,))]
+    """Return a place as text: "objects//optimizers/0/state"."""
+    parts: list[Any] = []
+    for key in place:
+        if isinstance(key, tuple):
+            parts += key
+        else:
+            parts.append(key)
     return "/".join(map(str, parts)) or "the value"

@@ -7,6 +7,10 @@
     PATH/0123...cdef/...          DTensors, by torch.distributed.checkpoint
 
 In the tree of a rank, a tensor on the "meta" device stands for one that is in another file.
+
+``torch.distributed.checkpoint`` alone would not do for the rest of the tree. It writes one rank's value where
+ranks have different ones (generators, positions, statistics of batch norms), runs the code in a file when it
+loads what is no tensor, and notices neither a damaged byte nor a file of an earlier save.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import io
 import operator
 import re
 import shutil
@@ -35,7 +38,8 @@ from narrowcast.training._torch_internals import metadata_classes
 from narrowcast.training.checkpoint import _file
 from narrowcast.training.checkpoint._file import Place, damaged, mapped, name_of
 
-MARKER, SHARDED = "checkpoint.narrowcast", "sharded.pt"
+MARKER = "checkpoint.narrowcast"
+SHARDED = "sharded.pt"
 _DATA = re.compile(r"[0-9a-f]{32}")
 Result = TypeVar("Result")
 
@@ -45,23 +49,26 @@ class Ranks:
 
     def __init__(self) -> None:
         self.together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if self.together else 0
-        self.count = dist.get_world_size() if self.together else 1
+        self.rank = 0
+        self.count = 1
+        if self.together:
+            self.rank = dist.get_rank()
+            self.count = dist.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in their order."""
+        """Return ``value`` of every rank, in their order."""
         if not self.together:
             return [value]
-        gathered: list[Any] = [None] * self.count
+        values: list[Any] = [None] * self.count
         try:
-            dist.all_gather_object(gathered, value)
+            dist.all_gather_object(values, value)
         except RuntimeError as error:
             error.add_note(
                 f"rank {self.rank} waited here for the others: every rank calls save_checkpoint and "
                 "load_checkpoint, with the same path; not under `if rank == 0`"
             )
             raise
-        return gathered
+        return values
 
     def agreed(self, work: Callable[[], Result]) -> Result:
         """Return what ``work`` returns; if it raises on one rank, raise on every rank, so that none waits.
@@ -71,18 +78,26 @@ class Ranks:
         """
         if not self.together:
             return work()
-        result, error = None, None
+        result = None
+        error = None
+        failure = None
         try:
             result = work()
         except Exception as raised:
             error = raised
-        failures = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+            failure = f"{type(error).__name__}: {error}"
+
+        failures = self.gather(failure)
         if error is not None:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise CheckpointError(f"rank {rank} failed: {failure}")
         return result  # type: ignore[return-value]
+
+    def agreed_on_first(self, work: Callable[[], Result]) -> Result | None:
+        """Do ``work`` on rank 0 alone, and return what it returns there; None on other ranks."""
+        return self.agreed(lambda: work() if self.rank == 0 else None)
 
 
 # ---- writing
@@ -95,89 +110,134 @@ def write(path: Path, tree: dict[str, Any], ranks: Ranks) -> None:
         CheckpointError: a rank could not write; the earlier checkpoint is unchanged.
         OSError: the same, on this rank.
     """
-    made = ranks.agreed(lambda: _new_folder(path) if ranks.rank == 0 else "")
-    data = path / ranks.gather(made)[0]
+    name = ranks.agreed_on_first(lambda: _new_data_folder(path))
+    data = path / ranks.gather(name)[0]
     try:
-        own, sharded, differing = _split(tree, ranks)
+        shards, digests = ranks.agreed(lambda: _shards_and_digests(tree))
+        digests_of_first = ranks.gather(digests)[0]
+        differing = [place for place in digests if digests[place] != digests_of_first.get(place)]
+
+        own = tree
+        if ranks.rank > 0:
+            own = _without_tensors_at(tree, digests.keys() - set(differing))
+        own = _without_tensors_at(own, shards.keys())
         ranks.agreed(lambda: _file.write(data / f"rank_{ranks.rank}.pt", own))
-        if sharded:
-            _save_sharded(data, sharded, ranks)
-        sums = ranks.agreed(lambda: _sums(data, sorted(one.name for one in data.iterdir()), ranks))
-        found = ranks.gather((sums, differing))
-        body = {
+        if shards:
+            _save_shards(data, shards, ranks)
+
+        # Every file is there now. Each rank sums some of them.
+        names = ranks.agreed(lambda: sorted(file.name for file in data.iterdir()))
+        sums = ranks.agreed(lambda: _sums(data, names, ranks))
+        all_sums: dict[str, list[Any]] = {}
+        all_differing: set[Place] = set()
+        for sums_of_rank, differing_of_rank in ranks.gather((sums, differing)):
+            all_sums |= sums_of_rank
+            all_differing |= set(differing_of_rank)
+        marker = {
             "data": data.name,
             "ranks": ranks.count,
-            "files": {name: entry for sums, _ in found for name, entry in sums.items()},
-            "differing": sorted({place for _, places in found for place in places}, key=str),
+            "files": all_sums,
+            "differing": sorted(all_differing, key=str),
         }
-        ranks.agreed(lambda: _finish(path, body) if ranks.rank == 0 else None)
+        ranks.agreed_on_first(lambda: _finish(path, marker))
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(data, ignore_errors=True)
         raise
 
 
-def _split(tree: dict[str, Any], ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor], list[Place]]:
-    """The tree that this rank writes, its DTensors by name, and the places whose values differ from rank 0.
-
-    DDP keeps most tensors equal on all ranks, but not buffers between two forward passes.
-    """
-    sums: dict[Place, str] = {}
-    sharded: dict[str, torch.Tensor] = {}
-
-    def note(value: Any, place: Place) -> Any:
-        if hasattr(value, "device_mesh"):
-            sharded[name_of(place)] = value
-        elif isinstance(value, torch.Tensor):
-            file = io.BytesIO()  # of values, shape, dtype and order of dimensions
-            torch.save(value.cpu(), file)
-            sums[place] = hashlib.sha256(file.getbuffer()).hexdigest()
-        elif place[0] != "random":
-            sums[place] = repr(value)
-        return value
-
-    ranks.agreed(lambda: mapped(tree, note))
-    first = ranks.gather(sums)[0]
-
-    def own(value: Any, place: Place) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        elsewhere = ranks.rank > 0 and place in sums and sums[place] == first.get(place)
-        if elsewhere or hasattr(value, "device_mesh"):
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return value
-
-    return mapped(tree, own), sharded, [place for place in sums if sums[place] != first.get(place)]
-
-
-def _new_folder(path: Path) -> str:
+def _new_data_folder(path: Path) -> str:
     """Make a new folder for data and return its name; remove what killed writers left."""
     if path.exists() and not path.is_dir():
         raise CheckpointError(
             f"{path} is a file, and several ranks save into a folder: give another path, or remove it"
         )
     path.mkdir(exist_ok=True)
-    if not (path / MARKER).exists() and any(not _DATA.fullmatch(one.name) for one in path.iterdir()):
+    has_marker = (path / MARKER).exists()
+    foreign = [file for file in path.iterdir() if not _DATA.fullmatch(file.name)]
+    if foreign and not has_marker:
         raise CheckpointError(f"{path} is a folder with other files in it: give a path inside it")
-    with contextlib.suppress(CheckpointError):  # if the checkpoint is damaged, everything stays
-        _remove_data(path, kept=_read_marker(path)["data"] if (path / MARKER).exists() else None)
+
+    # If the marker is damaged, nobody knows which data it named, and everything stays.
+    with contextlib.suppress(CheckpointError):
+        in_use = None
+        if has_marker:
+            in_use = _read_marker(path)["data"]
+        _remove_data(path, kept=in_use)
+
     name = uuid.uuid4().hex
     (path / name).mkdir()
     return name
 
 
-def _save_sharded(data: Path, sharded: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+def _shards_and_digests(tree: dict[str, Any]) -> tuple[dict[Place, torch.Tensor], dict[Place, str]]:
+    """Return the DTensors of a tree, and what tells whether other values are those of another rank.
+
+    DDP keeps most tensors equal on all ranks, but not buffers between two forward passes.
+    """
+    shards: dict[Place, torch.Tensor] = {}
+    digests: dict[Place, str] = {}
+
+    def visit(value: Any, place: Place) -> Any:
+        if hasattr(value, "device_mesh"):
+            shards[place] = value
+        elif isinstance(value, torch.Tensor):
+            digests[place] = _digest(value)
+        elif place[0] != "random":
+            digests[place] = repr(value)
+        return value
+
+    mapped(tree, visit)
+    return shards, digests
+
+
+_FACTORS = 2**16
+_BETWEEN_PIECES = 0x2545F4914F6CDD1D
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Return the form of a tensor and a sum of its bits, computed where they are and not on the CPU.
+
+    Each word is multiplied by an odd number, so that a change of one word changes the sum modulo 2**64. The
+    numbers are random, so that of other changes one in about 2**63 does not.
+    """
+    bits = tensor.contiguous().flatten().view(torch.uint8)
+    if bits.numel() % 8 == 0:
+        bits = bits.view(torch.int64)
+    factors = torch.randint(2**62, (_FACTORS,), generator=torch.Generator().manual_seed(0)) | 1
+    factors = factors.to(bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in torch.split(bits, _FACTORS):
+        total = total * _BETWEEN_PIECES + (piece * factors[: len(piece)]).sum()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {int(total)}"
+
+
+def _without_tensors_at(tree: dict[str, Any], places: Any) -> dict[str, Any]:
+    """Copy a tree with tensors without memory at ``places``."""
+
+    def stand_in(value: Any, place: Place) -> Any:
+        if isinstance(value, torch.Tensor) and place in places:
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return value
+
+    copy: dict[str, Any] = mapped(tree, stand_in)
+    return copy
+
+
+def _save_shards(data: Path, shards: Mapping[Place, torch.Tensor], ranks: Ranks) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    def write() -> None:
+    def write_metadata() -> None:
         metadata = FileSystemReader(data).read_metadata()  # what torch 2.11 returns lacks storage_data
         metadata.storage_meta = None  # the path
         _file.write(data / SHARDED, {"metadata": metadata})
 
     with _errors_of_torch():
-        save(dict(sharded), storage_writer=FileSystemWriter(data))
-    ranks.agreed(lambda: write() if ranks.rank == 0 else None)
+        save(
+            {name_of(place): shard for place, shard in shards.items()}, storage_writer=FileSystemWriter(data)
+        )
+    ranks.agreed_on_first(write_metadata)
 
 
 @contextlib.contextmanager
@@ -195,26 +255,27 @@ def _errors_of_torch() -> Any:
 
 
 def _sums(data: Path, names: list[str], ranks: Ranks) -> dict[str, list[Any]]:
-    """Size in bytes and SHA-256 of this rank's share of the files."""
-    found: dict[str, list[Any]] = {}
+    """Return size in bytes and SHA-256 of this rank's share of the files."""
+    sums: dict[str, list[Any]] = {}
     for name in names[ranks.rank :: ranks.count]:
         with (data / name).open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[name] = [file.tell(), digest]
-    return found
+            sums[name] = [file.tell(), digest]
+    return sums
 
 
-def _finish(path: Path, body: dict[str, Any]) -> None:
-    sync_folder(path / body["data"])
+def _finish(path: Path, marker: dict[str, Any]) -> None:
+    # The data has to be on the disk before the marker names it.
+    sync_folder(path / marker["data"])
     sync_folder(path)
-    _file.write(path / MARKER, body)
-    _remove_data(path, kept=body["data"])
+    _file.write(path / MARKER, marker)
+    _remove_data(path, kept=marker["data"])
 
 
 def _remove_data(path: Path, kept: str | None) -> None:
-    for one in path.iterdir():
-        if _DATA.fullmatch(one.name) and one.name != kept:
-            shutil.rmtree(one, ignore_errors=True)
+    for folder in path.iterdir():
+        if _DATA.fullmatch(folder.name) and folder.name != kept:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---- reading
@@ -245,23 +306,27 @@ def read(path: Path, ranks: Ranks) -> Saved:
     Raises:
         CheckpointError: a file is missing, altered, or of a newer version.
     """
-    body = ranks.agreed(lambda: _read_marker(path))
-    data = path / body["data"]
+    marker = ranks.agreed(lambda: _read_marker(path))
+    data = path / marker["data"]
 
-    def load() -> tuple[dict[str, Any], dict[str, Any] | None]:
-        lost = [name for name in body["files"] if not (data / name).is_file()]
-        if lost:
-            raise damaged(path, f"{', '.join(lost)} missing from {data}")
-        for name, found in _sums(data, sorted(body["files"]), ranks).items():
-            if found != body["files"][name]:
-                raise damaged(path, f"{name} is {found}, and was {body['files'][name]} (bytes, SHA-256)")
+    def read_trees() -> tuple[dict[str, Any], dict[str, Any] | None]:
+        missing = [name for name in marker["files"] if not (data / name).is_file()]
+        if missing:
+            raise damaged(path, f"{', '.join(missing)} missing from {data}")
+        for name, now in _sums(data, sorted(marker["files"]), ranks).items():
+            before = marker["files"][name]
+            if now != before:
+                raise damaged(path, f"{name} is {now}, and was {before} (bytes, SHA-256)")
+
         common = _file.read(data / "rank_0.pt")
         if ranks.rank == 0:
             return common, common
-        return common, _file.read(data / f"rank_{ranks.rank}.pt") if ranks.rank < body["ranks"] else None
+        if ranks.rank < marker["ranks"]:
+            return common, _file.read(data / f"rank_{ranks.rank}.pt")
+        return common, None
 
-    common, own = ranks.agreed(load)
-    return Saved(common, own, body["ranks"], body["differing"], data)
+    common, own = ranks.agreed(read_trees)
+    return Saved(common, own, marker["ranks"], marker["differing"], data)
 
 
 def _read_marker(path: Path) -> dict[str, Any]:
@@ -274,63 +339,104 @@ def _read_marker(path: Path) -> dict[str, Any]:
 
 
 def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Mapping[Place, Any]) -> dict[str, Any]:
-    """The tree that this rank continues from: its own if as many ranks saved, otherwise mostly rank 0's.
+    """Return the tree that this rank continues from: its own if as many ranks saved, else mostly rank 0's.
 
     Tensors are in memory: as DTensors where ``layouts`` has one, otherwise whole and on the CPU.
     """
-    common, own = saved.common, saved.own
-    tree = own if own is not None else common
-    if saved.ranks != ranks.count:
-        mine = {key: tree[key] for key in ("random", "position")}
-        tree = {**common, **mine, **({"random": None} if own is None else {})}
-        _note_other_count(saved, ranks, fit)
-    sharded: dict[str, torch.Tensor] = {}  # what torch.distributed.checkpoint saved, read in place
+    if saved.ranks == ranks.count:
+        assert saved.own is not None
+        return _with_tensors(saved.own, saved, layouts)
 
-    def leaf(value: Any, place: Place) -> Any:
+    tree = dict(saved.common)
+    if saved.own is None:
+        tree["random"] = None
+    else:
+        tree["random"] = saved.own["random"]
+        tree["position"] = saved.own["position"]
+    _note_other_count(saved, ranks, fit)
+    return _with_tensors(tree, saved, layouts)
+
+
+def _note_other_count(saved: Saved, ranks: Ranks, fit: Fit) -> None:
+    """Note what is not as it was for as many ranks; refuse states of which each rank had its own."""
+    fit.notes.append(
+        f"the checkpoint is of {_ranks_in_words(saved.ranks)}, loaded by {_ranks_in_words(ranks.count)}"
+    )
+    if ranks.count > saved.ranks:
+        fit.notes.append(f"random states: ranks from {saved.ranks} on have none in it, and keep their own")
+    else:
+        fit.notes.append(f"random states: those of ranks from {ranks.count} on are not used")
+
+    differing_states = []
+    replaced = []
+    for place in saved.differing:
+        name = name_of(place)
+        if place[0] == "objects" and "generators" not in place:
+            differing_states.append(name)
+        elif place[0] in ("model", "objects"):
+            replaced.append(name)
+    if any(place[0] == "position" for place in saved.differing):
+        fit.notes.append("each rank takes its own position, and new ranks that of rank 0")
+    if differing_states:
+        fit.refuse(
+            f"ranks had different values of {few(differing_states, 5)}",
+            "Load it with as many ranks as saved it",
+        )
+    if replaced:
+        fit.notes.append(
+            f"ranks had different values of {few(replaced, 5)}: every rank takes those of rank 0"
+        )
+
+
+def _ranks_in_words(count: int) -> str:
+    if count == 1:
+        return "1 rank"
+    return f"{count} ranks"
+
+
+def _with_tensors(tree: dict[str, Any], saved: Saved, layouts: Mapping[Place, Any]) -> dict[str, Any]:
+    """Copy a tree with every tensor in memory."""
+    from_shards: dict[str, torch.Tensor] = {}
+
+    def fill(value: Any, place: Place) -> Any:
         if isinstance(value, torch.Tensor) and value.is_meta:
-            value = functools.reduce(operator.getitem, place, common)
-        like = _like(value, place, layouts)
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            device = "cpu" if like is None else like.device
-            empty = torch.empty_like(value if like is None else like, dtype=value.dtype, device=device)
-            sharded[name_of(place)] = empty.detach()
-            return sharded[name_of(place)]
-        if like is None:
+            # In the tree of rank 0 it is a tensor, or stands for one that was a DTensor.
+            value = functools.reduce(operator.getitem, place, saved.common)
+        if not isinstance(value, torch.Tensor):
+            return value
+
+        layout = _layout_of(value, place, layouts)
+        if value.is_meta:
+            if layout is None:
+                memory = torch.empty_like(value, device="cpu")
+            else:
+                memory = torch.empty_like(layout, dtype=value.dtype).detach()
+            from_shards[name_of(place)] = memory
+            return memory
+        if layout is None:
             return value
         from torch.distributed.tensor import distribute_tensor
 
         # This rank's part of a whole tensor, which every rank has.
-        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+        return distribute_tensor(value, layout.device_mesh, layout.placements, src_data_rank=None)
 
-    cut: dict[str, Any] = mapped(tree, leaf)
-    if sharded and saved.data is not None:
-        _load_sharded(saved.data, sharded)
-    return cut
-
-
-def _note_other_count(saved: Saved, ranks: Ranks, fit: Fit) -> None:
-    here = f"{ranks.count} rank{'s' * (ranks.count != 1)}"
-    fit.notes.append(f"the checkpoint is of {saved.ranks} rank{'s' * (saved.ranks != 1)}, loaded by {here}")
-    fit.notes.append(
-        f"random states: ranks from {saved.ranks} on have none in it, and keep their own"
-        if ranks.count > saved.ranks
-        else f"random states: those of ranks from {ranks.count} on are not used"
-    )
-    if any(place[0] == "position" for place in saved.differing):
-        fit.notes.append("each rank takes its own position, and new ranks that of rank 0")
-    places = [place for place in saved.differing if place[0] in ("model", "objects")]
-    states = [name_of(place) for place in places if place[0] == "objects" and "generators" not in place]
-    if states:
-        fit.refuse(
-            f"ranks had different values of {few(states, 5)}", "Load it with as many ranks as saved it"
-        )
-    if places:
-        names = few([name_of(place) for place in places], 5)
-        fit.notes.append(f"ranks had different values of {names}: every rank takes those of rank 0")
+    filled: dict[str, Any] = mapped(tree, fill)
+    if from_shards and saved.data is not None:
+        _load_shards(saved.data, from_shards)
+    return filled
 
 
-def _load_sharded(data: Path, sharded: dict[str, torch.Tensor]) -> None:
-    """Read the values of ``sharded``: of a DTensor this rank's part, of other tensors the whole."""
+def _layout_of(value: torch.Tensor, place: Place, layouts: Mapping[Place, Any]) -> Any:
+    """Return the DTensor that decides how the tensor at ``place`` is sharded; None if it stays whole."""
+    of_parameter = place[:-1]  # for a state of its optimizer
+    layout: Any = layouts.get(place, layouts.get(of_parameter))
+    if not hasattr(layout, "device_mesh") or layout.shape != value.shape or place[-1] == "step":
+        return None
+    return layout
+
+
+def _load_shards(data: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Read the values of ``tensors``: of a DTensor this rank's part, of other tensors the whole."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -341,11 +447,4 @@ def _load_sharded(data: Path, sharded: dict[str, torch.Tensor]) -> None:
             return metadata  # torch's own method would run code in its file .metadata
 
     with _errors_of_torch():
-        load(sharded, storage_reader=Reader(data), no_dist=True)  # each rank reads for itself
-
-
-def _like(value: Any, place: Place, layouts: Mapping[Place, Any]) -> Any:
-    """The DTensor that decides how the tensor at ``place`` is cut; None for values that stay whole."""
-    like = layouts.get(place, layouts.get(place[:-1]))
-    fits = isinstance(value, torch.Tensor) and hasattr(like, "device_mesh") and like.shape == value.shape
-    return like if fits and place[-1] != "step" else None
+        load(tensors, storage_reader=Reader(data), no_dist=True)  # each rank reads for itself
