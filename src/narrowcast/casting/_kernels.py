@@ -72,9 +72,14 @@ from narrowcast.policy import (
 )
 
 _Kernel = Callable[..., Any]
+"""Called with the keyset of the call, and with the arguments of the operator."""
+# Dispatch keys: https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/DispatchKey.h
 _FRONT = "FuncTorchDynamicLayerFrontMode"
+"""Ahead of every layer of ``torch.func``."""
 _BATCHED = "FuncTorchBatched"
+"""Inside a layer of ``vmap``."""
 _DECOMPOSED = "FuncTorchBatchedDecomposition"
+"""Where a layer of ``vmap`` takes a composite apart."""
 _SPARSE_CSR = "SparseCsrCPU"
 
 
@@ -177,10 +182,14 @@ class _Ended:
 
 def need(user: object, *needs: _Need) -> None:
     """Install kernels for as long as ``user`` lives."""
+    weakref.finalize(user, _a_user_ended).atexit = False
     with _lock:
         _needs_of[user] = [*_needs_of.get(user, ()), *needs]
-        _update()
-    weakref.finalize(user, _a_user_ended).atexit = False
+        try:
+            _update()
+        except BaseException:
+            del _needs_of[user]
+            raise
     _remove_unneeded()
 
 
@@ -363,6 +372,7 @@ def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
         if decision is None:
             return None
         action = _operators.action_for(op, decision, scope)
+        # Where a decision casts nothing, formats may meet.
         if decision.compute in (UNLISTED, FP32_SET_DTYPE) and op in promoted():
             go_on = promoting(op, lambda keyset, *args, **kwargs: action(keyset, args, kwargs), device_type)
             return lambda keyset, args, kwargs: go_on(keyset, *args, **kwargs)
@@ -373,6 +383,7 @@ def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
         scope = scope_on(device_type)
         if scope is None:
             return native(keyset, *args, **kwargs)
+        # Prepared at the first call in each scope.
         try:
             action: Any = scope.actions[op]
         except KeyError:
@@ -415,11 +426,12 @@ def _update_functorch(ruled: Mapping[str, Iterable[str]]) -> None:
     for place in _functorch.keys() - wanted.keys():
         _functorch.pop(place)._destroy()
     for (op, key), make in wanted.items():
-        if (op, key) not in _functorch:
-            name = qualified(op)
-            below = without_autocast_cache(torch.library.get_kernel(name, key).call_boxed)
-            has_own = has_kernel(name, key) or has_kernel(name, _BATCHED)
-            _functorch[op, key] = register_kernel(op, key, make(op, below, has_own))
+        if (op, key) in _functorch:
+            continue
+        name = qualified(op)
+        below = without_autocast_cache(torch.library.get_kernel(name, key).call_boxed)
+        has_own = has_kernel(name, key) or has_kernel(name, _BATCHED)
+        _functorch[op, key] = register_kernel(op, key, make(op, below, has_own))
 
 
 _functorch: dict[tuple[str, str], Any] = {}
