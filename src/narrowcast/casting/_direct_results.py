@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -208,7 +208,10 @@ class DirectResults:
         recorded = tensor.requires_grad
         with torch.set_grad_enabled(recorded):
             wide = _Part(result, tensor).in_fp32(recorded)
-            return _unless_changed(tensor, wide, result.name) if tensor.is_inference() else wide
+            # No version tells whether somebody wrote to an inference tensor.
+            if tensor.is_inference():
+                return _unless_changed(tensor, wide, result.name)
+            return wide
 
     # ---- called by the kernels
 
@@ -274,17 +277,18 @@ class DirectResults:
         if self._traced or not self._kept:
             return
         keys = list(self._kept)
-        self._drop(keys[: len(keys) - _MOST_EARLIER] if len(keys) > _MOST_EARLIER else ())
+        for key in keys[: max(0, len(keys) - _MOST_EARLIER)]:
+            self._drop(key)
         latest = self._kept.get(keys[-1])
         if latest is not None and latest.nbytes > _MOST_EARLIER_BYTES:
-            self._drop(keys[-1:])
+            self._drop(keys[-1])
 
-    def _drop(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            result = self._kept.pop(key, None)
-            if result is not None:  # else another thread freed its memory meanwhile
-                result.input = result.source = result.below = None
-                self._dropped[key] = result
+    def _drop(self, key: int) -> None:
+        """Keep the input of a result no longer."""
+        result = self._kept.pop(key, None)
+        if result is not None:  # else another thread freed its memory meanwhile
+            result.input = result.source = result.below = None
+            self._dropped[key] = result
 
     def _result_in(self, tensor: torch.Tensor) -> _Result | None:
         """Return the noted result in whose memory ``tensor`` is, or None."""
@@ -412,9 +416,11 @@ def _recomputed_in_graph(tensor: torch.Tensor, did: str = "returned") -> torch.T
 
     Where no tracer follows, as with ``backend="eager"``, Dynamo relies on fp32.
     """
+    recomputed = tensor
     results = _results_for(tensor)
-    found: torch.Tensor = tensor if results is None else results.recomputed(tensor, did)
-    return found.float() if type(tensor) in CLASSES else found
+    if results is not None:
+        recomputed = results.recomputed(tensor, did)
+    return recomputed.float() if type(tensor) in CLASSES else recomputed
 
 
 _let_dynamo_trace_recomputed = let_dynamo_trace(_recomputed_in_graph)

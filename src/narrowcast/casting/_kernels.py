@@ -216,10 +216,10 @@ def _update() -> None:
     """Install the kernels that are needed and missing, and remove those that are not needed."""
     needed: defaultdict[str, set[str]] = defaultdict(set)
     ruled: defaultdict[str, set[str]] = defaultdict(set)
-    for one in itertools.chain.from_iterable(list(_needs_of.values())):
-        needed[one.where].update(one.ops)
-        if one.by_rules:
-            ruled[one.where].update(one.ops)
+    for where, ops, by_rules in itertools.chain.from_iterable(list(_needs_of.values())):
+        needed[where].update(ops)
+        if by_rules:
+            ruled[where].update(ops)
     for where in needed:
         _kernels_on.setdefault(where, _AutocastKernels(where))
 

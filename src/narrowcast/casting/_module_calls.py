@@ -240,6 +240,7 @@ class ModuleCall:
             below = functools.partial(getattr(type(module), CALL), module)
         if self.shared.removed:
             return below(*args, **kwargs)
+        # The calls of nc.compile do nothing outside of its region, which is refused itself.
         if is_exporting() and not self.shared.compiled:
             raise UnsupportedError(_EXPORTED)
         if torch.compiler.is_dynamo_compiling():
@@ -252,9 +253,12 @@ class ModuleCall:
                 _refuse_generator(opened, module)
         finally:
             _leave(opened)
+        # Not after an error, as where the module would have raised in the middle of its writes.
         for copy in opened.copies:
             copy.write_back()
-        return cast_outputs(opened.outputs, output) if opened.outputs else output
+        if opened.outputs:
+            output = cast_outputs(opened.outputs, output)
+        return output
 
     def follow_model(self, module: torch.nn.Module) -> None:
         """Give rules to modules that were added since the last call."""
@@ -277,6 +281,7 @@ class ModuleCall:
         if self.is_of_model:
             self.follow_model(module)
         scopes = self._our_scopes() if self.rules else []
+        # A part that is called by itself, or in another thread, is in no region of the policy.
         if self.shared.opens and (self.is_of_model or not scopes):
             self._open_regions(module, args, kwargs)
             scopes = self._our_scopes() if self.rules else []
@@ -289,6 +294,7 @@ class ModuleCall:
             inside = self._inside_now(outside, device, by_inputs, enabled=enabled)
             if inside is None:
                 continue
+            # Before it is set, so that ``_leave`` sets it back whatever raises.
             opened.states += ((device, enabled, dtype, outside, inside),)
             self._set_state(inside, device, enabled, dtype)
             if inside.output is not None:
@@ -403,12 +409,13 @@ class ModuleCall:
     def _our_scopes(self) -> list[tuple[str, Scope]]:
         """Return the device types on which a scope of this policy, or of an equal one, is in force here."""
         rules = self.shared.policy.rules
-        ours = []
+        our_scopes = []
         for device in devices_with_scopes():
             scope = scope_on(device)
+            # The identity first, since comparing all rules takes long.
             if scope is not None and (scope.resolved.rules is rules or scope.resolved.rules == rules):
-                ours.append((device, scope))
-        return ours
+                our_scopes.append((device, scope))
+        return our_scopes
 
     def inside(self, outside: Scope, device: str, by_inputs: torch.dtype | None) -> _Inside | None:
         """Return what holds inside the module; None if the script turned autocast off around it."""

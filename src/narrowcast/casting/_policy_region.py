@@ -121,6 +121,7 @@ class PolicyRegion:
 
 def _holds_here(state: RegionState) -> bool:
     """Return whether ``state`` is in force in this thread; a scope inside that of ``state`` may be."""
+    # In turn what costs least to ask.
     if torch.is_autocast_enabled(state.device) is not state.enabled:
         return False
     if not state.enabled:
@@ -132,4 +133,5 @@ def _holds_here(state: RegionState) -> bool:
     current = scope_on(state.device)
     if current is None or state.scope is None:
         return current is state.scope
+    # An equal policy has scopes of its own, which compute the same.
     return current.resolved.root.identity == state.scope.identity

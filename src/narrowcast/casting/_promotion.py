@@ -228,7 +228,8 @@ def _again(name: str, device: str) -> Callable[..., Any]:
         if _would_lose_statistics(name, args, dtype):
             raise _Unchanged
 
-        with off(), _lower_is(dtype, device) if is_transforming() else nullcontext():
+        lower = _lower_is(dtype, device) if is_transforming() else nullcontext()
+        with off(), lower:
             cast_args, cast_kwargs = cast_all(args, kwargs, dtype, device)
             result = call(*cast_args, **cast_kwargs)
         if raised is not None and (len(formats) == 1 or in_fp32) and not stays_fp32:
@@ -269,6 +270,7 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
     again = _again(name, device)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # Below a layer of torch.func a cast would not be recorded, and fake tensors raise no error.
         by_formats = is_transforming() or (type(args[0]) not in CLASSES and is_proxy_tracing())
         if by_formats and is_promoting():
             with suppress(_Unchanged):
@@ -285,14 +287,17 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
                 return again(args, kwargs, str(error))  # the error itself would be part of a cycle
             except _Unchanged:
                 raise error from None
-            except Exception as other:
-                other.__context__ = None  # the script would see this error alone in fp32
+            except Exception as error_in_fp32:
+                # In FP32 the script would see this error alone.
+                error_in_fp32.__context__ = None
                 raise
 
     def fp32_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_promoting():  # the trial of an LSTM is not: it would begin another
-            why = why_no_lstm(torch.get_autocast_dtype(device)) if name in _LSTM else None
-            if why is not None or name not in _LSTM:
+        # The trial of an LSTM is in no region that promotes, or it would begin another.
+        if is_promoting():
+            is_lstm = name in _LSTM
+            why = why_no_lstm(torch.get_autocast_dtype(device)) if is_lstm else None
+            if why is not None or not is_lstm:
                 with suppress(_Unchanged):
                     return again(args, kwargs, why)
         return go_on(keyset, *args, **kwargs)

@@ -18,7 +18,7 @@ from narrowcast.casting._torch_internals import one_level
 from narrowcast.casting._warnings import stacklevel_outside
 from narrowcast.policy import Policy, Rule, Scope, class_names, rules_for
 
-# The names by which DDP, DataParallel, torch.compile, FSDP and checkpoint wrappers hold a module.
+# The names by which DDP, DataParallel, torch.compile, FSDP and checkpoint wrappers hold a module, and theirs.
 _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = (
     "DistributedDataParallel", "DataParallel", "OptimizedModule", "FullyShardedDataParallel",
