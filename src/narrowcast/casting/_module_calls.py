@@ -253,7 +253,7 @@ class ModuleCall:
                 _refuse_generator(opened, module)
         finally:
             _leave(opened)
-        # Not after an error, as where the module would have raised in the middle of its writes.
+        # What the module wrote to casts of its arguments is meant for the caller's own.
         for copy in opened.copies:
             copy.write_back()
         if opened.outputs:

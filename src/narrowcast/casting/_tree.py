@@ -77,13 +77,13 @@ def cast_where(
     tell: Callable[[str], object] | None = None,
 ) -> _ValueT:
     """As ``cast_floating``, for the tensors of which ``wants`` is true."""
+    # One tensor alone is what most modules take and return.
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if wants(value) else value  # type: ignore[return-value]
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if wants(tensor) else tensor
 
-    # One tensor alone is what most modules take and return.
-    if isinstance(value, torch.Tensor):
-        return cast(value)  # type: ignore[return-value]
     return map_tensors(value, cast, tell)
 
 
