@@ -12,14 +12,13 @@ Rules inside the transformations of ``torch.func`` need kernels in front of its 
 ``jvp`` come before autocast in the dispatcher. ``vmap`` decomposes composites before autocast sees them, so a
 rule for ``softmax`` would be ignored; and below each layer autocast is on again, so the product inside a
 ``linear`` that a rule computes in fp32 would be cast to the region's format. If rules are in force, the
-kernels in front cast the inputs first, and the layers run with autocast off; composites without a rule are
-decomposed there. Code outside of ``torch.func`` never reaches these kernels. Operators that a layer calls
-skip them, and if ``vmap`` would thereby ignore a rule, an error is raised.
+kernels in front cast the inputs first, and the layers run with autocast off. Code outside of ``torch.func``
+never reaches these kernels. Operators that a layer calls skip them, also those inside a composite about which
+nothing is decided; if ``vmap`` would thereby ignore a rule, an error is raised.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import weakref
@@ -47,10 +46,8 @@ from narrowcast.casting._promotion import (
 )
 from narrowcast.casting._scopes import make_room_for_marks, scope_on, scopes_here
 from narrowcast.casting._torch_internals import (
-    decomposition_of,
     has_kernel,
     is_exporting,
-    names_of_composites,
     register_kernel,
     skipped_by_dynamo,
 )
@@ -409,15 +406,15 @@ def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
 def _update_functorch(ruled: Mapping[str, Iterable[str]]) -> None:
     """Register in front of ``torch.func`` what the kernels on autocast keys need; remove everything else.
 
-    In front: operators with a rule, on PyTorch's table, and every composite. Inside: those that ``vmap``
-    decomposes in spite of a rule.
+    In front: operators with a rule, and those on PyTorch's table. Inside: those that ``vmap`` decomposes in
+    spite of a rule.
 
     Args:
         ruled: device type -> the operators there that a policy decides about.
     """
-    wanted: dict[tuple[str, str], Callable[..., _Kernel]] = {}
+    wanted: dict[tuple[str, str], Callable[[str, _Kernel], _Kernel]] = {}
     for device_type, ops in ruled.items():
-        for op in (*native_table(device_type), *_composites(), *ops):
+        for op in (*native_table(device_type), *ops):
             wanted[op, _FRONT] = _kernel_in_front
         for op in ops:
             if has_kernel(qualified(op), _DECOMPOSED):
@@ -426,24 +423,17 @@ def _update_functorch(ruled: Mapping[str, Iterable[str]]) -> None:
     for place in _functorch.keys() - wanted.keys():
         _functorch.pop(place)._destroy()
     for (op, key), make in wanted.items():
-        if (op, key) in _functorch:
-            continue
-        name = qualified(op)
-        below = without_autocast_cache(torch.library.get_kernel(name, key).call_boxed)
-        has_own = has_kernel(name, key) or has_kernel(name, _BATCHED)
-        _functorch[op, key] = register_kernel(op, key, make(op, below, has_own))
+        if (op, key) not in _functorch:
+            below = without_autocast_cache(torch.library.get_kernel(qualified(op), key).call_boxed)
+            _functorch[op, key] = register_kernel(op, key, make(op, below))
 
 
 _functorch: dict[tuple[str, str], Any] = {}
 """Operator and key -> the library of its kernel for ``torch.func``."""
-_composites = functools.cache(names_of_composites)
 
 
-def _kernel_in_front(op: str, below: _Kernel, has_own: bool) -> _Kernel:
-    """Return a kernel that casts above all layers if rules are in force.
-
-    ``has_own``: the layers have a kernel of their own for ``op``, and do not decompose it.
-    """
+def _kernel_in_front(op: str, below: _Kernel) -> _Kernel:
+    """Return a kernel that casts above all layers if rules are in force."""
     word = f"in front of {op}"
     missing = object()
 
@@ -454,36 +444,24 @@ def _kernel_in_front(op: str, below: _Kernel, has_own: bool) -> _Kernel:
         if scope is not None:
             action = scope.actions.get(word, missing)
             if action is missing:
-                action = scope.actions[word] = _prepare_in_front(op, scope, has_own)
+                action = scope.actions[word] = _prepare_in_front(op, scope)
         return below(keyset, *args, **kwargs) if action is None else action(keyset, args, kwargs)
 
     return kernel
 
 
-def _prepare_in_front(op: str, scope: Scope, has_own: bool) -> _operators.Action | None:
+def _prepare_in_front(op: str, scope: Scope) -> _operators.Action | None:
     decision = scope.decide(op)
-    if decision is not None and decision.compute != UNLISTED:
-        return _operators.action_for(op, decision, scope)
+    if decision is not None:
+        return None if decision.compute == UNLISTED else _operators.action_for(op, decision, scope)
     kernels = _kernels_on[scope.resolved.device_type]
     native = kernels.native.get(op) if op in kernels.installed else native_kernel(op, kernels.device_type)
-    if decision is None and native is not None:
-        return lambda keyset, args, kwargs: native(keyset, *args, **kwargs)
-
-    # A composite is taken apart here, in front of the layers, so that rules decide about its parts.
-    if has_own or not has_kernel(qualified(op), "CompositeImplicitAutograd"):
+    if native is None:
         return None
-    decompose = decomposition_of(operator(op))
-    if op not in promoted():
-        return lambda _keyset, args, kwargs: decompose(*args, **kwargs)
-
-    def in_parts(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        return decompose(*args, **kwargs)
-
-    promote = promoting(op, in_parts, kernels.device_type)
-    return lambda keyset, args, kwargs: promote(keyset, *args, **kwargs)
+    return lambda keyset, args, kwargs: native(keyset, *args, **kwargs)
 
 
-def _kernel_inside(op: str, below: _Kernel, _has_own: bool) -> _Kernel:
+def _kernel_inside(op: str, below: _Kernel) -> _Kernel:
     """Return a kernel that raises where ``vmap`` would ignore the rule in force."""
 
     @skipped_by_dynamo

@@ -94,30 +94,6 @@ def takes_numbers_for_tensors(op: Any) -> bool:
     return namespace == "aten" and bool(_C._should_allow_numbers_as_tensors(base))
 
 
-def decomposition_of(op: Any) -> Callable[..., Any]:
-    """Return a function that decomposes a composite: its parts are called at once, in C++ unless traced."""
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_ops.py
-    key = _C.DispatchKey.CompositeImplicitAutograd
-    tracing = functools.partial(_C._dispatch_tls_is_dispatch_key_included, _C.DispatchKey.PythonDispatcher)
-
-    def decompose(*args: Any, **kwargs: Any) -> Any:
-        return op.decompose(*args, **kwargs) if tracing() else op._op_dk(key, *args, **kwargs)
-
-    return decompose
-
-
-def names_of_composites() -> list[str]:
-    """Return the composites that autocast decomposes, as ``"einsum"``; no in-place and ``out=`` forms."""
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
-    composites = []
-    for name in _C._dispatch_get_all_op_names():
-        base, _, overload = name.partition(".")
-        writes = base.endswith("_") or "out" in overload
-        if not writes and has_kernel(name, "CompositeImplicitAutograd"):
-            composites.append(name.removeprefix("aten::"))
-    return composites
-
-
 has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
 """Whether the dispatcher has a kernel for a qualified operator on a key, ours included."""
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
