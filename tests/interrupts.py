@@ -72,7 +72,8 @@ class Alarm:
         self._armed = False
 
     def _ring(self, _number, frame):
-        if self._armed and _REGIONS in frame.f_code.co_filename:
+        file = frame.f_code.co_filename
+        if self._armed and (_REGIONS in file or file == __file__):
             signal.setitimer(signal.ITIMER_REAL, 1e-5)
         elif self._armed:
             self._armed = False

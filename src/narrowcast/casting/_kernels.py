@@ -57,6 +57,7 @@ from narrowcast.policy import (
     TABLES,
     UNLISTED,
     Policy,
+    ResolvedPolicy,
     Scope,
     autocast_key,
     format_name,
@@ -277,20 +278,23 @@ def _overlays_removed() -> Iterator[None]:
 
 
 def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
-    """Return the scope in a region of ``policy``, outside of modules that rules select.
-
-    The operators that the policy decides about have kernels as long as the policy lives.
-    """
+    """Return the scope in a region of ``policy``, outside of modules that rules select."""
     if device_type not in TABLES:
         raise UnsupportedError(
             f"expected a device whose autocast table is known ({', '.join(TABLES)}), got {device_type!r}, "
             'where rules and other tables cannot be followed: use a preset without them, as "bf16"'
         )
     on_device = resolved(policy, device_type, format_name(dtype))
-    if on_device not in _needs_of:
-        make_room_for_marks()
-        need(on_device, _Need(device_type, on_device.kernels(), by_rules=True))
+    serve(on_device)
     return on_device.root
+
+
+def serve(resolved_policy: ResolvedPolicy) -> None:
+    """Install a kernel for each operator about which this policy decides, as long as the policy lives."""
+    if resolved_policy not in _needs_of:
+        make_room_for_marks()
+        ops = resolved_policy.kernels()
+        need(resolved_policy, _Need(resolved_policy.device_type, ops, by_rules=True))
 
 
 def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | None]:
