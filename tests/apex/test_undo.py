@@ -40,7 +40,7 @@ def whole_state(optimizer):
         "functions": {(id(owner), name): getattr(owner, name) for owner, name in NAMES},
         "own names of tensors": set(vars(torch.Tensor)),
         "kernels": kernels(),
-        "kernels of ours": sorted(op for one in _kernels._kernels_on.values() for op in one.installed),
+        "kernels of ours": sorted(op for one in _kernels._libraries.values() for op in one.installed),
         "engine": torch.autograd._engine_run_backward,
         "autocast": torch.is_autocast_enabled("cpu"),
         "optimizer": set(vars(optimizer)) - {"_opt_called"},  # torch's own mark for its schedulers
