@@ -1,6 +1,7 @@
 """Ctrl-C at random instants of a training: how to deliver it, and what it must leave as it was."""
 
 import contextlib
+import os
 import random
 import signal
 import sys
@@ -51,11 +52,15 @@ def clean_up(before):
     torch.clear_autocast_cache()
 
 
+_REGIONS = os.path.join("narrowcast", "casting")
+
+
 class Alarm:
     """Raise KeyboardInterrupt in the main thread after some time, as Ctrl-C does.
 
     Python runs the handler of a signal between two of its instructions. So the instants are those of a real
     Ctrl-C: after the call of a C function, at the start of a Python function, or at the end of a loop's body.
+    But it waits for lines that open and close regions, whose ``finally`` an interrupt would end.
 
     Attributes:
         where: when it was delivered, and the lines that were running; None if it was not.
@@ -67,7 +72,10 @@ class Alarm:
         self._armed = False
 
     def _ring(self, _number, frame):
-        if self._armed:
+        file = frame.f_code.co_filename
+        if self._armed and (_REGIONS in file or file == __file__):
+            signal.setitimer(signal.ITIMER_REAL, 1e-5)
+        elif self._armed:
             self._armed = False
             lines = "".join(traceback.format_stack(frame)[-4:])
             self.where = f"interrupted after {self._seconds * 1e3:.3f} ms, in\n{lines}"

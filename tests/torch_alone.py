@@ -11,12 +11,11 @@ def torch_alone():
 
     For what torch itself does: our kernels cast weights without its cache, and so without its traps.
     """
-    taken = [(library, op) for library in _kernels._libraries.values() for op in library.installed]
-    for library, op in taken:
-        library.drop(op)
+    for kernels in _kernels._kernels_on.values():
+        for op in list(kernels.installed):
+            kernels.drop(op)
     try:
         yield
     finally:
-        for library, op in taken:
-            if op in library.users and op not in library.installed:
-                library.add(op)
+        with _kernels._lock:
+            _kernels._update()

@@ -251,10 +251,13 @@ class Attention(nn.Module):
         return (x, weights_of_layers) if self.returns_all else x
 
 
-@pytest.mark.parametrize(("most_layers", "kept"), [(0, 1), (2, 3), (9, 6)])
-def test_the_latest_input_is_kept_and_earlier_ones_up_to_a_limit(monkeypatch, most_layers, kept):
+@pytest.mark.parametrize(("limit", "value", "kept"), [
+    ("_MOST_EARLIER", 0, 1), ("_MOST_EARLIER", 2, 3), ("_MOST_EARLIER", 9, 6),
+    ("_MOST_EARLIER_BYTES", 60, 6), ("_MOST_EARLIER_BYTES", 59, 1),
+])  # fmt: skip
+def test_the_latest_input_is_kept_and_a_few_small_ones_before_it(monkeypatch, limit, value, kept):
     # X has 30 values of 2 bytes.
-    monkeypatch.setattr(_direct_results, "_FEWEST_BYTES", 60 * most_layers)
+    monkeypatch.setattr(_direct_results, limit, value)
     model = Attention()
     with attached() as run:
         output = model(X)
@@ -262,14 +265,6 @@ def test_the_latest_input_is_kept_and_earlier_ones_up_to_a_limit(monkeypatch, mo
     assert model.kept == [False] * (6 - kept) + [True] * kept
     assert output.requires_grad
     assert not any("returned" in note for note in run.notes)
-
-
-def test_the_limit_is_a_share_of_the_weights():
-    sizes = {}
-    for features in (1, 4096, 40_000):
-        with torch.device("meta"):
-            sizes[features] = _direct_results._limit_bytes(nn.Linear(features, features, bias=False))
-    assert sizes == {1: 2**16, 4096: int(4 * 4096**2 * 0.02), 40_000: 16 * 2**20}
 
 
 def test_in_evaluation_nothing_is_kept_beyond_its_result():
@@ -291,7 +286,7 @@ def test_in_evaluation_nothing_is_kept_beyond_its_result():
 
 
 def test_what_was_not_kept_is_told_and_the_rule_for_it_helps(monkeypatch):
-    monkeypatch.setattr(_direct_results, "_FEWEST_BYTES", 0)
+    monkeypatch.setattr(_direct_results, "_MOST_EARLIER", 0)
     model = Attention(returns_all=True)
     with attached() as run:
         _, weights = model(X)

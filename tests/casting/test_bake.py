@@ -163,7 +163,7 @@ def test_every_call_gives_the_bits_of_apply(name, mode):
 
 @pytest.mark.filterwarnings("ignore:lstm runs in fp32")
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_recurrent_layers(policy):
+def test_recurrent_layers_give_the_bits_of_apply(policy):
     """An LSTM that oneDNN has no kernel for computes in fp32."""
     model, x = lstm_and_gru().eval(), torch.randn(5, 2, 6)
     reference = copy.deepcopy(model)
@@ -296,7 +296,7 @@ def test_parameters_that_others_stand_in_for():
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("outside", [True, False])
-def test_compiled_models(outside):
+def test_a_compiled_model_may_be_baked(outside):
     model, x, _ = made()
     reference = copy.deepcopy(model)
     nc.apply(reference, "bf16")
@@ -309,7 +309,7 @@ def test_compiled_models(outside):
     handle.restore()  # compiled code holds the model
 
 
-def test_the_handle():
+def test_the_handle_lists_what_is_stored_and_left():
     model, handle, _, x = pair()
     assert repr(handle) == "Baked(8 weights in a low format, 2 left)"
     shown = handle._repr_html_().removeprefix("<pre>").removesuffix("</pre>").splitlines()

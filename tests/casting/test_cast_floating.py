@@ -94,7 +94,7 @@ def tensors(value):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_container(name):
+def test_tensors_in_every_container_are_cast(name):
     value = CASES[name]
     before = [(t, t.dtype, t.clone()) for t in tensors(value)]
     result = cast_floating(value, FP32)
@@ -164,7 +164,7 @@ def mixture(x):
 
 
 @pytest.mark.parametrize("make", [lambda x: distributions.Categorical(logits=x), mixture])
-def test_distributions(make):
+def test_the_parameters_of_a_distribution_are_cast(make):
     x, sample = half(4), torch.zeros(())
     original = make(x)
     result = cast_floating({"policy": original}, FP32)["policy"]

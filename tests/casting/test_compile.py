@@ -96,7 +96,7 @@ def test_shapes_may_be_dynamic():
 
 @pytest.mark.parametrize("policy", ["bf16", "an op", "a module"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(policy, reentrant):
+def test_a_checkpoint_gives_what_eager_code_gives(policy, reentrant):
     def forward(self, x):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=reentrant)
@@ -128,7 +128,7 @@ def test_buffers_weights_used_twice_and_keyword_arguments():
         assert calls == 1
 
 
-def test_functions_too():
+def test_a_function_is_compiled_too():
     weight = torch.randn(8, 8)
     ours = compiled(lambda x: F.linear(x, weight).softmax(-1), SOFTMAX)
     with torch.autocast("cpu", BF16):
@@ -136,7 +136,7 @@ def test_functions_too():
     assert_same(ours(X), product.half().softmax(-1))
 
 
-def test_custom_functions():
+def test_a_custom_function_is_traced():
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, w):

@@ -142,7 +142,7 @@ def test_tensors_of_other_devices_and_doubles_stay():
     assert capture.args[2].dtype == BF16
 
 
-def test_what_is_refused():
+def test_wrong_arguments_are_refused():
     for decorator in OURS:
         with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
             decorator(device_type=torch.device("cpu"))

@@ -156,7 +156,7 @@ def test_a_compiled_model_follows_the_handle():
 
 
 @pytest.mark.usefixtures("one_process")
-def test_under_fully_shard():
+def test_fully_shard_trains_fp8_layers():
     model = Model()
     plain = copy.deepcopy(model)
     handle = apply_fp8(model, rules(rule.module("blocks", compute="fp8_rowwise")))

@@ -72,7 +72,7 @@ def test_a_checkpoint_of_torchs(reentrant):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(strict):
+def test_export_keeps_the_region(strict):
     class Model(nn.Module):
         def forward(self, x):
             with nc.autocast("cpu", dtype=BF16):

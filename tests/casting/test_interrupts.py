@@ -9,7 +9,6 @@ from torch import nn
 import narrowcast as nc
 from interrupts import Alarm, Training, autocast_state, changed, clean_up, random_instants, same
 from narrowcast import rule
-from narrowcast.casting import PolicyRegion
 
 
 class Block(nn.Module):
@@ -27,24 +26,6 @@ POLICY = nc.Policy(compute="bf16").with_rules(
     rule.module("*.down", compute="fp32"),
     rule.op("softmax", compute="fp16"),
 )
-
-
-def test_an_interrupt_while_the_outermost_region_ends_keeps_no_weight_cast(monkeypatch):
-    count_down, weight, x = torch.autocast_decrement_nesting, nn.Parameter(torch.ones(8, 8)), torch.ones(8)
-    interrupts = [KeyboardInterrupt]
-
-    def interrupted():
-        depth = count_down()
-        if interrupts:
-            raise interrupts.pop()
-        return depth
-
-    region = PolicyRegion(nc.Policy(compute="bf16"), {"cpu": torch.bfloat16})
-    monkeypatch.setattr(torch, "autocast_decrement_nesting", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        region.around(lambda: nn.functional.linear(x, weight))
-    weight.data.fill_(2.0)  # leaves no trace, so that a cast that was kept would be used
-    assert region.around(lambda: nn.functional.linear(x, weight)).tolist() == [16.0] * 8
 
 
 @pytest.mark.long

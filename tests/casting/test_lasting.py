@@ -102,12 +102,6 @@ def test_nothing_is_left_of_one_that_cannot_open():
     assert not _weight_casts.LOADING.users
 
 
-def test_a_thread_that_ended_leaves_no_region_behind():
-    (left,) = in_threads(lambda: LastingRegion(POLICY, {"cpu": torch.bfloat16}))
-    left.close()  # the count of open regions is checked after each test
-    assert product() == torch.float32
-
-
 def test_a_model_is_asked_whether_it_opens_its_region():
     model, admitted = torch.nn.Linear(2, 2), [True]
     with Applied(model, POLICY, admits=lambda called: admitted[0] and called is model):

@@ -90,7 +90,7 @@ MODELS = {
 
 
 def installed():
-    library = _kernels._libraries.get("cpu")
+    library = _kernels._kernels_on.get("cpu")
     return set() if library is None else set(library.installed)
 
 

@@ -419,7 +419,7 @@ def test_a_checkpoint_keeps_the_region_inside_it():
         (("cpu", None, True, 0), TypeError, "expected cache_enabled to be a bool, got 0 of type int"),
     ],
 )
-def test_what_is_refused(arguments, error, match):
+def test_wrong_arguments_are_refused(arguments, error, match):
     *arguments, policy = arguments if len(arguments) == 5 else (*arguments, None)
     with pytest.raises(error, match=match):
         nc.autocast(*arguments, policy=policy)

@@ -165,7 +165,7 @@ def test_regions_of_equal_policies_leave_nothing_in_a_module(ruled):
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("shard_first", [True, False])
-def test_fully_shard(shard_first):
+def test_a_sharded_model_follows_its_rules(shard_first):
     expected_model, model = make(), make()
     with nc.apply(expected_model, POLICY):
         expected = expected_model(X)

@@ -148,7 +148,7 @@ def test_promote_takes_the_widest_format_of_the_inputs():
         assert model(square.double(), square.half().double())[0] == torch.float64
 
 
-def test_refuse():
+def test_a_refused_module_raises_and_no_other():
     model = Model()
     with nc.apply(model, rules(rule.module("head", compute="refuse"))):
         with pytest.raises(UnsupportedError, match=r'which a rule refuses \(modules "head": refuse\)'):

@@ -78,7 +78,7 @@ def beside(natively, policies):
 
 
 @pytest.mark.parametrize("name", composites())
-def test_composites(beside, name):
+def test_composites_are_as_without_the_kernels(beside, name):
     natively, policy = beside
     for region in ways(policy, BF16):
         with region():

@@ -34,7 +34,7 @@ def both(device, region):
 
 @pytest.mark.parametrize("region", [BF16, FP16, FP32])
 @pytest.mark.parametrize(("name", "position"), cpu_entries())
-def test_cpu(name, position, region):
+def test_each_op_of_the_cpu_list_casts_as_torch_says(name, position, region):
     check_cpu_entry(name, position, region, both("cpu", region))
 
 
@@ -68,7 +68,7 @@ def test_cpu_half_ops_outside_torchs_list(name, region):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("region", [BF16, FP16, FP32])
 @pytest.mark.parametrize(("name", "position"), entries(AutocastTestLists, CUDA_LISTS))
-def test_cuda(name, position, region):
+def test_each_op_of_the_cuda_list_casts_as_torch_says(name, position, region):
     op, args, *rest = getattr(lists_of(AutocastTestLists, "cuda"), name)[position]
     if name.endswith("fp16"):  # here the third entry says that torch's own test skips it
         if rest and rest[0]:
@@ -87,7 +87,7 @@ def test_cuda(name, position, region):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("region", [BF16, FP16])
 @pytest.mark.parametrize(("name", "position"), entries(AutocastTestLists, ["torch_need_autocast_promote"]))
-def test_cuda_promotion(name, position, region):
+def test_each_op_that_promotes_on_cuda_does(name, position, region):
     op, args = getattr(lists_of(AutocastTestLists, "cuda"), name)[position][:2]
     check((op, halves_as(args, region)), torch, both("cuda", region), run_as=FP32)
 

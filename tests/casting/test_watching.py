@@ -36,7 +36,7 @@ def named(seen, op):
     return [call for call in seen if call.op == op]
 
 
-def test_what_is_told():
+def test_each_call_is_told_with_its_decision():
     softmax = rule.op("softmax", compute="fp16")
     policy = rules(softmax)
     out = []

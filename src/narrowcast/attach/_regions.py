@@ -249,7 +249,7 @@ class Regions:
             with thread if self.in_fp32 or self._is_fp32 else nullcontext():
                 return call()
         depth = thread.depth
-        results = DirectResults(module, functools.partial(self._say_low, module))
+        results = DirectResults(functools.partial(self._say_low, module))
         before = results.begin()
         try:
             thread.depth = depth + 1

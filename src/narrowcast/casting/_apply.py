@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
+import itertools
 import sys
 import warnings
 import weakref
@@ -32,7 +33,7 @@ from narrowcast.casting._tree import (
     undo_on_error,
 )
 from narrowcast.casting._warnings import stacklevel_outside
-from narrowcast.casting.fp8 import apply_fp8, is_fp8, unconverted
+from narrowcast.casting.fp8 import apply_fp8, is_fp8, policy_has_fp8, unconverted
 from narrowcast.errors import OrderError, PolicyError, near_names, not_copied
 from narrowcast.policy import (
     FP8_RECIPES,
@@ -40,7 +41,6 @@ from narrowcast.policy import (
     Policy,
     Rule,
     as_policy,
-    base_of,
     class_names,
     names_module,
     policy_name,
@@ -79,32 +79,35 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
         OrderError: in a call, after a layer with an fp8 rule was added.
         UnsupportedError: in a call of a module whose ``forward`` is a generator.
     """
-    wanted = with_fp32_weights(policy)
-    # With rules its parts are called in regions of their own.
-    if isinstance(model, torch.nn.Module) and _has_no_forward(model) and not wanted.names_modules:
+    resolved_policy = with_fp32_weights(policy)
+    # With rules for modules its parts are called in regions of their own.
+    is_module = isinstance(model, torch.nn.Module)
+    if is_module and _has_no_forward(model) and not resolved_policy.names_modules:
         raise PolicyError(
             f"expected a model with a forward, whose calls open the region, got {type(model).__name__}, "
             "which has none: call nc.apply on the modules in it that are called, or open "
             '"with nc.autocast(...)" around their calls'
         )
-    applied = Applied(model, wanted)
+    applied = Applied(model, resolved_policy)
     # Layers in fp8 need no region.
-    applied.warns_if_not_called = not any(one.compute in FP8_RECIPES for one in wanted.rules)
+    applied.warns_if_not_called = not policy_has_fp8(resolved_policy)
     _warn_at_exit()
     return applied
 
 
 def _has_no_forward(model: torch.nn.Module) -> bool:
+    if "forward" in vars(model):
+        return False
     # As the class has it: that of a TorchScript module answers for instances only.
     own = inspect.getattr_static(type(model), "forward")
-    return own is inspect.getattr_static(torch.nn.Module, "forward") and "forward" not in vars(model)
+    return own is inspect.getattr_static(torch.nn.Module, "forward")
 
 
 def warn_of_uncalled() -> None:
     """Warn at the end of the process of models that nothing called; not after an error."""
     if getattr(sys, "last_value", None) is None:
-        for one in list(_applied.values()):
-            one.warn_if_not_called()
+        for applied in list(_applied.values()):
+            applied.warn_if_not_called()
 
 
 @functools.cache
@@ -114,7 +117,7 @@ def _warn_at_exit() -> None:
 
 def is_applied(policy: Policy) -> bool:
     """Return whether some model follows the rules of ``policy`` for modules."""
-    return any(one.policy is policy or one.policy == policy for one in _applied.values())
+    return any(applied.policy is policy or applied.policy == policy for applied in _applied.values())
 
 
 class Applied:
@@ -157,16 +160,18 @@ class Applied:
         self._shared = Shared(self.policy, opens, admits)
         if how_to_end is not None:
             self._shared.how_to_end = how_to_end
-        inside = RuledModules(self._shared)
-        self._calls = inside.calls
+        ruled = RuledModules(self._shared)
+        self._calls = ruled.calls
         with undo_on_error([model]):
             _remove_copied_calls(modules, self.policy)
             self.fp8 = apply_fp8(model, self.policy)
-            for paths, module in modules if opens or self.policy.names_modules else ():
-                if "" in paths and (module is model or not is_wrapper(module)):
-                    rules = _rules_of(self.policy, paths, module)
-                    self._calls.add(_ModelCall(inside, rules, module, model))
-            inside.follow(model)
+            if opens or self.policy.names_modules:
+                for paths, module in modules:
+                    # The model, and what it wraps, which may be called directly.
+                    if "" in paths and (module is model or not is_wrapper(module)):
+                        rules = _rules_of(self.policy, paths, module)
+                        self._calls.add(_ModelCall(ruled, rules, module, model))
+            ruled.follow(model)
             self._end_watching = _watch_moves_and_copies(self)
         self.warns_if_not_called = False
         _applied[model] = self
@@ -213,11 +218,12 @@ class Applied:
         return self  # of a copied model too, whose policy it ends
 
     def __repr__(self) -> str:
-        model, count = self._model(), sum(one.is_for_modules for one in self.policy.rules)
+        model = self._model()
         kind = "no model" if model is None else type(model).__name__
-        rules = f"{count} rule{'s' * (count != 1)} for modules"
-        ended = ", removed" * self._shared.ended
-        return f"Applied({kind}, {policy_name(self.policy)}, {rules}{ended})"
+        count = sum(rule.is_for_modules for rule in self.policy.rules)
+        rules = "1 rule" if count == 1 else f"{count} rules"
+        ended = ", removed" if self._shared.ended else ""
+        return f"Applied({kind}, {policy_name(self.policy)}, {rules} for modules{ended})"
 
     def __enter__(self) -> Applied:
         return self
@@ -244,10 +250,10 @@ class RuledModules:
         self.shared = shared
         # Weak, since the modules hold them.
         self.calls: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
-        # The children of each module in the model, now and when rules were last given; comparing them takes
-        # some 50 nanoseconds a module.
+        # The children of each module in the model, now and when rules were last given. Comparing the two at
+        # each call of the model takes some 50 nanoseconds a module.
         self._children: list[dict[str, torch.nn.Module | None]] = []
-        self._as_they_were: list[dict[str, torch.nn.Module | None]] = []
+        self._children_before: list[dict[str, torch.nn.Module | None]] = []
         self._fp8_layers: list[torch.nn.Module] = []
 
     def follow(self, model: torch.nn.Module) -> None:
@@ -255,35 +261,48 @@ class RuledModules:
 
         Refuse a layer with an fp8 rule that is not converted, and an added module with another policy.
         """
-        same = self._children and self._children == self._as_they_were
-        if same and all(map(is_fp8, self._fp8_layers)):
+        is_unchanged = self._children and self._children == self._children_before
+        if is_unchanged and all(map(is_fp8, self._fp8_layers)):
             return
-        policy, compiled = self.shared.policy, self.shared.compiled
-        in_fp8 = any(one.compute in FP8_RECIPES for one in policy.rules)
-        for path, why in unconverted(model, policy).items() if in_fp8 else ():
-            if why is None:
-                raise OrderError(
-                    f"expected layers with an fp8 rule to be converted, got one at {path!r} that is not: "
-                    "call nc.apply(model, policy) before nc.compile, and again (after remove() on its "
-                    "handle) if layers are added"
-                )
+        policy = self.shared.policy
+        if policy_has_fp8(policy):
+            _refuse_unconverted(model, policy)
+
         fused = _parts_of_fused_layers(model)
         for paths, module in all_paths(model):
-            calls = [call for call in calls_on(module) if call.shared is self.shared]
-            rules = _rules_of(policy, paths, module)
-            if not calls and not compiled:
-                _remove_copied_calls([(paths, module)], policy)
-            if "" in paths and not compiled:
-                continue  # the model itself, which keeps its own
-            rules_before = calls[0].rules if calls else ()
-            if rules == rules_before:
-                continue
-            _detach(calls)
-            if rules:
-                self.calls.add(ModuleCall(self.shared, rules, module, unfused=module in fused))
+            self._follow_module(paths, module, unfused=module in fused)
+
         self._children = [part._modules for part in model.modules()]
-        self._as_they_were = [dict(children) for children in self._children]
-        self._fp8_layers = [one for one in model.modules() if is_fp8(one)]
+        self._children_before = [dict(children) for children in self._children]
+        self._fp8_layers = [part for part in model.modules() if is_fp8(part)]
+
+    def _follow_module(self, paths: tuple[str, ...], module: torch.nn.Module, *, unfused: bool) -> None:
+        policy = self.shared.policy
+        calls = [call for call in calls_on(module) if call.shared is self.shared]
+        if not self.shared.compiled:
+            if not calls:
+                _remove_copied_calls([(paths, module)], policy)
+            if "" in paths:
+                return  # the model itself, which keeps its own
+
+        rules = _rules_of(policy, paths, module)
+        rules_before = calls[0].rules if calls else ()
+        if rules == rules_before:
+            return
+        _detach(calls)
+        if rules:
+            self.calls.add(ModuleCall(self.shared, rules, module, unfused=unfused))
+
+
+def _refuse_unconverted(model: torch.nn.Module, policy: Policy) -> None:
+    """Refuse a layer that an fp8 rule selects, could multiply in fp8, and does not."""
+    for path, why_not in unconverted(model, policy).items():
+        if why_not is None:
+            raise OrderError(
+                f"expected layers with an fp8 rule to be converted, got one at {path!r} that is not: "
+                "call nc.apply(model, policy) before nc.compile, and again (after remove() on its "
+                "handle) if layers are added"
+            )
 
 
 def _parts_of_fused_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
@@ -370,9 +389,8 @@ def compiled_rules(policy: Policy) -> RuledModules:
     return ruled
 
 
-_freed: list[
-    weakref.WeakSet[ModuleCall]
-] = []  # what stands in front of modules for an ``nc.compile`` that is gone
+_freed: list[weakref.WeakSet[ModuleCall]] = []
+"""What stands in front of modules for an ``nc.compile`` that is gone."""
 
 
 def _detach_when_freed(calls: weakref.WeakSet[ModuleCall]) -> None:
@@ -394,7 +412,7 @@ def _detach(calls: Iterable[ModuleCall]) -> None:
 
 def _rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -> tuple[Rule, ...]:
     """Return the rules that calls carry out: for a shared module those for all its paths."""
-    return tuple(one for one in rules_of(policy, paths, module) if one.compute not in FP8_RECIPES)
+    return tuple(rule for rule in rules_of(policy, paths, module) if rule.compute not in FP8_RECIPES)
 
 
 def _remove_copied_calls(modules: Iterable[tuple[tuple[str, ...], torch.nn.Module]], policy: Policy) -> None:
@@ -412,12 +430,13 @@ def _remove_copied_calls(modules: Iterable[tuple[tuple[str, ...], torch.nn.Modul
 
 def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
     """Return the handle of ``policy`` on ``model``; None if it has no policy, PolicyError if another one."""
-    found = _applied.get(model)
-    if found is not None and found.policy != policy:
+    applied = _applied.get(model)
+    if applied is not None and applied.policy != policy:
         raise PolicyError(
-            f"this {type(model).__name__} has another policy already: {found.how_to_end}, or give that policy"
+            f"this {type(model).__name__} has another policy already: {applied.how_to_end}, or give that "
+            "policy"
         )
-    return found
+    return applied
 
 
 def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
@@ -425,9 +444,12 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
 
     A rule for modules must select one, and a rule with an fp8 recipe a linear layer.
     """
-    modules = [(path, module) for paths, module in all_paths(model) for path in paths]
+    modules: list[tuple[str, torch.nn.Module]] = []
+    for paths, module in all_paths(model):
+        modules += [(path, module) for path in paths]
     named = [(path, class_names(type(module))) for path, module in modules]
     linears = [path for path, module in modules if isinstance(module, torch.nn.Linear)]
+
     missed = {}
     for rule in policy.rules:
         in_fp8 = rule.compute in FP8_RECIPES
@@ -435,49 +457,62 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
             continue
         selected = [path for path, names in named if names_module(rule, path, names)]
         if rule.is_for_modules and not selected:
-            shorter = without_prefix(rule, named)
-            if rule.module is not None:
-                guess = near_names(rule.module, [path for path, _ in modules if path][:40])
-                if shorter is not None:
-                    known = guess.partition("Known: ")[2]
-                    guess = f'Did you mean "{shorter}"? Paths start at the model itself. Known: {known}'
-            else:
-                kinds = sorted({type(module).__name__ for _, module in modules})
-                guess = near_names(str(rule.module_type).rpartition(".")[2], kinds)
-            missed[rule] = f"this {type(modules[0][1]).__name__} has no {rule.target}. {guess}"
-        elif in_fp8 and not any(
-            path == p or not p or path.startswith(f"{p}.") for path in linears for p in selected
-        ):
+            model_name = type(modules[0][1]).__name__
+            missed[rule] = f"this {model_name} has no {rule.target}. {_near_modules(rule, modules)}"
+        elif in_fp8 and not _holds_any(selected, linears):
             known = near_names(rule.module or "", linears[:8]) if linears else "The model has none."
-            wanted = f"expected a torch.nn.Linear for the rule {rule}"
-            missed[rule] = f"{wanted}, got none in {rule.target}. {known}"
+            expected = f"expected a torch.nn.Linear for the rule {rule}"
+            missed[rule] = f"{expected}, got none in {rule.target}. {known}"
     return missed
 
 
+def _near_modules(rule: Rule, modules: list[tuple[str, torch.nn.Module]]) -> str:
+    """Suggest paths or classes of ``modules`` for those that ``rule`` names and that do not exist."""
+    if rule.module is None:
+        kinds = sorted({type(module).__name__ for _, module in modules})
+        return near_names(str(rule.module_type).rpartition(".")[2], kinds)
+    guess = near_names(rule.module, [path for path, _ in modules if path][:40])
+    named = [(path, class_names(type(module))) for path, module in modules]
+    shorter = without_prefix(rule, named)
+    if shorter is None:
+        return guess
+    known = guess.partition("Known: ")[2]
+    return f'Did you mean "{shorter}"? Paths start at the model itself. Known: {known}'
+
+
+def _holds_any(selected: list[str], linears: list[str]) -> bool:
+    """Return whether a linear layer is one of the ``selected`` modules, or inside one."""
+    for path in linears:
+        for outer in selected:
+            if path == outer or not outer or path.startswith(f"{outer}."):
+                return True
+    return False
+
+
 def refuse_in_torchscript(policy: Policy, model: torch.nn.Module) -> None:
-    """Refuse a rule that reaches a TorchScript module, for what that casts by a table of its own."""
+    """Refuse rules that hold in a TorchScript module, which casts by a table of its own.
+
+    That casts inputs to the low format before a rule that computes in another one sees them.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/jit/passes/autocast.cpp
-    scripted = [
-        (path, part) for path, part in modules_by_path(model) if isinstance(part, torch.jit.ScriptModule)
-    ]
+    scripted = []
+    for path, module in modules_by_path(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            scripted.append(path)
     if policy.is_plain or not scripted:
         return
     for device in device_types(model, (), {}):
         _, root = region_of(policy, device)
         assert root is not None
         scopes = scopes_by_path(model, policy, root)
-        cast_by_table = [op for op, kind in root.resolved.native.items() if kind == LOWER]
-        for path, part in scripted:
-            graph = str(getattr(part, "inlined_graph", ""))
-            for op in cast_by_table:
-                traced = "_convolution" if op.startswith("conv") else op
-                is_called = f"aten::{base_of(op)}(" in graph or f"aten::{traced}(" in graph
-                decision = scopes[path].decide(op) if is_called else None
-                if decision is not None and decision.compute not in (LOWER, root.resolved.lower):
-                    raise PolicyError(
-                        f"a rule ({decision.because}) casts {op!r} in the TorchScript module {path!r}, where "
-                        "torch.jit casts by a table of its own: keep it out of the rule, or unscripted"
-                    )
+        cast_to_low = [op for op, kind in root.resolved.native.items() if kind == LOWER]
+        for path, op in itertools.product(scripted, cast_to_low):
+            decision = scopes[path].decide(op)
+            if decision is not None and decision.compute not in (LOWER, root.resolved.lower):
+                raise PolicyError(
+                    f"a rule ({decision.because}) casts {op!r} in the TorchScript module {path!r}, where "
+                    "torch.jit casts by a table of its own: keep it out of the rule, or unscripted"
+                )
 
 
 def refuse_missed(missed: dict[Rule, str]) -> None:

@@ -15,7 +15,7 @@ from narrowcast.casting import _apply, _regions, _scopes, _weight_casts
 from narrowcast.casting._devices import check_device_type, check_dtype
 from narrowcast.casting._kernels import region_of, root_scope
 from narrowcast.casting._regions import traced_region
-from narrowcast.casting._scopes import scope_on, thread
+from narrowcast.casting._scopes import scope_on
 from narrowcast.casting._torch_internals import (
     ENGINE,
     Replacements,
@@ -128,9 +128,9 @@ class autocast:  # noqa: N801 (torch's spelling)
         scope = self._rules
         needs_apply = scope is not None and scope.resolved.names_modules and self._enabled
         if needs_apply and not _apply.is_applied(policy):
-            by_module = next(one for one in policy.rules if one.is_for_modules or one.compute in FP8_RECIPES)
+            first = next(rule for rule in policy.rules if rule.is_for_modules or rule.compute in FP8_RECIPES)
             raise PolicyError(
-                f"the policy has a rule for modules ({by_module}), which a region alone cannot find: "
+                f"the policy has a rule for modules ({first}), which a region alone cannot find: "
                 "call nc.apply(model, policy) first, which opens the region too"
             )
         return scope
@@ -192,10 +192,15 @@ def _checked(
         check_dtype(device_type, dtype)
     if cache_enabled is None:
         cache_enabled = torch.is_autocast_cache_enabled()
-    if not (isinstance(enabled, bool) and isinstance(cache_enabled, bool)):
-        name, flag = ("cache_enabled", cache_enabled) if isinstance(enabled, bool) else ("enabled", enabled)
-        raise TypeError(f"expected {name} to be a bool, got {flag!r} of type {type(flag).__name__}")
+    if not isinstance(enabled, bool):
+        raise _not_a_bool("enabled", enabled)
+    if not isinstance(cache_enabled, bool):
+        raise _not_a_bool("cache_enabled", cache_enabled)
     return device_type, dtype, enabled, cache_enabled
+
+
+def _not_a_bool(name: str, flag: object) -> TypeError:
+    return TypeError(f"expected {name} to be a bool, got {flag!r} of type {type(flag).__name__}")
 
 
 def _check_one_format(dtype: torch.dtype | None, policy: Policy | str) -> None:
@@ -293,9 +298,9 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
     def wants(tensor: torch.Tensor) -> bool:
-        its = tensor.dtype
-        castable = its.is_floating_point and its not in (torch.float64, cast_inputs)
-        return castable and tensor.device.type == device_type
+        dtype = tensor.dtype
+        is_castable = dtype.is_floating_point and dtype not in (torch.float64, cast_inputs)
+        return is_castable and tensor.device.type == device_type
 
     @functools.wraps(fwd)
     def decorate_fwd(ctx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -356,9 +361,11 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
 
 def active_scopes() -> Mapping[str, Scope]:
     """Return device type -> the scope of this thread's calls, where autocast is enabled."""
-    return {
-        device: scope for device, scope in _scopes.scopes_here().items() if torch.is_autocast_enabled(device)
-    }
+    active = {}
+    for device, scope in _scopes.scopes_here().items():
+        if torch.is_autocast_enabled(device):
+            active[device] = scope
+    return active
 
 
 class LastingRegion:
@@ -387,7 +394,6 @@ class LastingRegion:
             _weight_casts.LOADING.begin(self)
             watching.callback(_weight_casts.LOADING.end, self)
             _weight_casts.watch_optimizers()
-            self._open_regions = list(thread.regions)
             self._regions, self._watching = opened.pop_all(), watching.pop_all()
         self._depth = len(dtypes)
 
@@ -399,15 +405,12 @@ class LastingRegion:
         """
         if not self._depth:
             return
-        if not self._thread.is_alive():
-            self._regions.pop_all()
-            _regions.discard_regions(self._open_regions)
-        elif threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:
             raise OrderError(
                 f"expected the thread that opened a lasting region to close it, {self._thread.name!r}, got "
                 f"{threading.current_thread().name!r}: close it there"
             )
-        elif nesting() != self._depth:
+        if nesting() != self._depth:
             raise OrderError(
                 "expected no region of autocast that was opened since, got one that is still open: leave its "
                 "with statement first"

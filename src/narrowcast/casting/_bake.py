@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import html
+import itertools
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowcast.casting._apply import Applied
 from narrowcast.casting._module_calls import ModuleCall
-from narrowcast.casting._operators import compute_dtype
+from narrowcast.casting._operators import LOW, compute_dtype
 from narrowcast.casting._promotion import why_no_lstm
 from narrowcast.casting._tree import all_paths, scopes_by_path, undo_on_error
 from narrowcast.casting._weight_casts import drop_casts
@@ -83,26 +85,26 @@ def bake(
             raise SettingError(f"expected {name} to be True or False, got {value!r}")
     if not isinstance(model, torch.nn.Module):
         raise PolicyError(f"expected a torch.nn.Module to bake, got {type(model).__name__}")
-    wanted = with_fp32_weights(policy)
+    policy = with_fp32_weights(policy)
     for path, module in model.named_modules():
         if baked(module) is not None:
-            raise PolicyError(
-                f"{f'the part {path!r}' if path else f'this {type(model).__name__}'} is baked already: call "
-                "restore() on its handle first"
-            )
+            what = f"the part {path!r}" if path else f"this {type(model).__name__}"
+            raise PolicyError(f"{what} is baked already: call restore() on its handle first")
         if isinstance(module, torch.nn.parallel.DistributedDataParallel) and not frozen_only:
             raise UnsupportedError(
                 "DistributedDataParallel does not reduce gradients of weights that changed their format "
                 "once, not even after restore(): bake a copy of the wrapped model, "
                 "nc.bake(copy.deepcopy(model.module), policy), or pass frozen_only=True"
             )
-    return Baked(model, wanted, keep_fp32=keep_fp32, frozen_only=frozen_only)
+    return Baked(model, policy, keep_fp32=keep_fp32, frozen_only=frozen_only)
 
 
 def baked(model: torch.nn.Module) -> Baked | None:
     """Return the handle of a model that ``bake`` was called with, or of a copy; None for any other."""
     handle: Baked | None = vars(model).get(_HANDLE)
-    return None if handle is None or handle._ended else handle
+    if handle is None or handle._ended:
+        return None
+    return handle
 
 
 class Baked:
@@ -127,24 +129,31 @@ class Baked:
             )
             undo.callback(self.restore)
             self._calls = self._applied.calls
-            chosen = {
-                parameter: dtype
-                for parameter, dtype in _choose(model, policy).items()
-                if not (frozen_only and parameter.requires_grad)
-            }
+            chosen = _choose(model, policy)
+            left = []
             for name, parameter in model.named_parameters():
-                if parameter in chosen:
+                if parameter not in chosen or (frozen_only and parameter.requires_grad):
+                    left.append(name)
+                else:
                     self._stored[parameter] = _StoredWeight(name, parameter, chosen[parameter], keep_fp32)
-            self.left = tuple(name for name, one in model.named_parameters() if one not in self._stored)
+            self.left = tuple(left)
             drop_casts()
             for module in model.modules():
-                own = {n: self._stored[one] for n, one in module._parameters.items() if one in self._stored}
-                if own and isinstance(module, torch.nn.RNNBase):
-                    with _apart_from_autograd():
-                        module.flatten_parameters()  # cuDNN wants them in one piece of memory
-                if own and keep_fp32:
-                    self._follow_state_dicts(module, own)
+                self._prepare_module(module, keep_fp32=keep_fp32)
             vars(model)[_HANDLE] = self
+
+    def _prepare_module(self, module: torch.nn.Module, *, keep_fp32: bool) -> None:
+        own: dict[str, _StoredWeight] = {}
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in self._stored:
+                own[name] = self._stored[parameter]
+        if not own:
+            return
+        if isinstance(module, torch.nn.RNNBase):
+            with _apart_from_autograd():
+                module.flatten_parameters()  # cuDNN wants them in one piece of memory
+        if keep_fp32:
+            self._follow_state_dicts(module, own)
 
     @property
     def formats(self) -> dict[str, torch.dtype]:
@@ -158,7 +167,7 @@ class Baked:
         """
         if self._ended:
             return
-        lost = [stored.dtype for stored in self._stored.values() if stored.kept is None]
+        widened = [stored.dtype for stored in self._stored.values() if stored.kept is None]
         for stored in self._stored.values():
             stored.widen()
         drop_casts()
@@ -171,10 +180,10 @@ class Baked:
         self._stop_watching()
         self._ended = True
         self._stored.clear()
-        if lost:
-            formats = " and ".join(sorted({format_name(one) for one in lost}))
+        if widened:
+            formats = " and ".join(sorted({format_name(dtype) for dtype in widened}))
             warnings.warn(
-                f"restore() widened {len(lost)} weights from {formats}: with keep_fp32=False their fp32 "
+                f"restore() widened {len(widened)} weights from {formats}: with keep_fp32=False their fp32 "
                 "values were not kept",
                 UserWarning,
                 stacklevel=2,
@@ -192,8 +201,10 @@ class Baked:
         return f"Baked({len(self._stored)} weights in a low format, {len(self.left)} left)"
 
     def _repr_html_(self) -> str:
-        lines = [repr(self), *(f"{name}: {format_name(dtype)}" for name, dtype in self.formats.items())]
-        lines += [] if self._ended else [f"{name}: left" for name in self.left]
+        lines = [repr(self)]
+        lines += [f"{name}: {format_name(dtype)}" for name, dtype in self.formats.items()]
+        if not self._ended:
+            lines += [f"{name}: left" for name in self.left]
         return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
     def _follow_state_dicts(self, module: torch.nn.Module, own: dict[str, _StoredWeight]) -> None:
@@ -235,6 +246,12 @@ class _Layer:
 
 _LAYERS: dict[Any, _Layer] = {
     torch.nn.Linear.forward: _Layer(("weight", "bias"), ("linear",)),
+    torch.nn.Conv1d.forward: _Layer(("weight", "bias"), ("conv1d",)),
+    torch.nn.Conv2d.forward: _Layer(("weight", "bias"), ("conv2d",)),
+    torch.nn.Conv3d.forward: _Layer(("weight", "bias"), ("conv3d",)),
+    torch.nn.ConvTranspose1d.forward: _Layer(("weight", "bias"), ("conv_transpose1d",)),
+    torch.nn.ConvTranspose2d.forward: _Layer(("weight", "bias"), ("conv_transpose2d",)),
+    torch.nn.ConvTranspose3d.forward: _Layer(("weight", "bias"), ("conv_transpose3d",)),
     torch.nn.LSTM.forward: _Layer(None, ("lstm", "linear", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell")),
     torch.nn.GRU.forward: _Layer(None, ("gru", "linear", "_thnn_fused_gru_cell")),
     torch.nn.RNN.forward: _Layer(None, ("rnn_tanh", "rnn_relu", "linear")),
@@ -242,13 +259,9 @@ _LAYERS: dict[Any, _Layer] = {
         ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
         ("linear", "_native_multi_head_attention"),
     ),
-} | {
-    getattr(torch.nn, f"Conv{transposed.title()}{n}d").forward: _Layer(
-        ("weight", "bias"), (f"conv{'_' * bool(transposed)}{transposed}{n}d",)
-    )
-    for transposed in ("", "transpose")
-    for n in (1, 2, 3)
 }
+"""By the ``forward`` of the class, so that a class that overrides it is unknown."""
+# In evaluation PyTorch computes these with fused operators, which tables="cuda" leaves uncast on a CPU.
 _FUSED_LAYERS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 _FUSED = ("_native_multi_head_attention", "_addmm_activation")
 _TRANSFORMERS_CONV1D = _Layer(("weight", "bias"), ("addmm",))
@@ -267,39 +280,56 @@ def _layer(module: torch.nn.Module, device_type: str) -> _Layer | None:
 
 
 def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, torch.dtype]:
-    """Return the parameters to store, with the low format of each."""
-    owners: dict[int, set[int]] = {}
+    """Return the parameters that may be stored, with the low format of each."""
+    owners = _owners_of_storages(model)
+    fused: set[int] = set()
     for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
-                owners.setdefault(_storage(tensor), set()).add(id(module))
-    # In evaluation PyTorch computes these with fused operators, which tables="cuda" leaves uncast on a CPU.
-    wholes = (one for one in model.modules() if isinstance(one, _FUSED_LAYERS))
-    fused = {id(part) for whole in wholes for part in whole.modules()}
+        if isinstance(module, _FUSED_LAYERS):
+            fused.update(id(part) for part in module.modules())
+
     chosen: dict[torch.nn.Parameter, torch.dtype] = {}
     scopes: dict[str, dict[str, Scope]] = {}  # by device type and path
     for paths, module in all_paths(model):
         for name, parameter in module._parameters.items():
-            if parameter is None or not _may_store(parameter) or len(owners[_storage(parameter)]) > 1:
+            if parameter is None or not _may_store(parameter):
                 continue
+            is_shared = len(owners[_storage(parameter)]) > 1
             device_type = parameter.device.type
             layer = _layer(module, device_type)
-            if layer is None or (layer.names is not None and name not in layer.names):
+            if is_shared or layer is None or (layer.names is not None and name not in layer.names):
                 continue
+
             if device_type not in scopes:
                 root = resolved(policy, device_type, format_name(resolve(policy, device_type))).root
                 scopes[device_type] = scopes_by_path(model, policy, root)
-            ops = (*layer.ops, *(_FUSED if id(module) in fused else ()))
+            ops = layer.ops + _FUSED if id(module) in fused else layer.ops
             formats = {_format(scopes[device_type][path], ops) for path in paths}
-            low = formats.pop()
-            # cuDNN's recurrent layers compute in fp16 in every region: aten/src/ATen/cudnn/AutocastRNN.cpp
-            in_fp16 = device_type == "cuda" and isinstance(module, torch.nn.RNNBase)
-            in_fp32 = device_type == "cpu" and isinstance(module, torch.nn.LSTM) and low is not None
-            if (in_fp16 and low is torch.bfloat16) or (in_fp32 and why_no_lstm(low) is not None):
+            dtype = formats.pop()
+            if dtype is None or formats or _computes_otherwise(module, device_type, dtype):
                 continue
-            if low is not None and not formats:
-                chosen[parameter] = low
+            chosen[parameter] = dtype
     return chosen
+
+
+def _owners_of_storages(model: torch.nn.Module) -> dict[int, set[int]]:
+    """Return the memory of a parameter or buffer -> the modules that hold what is in it."""
+    owners: defaultdict[int, set[int]] = defaultdict(set)
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
+                owners[_storage(tensor)].add(id(module))
+    return owners
+
+
+def _computes_otherwise(module: torch.nn.Module, device_type: str, dtype: torch.dtype) -> bool:
+    """Return whether a recurrent layer computes in another format than the low one of its region."""
+    # cuDNN's compute in fp16 in every region: aten/src/ATen/cudnn/AutocastRNN.cpp
+    if device_type == "cuda":
+        return isinstance(module, torch.nn.RNNBase) and dtype is torch.bfloat16
+    # On a CPU whose oneDNN has no kernel, an LSTM is promoted to fp32.
+    if device_type == "cpu" and isinstance(module, torch.nn.LSTM):
+        return why_no_lstm(dtype) is not None
+    return False
 
 
 def _may_store(parameter: torch.nn.Parameter) -> bool:
@@ -321,14 +351,16 @@ def _storage(tensor: torch.Tensor) -> int:
 def _format(scope: Scope, ops: Iterable[str]) -> torch.dtype | None:
     """Return the one low format in which ``ops`` compute in ``scope``; None if there is none."""
     lower = dtype_of(scope.resolved.lower)
-    found = set()
-    for op in (overload for name in ops for overload in overloads_of(name)):
+    dtypes: set[torch.dtype | None] = set()
+    for op in itertools.chain.from_iterable(map(overloads_of, ops)):
         decision = scope.decide(op)
         compute = scope.resolved.native.get(op) if decision is None else decision.compute
         if compute is not None:  # an operator on no table is made of others, which are cast
-            found.add(compute_dtype(compute, lower, (), scope.resolved.device_type))
-    only = found.pop() if len(found) == 1 else None
-    return only if only in (torch.bfloat16, torch.float16) else None
+            dtypes.add(compute_dtype(compute, lower, (), scope.resolved.device_type))
+    if len(dtypes) != 1:
+        return None
+    dtype = dtypes.pop()
+    return dtype if dtype in LOW else None
 
 
 # ---- one stored weight
@@ -395,11 +427,10 @@ def _give_fp32(
     own: dict[str, _StoredWeight], module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any
 ) -> None:
     for name, stored in own.items():
+        is_replaced = module._parameters.get(name) is not stored.parameter
         # With keep_vars=True the parameters themselves are wanted.
-        if (
-            module._parameters.get(name) is stored.parameter
-            and state.get(prefix + name) is not stored.parameter
-        ):
+        is_itself = state.get(prefix + name) is stored.parameter
+        if not is_replaced and not is_itself:
             state[prefix + name] = stored.full()
 
 
@@ -419,8 +450,11 @@ def _after_load(own: dict[str, _StoredWeight], *_: Any) -> None:
 
 def _refuse_step(reference: weakref.ref[Baked], optimizer: torch.optim.Optimizer, *_: object) -> None:
     handle = reference()
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        stored = None if handle is None else handle._stored.get(parameter)
+    if handle is None:
+        return
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for parameter in parameters:
+        stored = handle._stored.get(parameter)
         if stored is not None and parameter.grad is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step() would update {stored.name!r}, which nc.bake stores in "

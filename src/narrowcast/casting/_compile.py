@@ -116,27 +116,27 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
     """
     if not callable(model):
         raise PolicyError(f"expected a module or a function to compile, got {type(model).__name__}")
-    wanted = with_fp32_weights(policy)
+    policy = with_fp32_weights(policy)
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since 2.12
         settings.setdefault("isolate_recompiles", True)
     model = _not_compiled(model)
     if not isinstance(model, torch.nn.Module):
-        for rule in wanted.rules:
+        for rule in policy.rules:
             if rule.is_for_modules or rule.compute in FP8_RECIPES:
                 raise UnsupportedError(
                     f"expected a module to compile with a rule for modules ({rule}), got a function: compile "
                     "the module that it calls, or leave the rule out"
                 )
-        return _in_region(torch.compile(model, **settings), _Compiled(model, wanted))
-    refuse_missed(missed_rules(wanted, model))
-    ruled = compiled_rules(wanted)
+        return _in_region(torch.compile(model, **settings), _Compiled(model, policy))
+    refuse_missed(missed_rules(policy, model))
+    ruled = compiled_rules(policy)
     ruled.follow(model)
     compiled: Any = torch.compile(model, **settings)
-    compiled.forward = _in_region(compiled.forward, _Compiled(model, wanted, ruled))
+    compiled.forward = _in_region(compiled.forward, _Compiled(model, policy, ruled))
     module_that_is_traced_as_called(compiled)
     # A copy or a pickle compiles its own model.
     again = functools.partial(compile, **settings)
-    compiled.__dict__["__reduce_ex__"] = lambda _protocol: (again, (model, wanted))
+    compiled.__dict__["__reduce_ex__"] = lambda _protocol: (again, (model, policy))
     return compiled
 
 
@@ -172,7 +172,8 @@ def _not_compiled_in_region(compiled: _Compiled) -> Callable[..., Any]:
         if torch.compiler.is_dynamo_compiling():
             _refuse_export()
             inputs = tensors_inside((args, kwargs))[:1]  # tracing all would take long
-            devices = _devices_while_tracing(key, inputs[0].device.type if inputs else None)
+            device_of_inputs = inputs[0].device.type if inputs else None
+            devices = _devices_while_tracing(key, device_of_inputs)
             return _in_traced_regions(key, devices, target, args, kwargs)
         with compiled.opened(args, kwargs):
             return target(*args, **kwargs)
@@ -196,10 +197,10 @@ def _in_traced_regions(
 def _devices_while_tracing(key: str, of_inputs: str | None) -> tuple[str, ...]:
     compiled = _by_key[key]
     compiled.follow_module()
-    found = [] if compiled.module is None else weight_device_types(compiled.module)
-    if not found:
-        found = [of_inputs or torch.get_default_device().type]
-    return tuple(device for device in found if device != "meta")
+    devices = [] if compiled.module is None else weight_device_types(compiled.module)
+    if not devices:
+        devices = [of_inputs or torch.get_default_device().type]
+    return tuple(device for device in devices if device != "meta")
 
 
 @constant_while_tracing
@@ -220,7 +221,7 @@ def _refuse_export() -> None:
 
 def _own_error(error: BaseException) -> NarrowcastError | None:
     """Return the error of ours that Dynamo met while it traced, or that the backend raised."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, NarrowcastError):
-        found = getattr(found, "inner_exception", None) or found.__cause__ or found.__context__
-    return found
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, NarrowcastError):
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__
+    return cause

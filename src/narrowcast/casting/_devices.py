@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,24 +37,23 @@ def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list
 
     Without either, the one on which tensors are made by default.
     """
-    found = weight_device_types(module) if module is not None else []
-    if not found:
-        found = list(dict.fromkeys(one.device.type for one in tensors_inside((args, kwargs))))
-    if not found:
-        found = [torch.get_default_device().type]
-    return [device for device in found if device != "meta"]
+    devices = weight_device_types(module) if module is not None else []
+    if not devices:
+        inputs = tensors_inside((args, kwargs))
+        devices = list(dict.fromkeys(tensor.device.type for tensor in inputs))
+    if not devices:
+        devices = [torch.get_default_device().type]
+    return [device for device in devices if device != "meta"]
 
 
 def weight_device_types(module: torch.nn.Module) -> list[str]:
     """Return the device types of parameters and buffers of ``module``, each once."""
-    return list(dict.fromkeys(weight.device.type for weight in _weights(module)))
-
-
-def _weights(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    devices: dict[str, None] = {}
     for part in module.modules():
         for weight in (*part._parameters.values(), *part._buffers.values()):
             if weight is not None:
-                yield weight
+                devices[weight.device.type] = None
+    return list(devices)
 
 
 def check_device_type(device_type: Any, *, enabled: bool) -> None:

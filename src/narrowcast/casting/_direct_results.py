@@ -6,9 +6,9 @@ operators below note their results. What the model returns of them is computed a
 operator's input, in the autograd graph.
 
 Autograd saves the result of these operators and not their input, which therefore has to be kept until the
-model returns. The latest one always is, since it is usually what the model returns. Earlier ones, such as the
-scores of attention in each layer, are kept only while all of them are small beside the weights of the model.
-An input goes at once when the memory of its result is freed, as in evaluation.
+model returns. The latest one always is, since it is usually what the model returns. Of earlier ones, such as
+the scores of attention in each layer, only a few are kept, and only small ones. An input goes at once when
+the memory of its result is freed, as in evaluation.
 
 A tracer meets the same operators with fake tensors, whose memory has an identity too. So in compiled code the
 graph computes such a result in fp32.
@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +40,10 @@ from narrowcast.casting._torch_internals import (
 from narrowcast.casting._tree import map_tensors, say_nothing, tensors_inside
 
 _Kernel = Callable[..., Any]
-MOST_BYTES = 16 * 2**20
-"""Of the inputs that are kept besides the latest one; less for models whose weights take less than 800 MB."""
-_FEWEST_BYTES = 2**16
-_SHARE_OF_WEIGHTS = 0.02  # a hundredth of weights and gradients
+_MOST_EARLIER = 8
+"""How many inputs are kept besides the latest one."""
+_MOST_EARLIER_BYTES = 2 * 2**20
+"""How large each of these may be."""
 NOTED = ("sigmoid", "sigmoid_", "_softmax", "_log_softmax")
 """The operators whose results are noted; ``softmax`` and ``log_softmax`` are composites that call theirs."""
 GATHER = "gather"
@@ -152,22 +151,18 @@ class DirectResults:
         is_in_one_graph: ``torch.compile`` traced the whole model in this call, and so all that it returns.
 
     Args:
-        model: which is called; None: it is traced.
         say: called where a result stays low, with what the model did with it, operator, dtype and reason.
+        traced: whether they are those of fake tensors, which take no memory.
     """
 
-    def __init__(
-        self, model: torch.nn.Module | None, say: Callable[[str, str, torch.dtype, str], None]
-    ) -> None:
-        self._model = model
-        self._traced = model is None  # and the results are fake tensors, which take no memory
+    def __init__(self, say: Callable[[str, str, torch.dtype, str], None], *, traced: bool = False) -> None:
+        self._traced = traced
         self._say = say
         self.noted = 0
         self.is_in_one_graph = False
-        self._kept: dict[int, _Result] = {}  # by the identity of the storage, oldest first
+        # Both by the identity of the storage of the result, oldest first. Another thread may free a result.
+        self._kept: dict[int, _Result] = {}
         self._dropped: dict[int, _Result] = {}
-        self._bytes = 0
-        self._freed: deque[int] = deque()  # bytes of those whose memory was freed, perhaps by another thread
 
     def begin(self) -> DirectResults | None:
         """Note results of this thread from now on; return what did so before, for ``end``."""
@@ -213,7 +208,10 @@ class DirectResults:
         recorded = tensor.requires_grad
         with torch.set_grad_enabled(recorded):
             wide = _Part(result, tensor).in_fp32(recorded)
-            return _unless_changed(tensor, wide, result.name) if tensor.is_inference() else wide
+            # No version tells whether somebody wrote to an inference tensor.
+            if tensor.is_inference():
+                return _unless_changed(tensor, wide, result.name)
+            return wide
 
     # ---- called by the kernels
 
@@ -229,9 +227,8 @@ class DirectResults:
             if not _is_whole(value):
                 return go_on()
             value = value.clone()
-        noted = _Result(op, value, args[1] if len(args) > 1 else None, below)
-        if self._traced:
-            noted.nbytes = 0
+        dim = args[1] if len(args) > 1 else None
+        noted = _Result(op, value, dim, below)
         result = go_on()
         self._note(noted, result)
         return result
@@ -249,8 +246,6 @@ class DirectResults:
         noted.source = _Part(source, value)
         # What the source keeps stays for it, also when the memory of the source is freed.
         noted.nbytes += source.nbytes
-        if self._traced:
-            noted.nbytes = 0
         result = go_on()
         self._note(noted, result)
         return result
@@ -259,45 +254,41 @@ class DirectResults:
         if not _is_whole(result):
             return
         if self._traced or not self.noted:
-            for one in list(living):
-                one.begin_gather()
+            for notes in list(living):
+                notes.begin_gather()
         self.noted += 1
         storage = result.untyped_storage()
-        key, nbytes = id(storage), noted.nbytes
-        kept, dropped, freed = self._kept, self._dropped, self._freed
+        key = id(storage)
+        kept, dropped = self._kept, self._dropped
 
         # Without a reference to what is noted, which would keep itself alive.
-        def forget(_: object) -> None:
+        def forget(_: object = None) -> None:
+            kept.pop(key, None)
             dropped.pop(key, None)
-            if kept.pop(key, None) is not None:
-                freed.append(nbytes)
 
-        earlier = kept.pop(key, None)
-        if earlier is not None:
-            self._bytes -= earlier.nbytes
-        dropped.pop(key, None)
+        forget()  # an earlier result in the same memory
         noted.storage = weakref.ref(storage, forget)
         noted.version = _version(result)
         noted.stride = result.stride()
         kept[key] = noted
-        self._bytes += noted.nbytes
 
     def _make_room(self) -> None:
-        """Drop the oldest inputs, until those that are left are small together."""
-        while self._freed:
-            self._bytes -= self._freed.popleft()
-        if self._bytes <= _FEWEST_BYTES or self._model is None:
+        """Drop the latest input if it is large, and the oldest ones if they are many."""
+        if self._traced or not self._kept:
             return
-        limit_bytes = _limit_bytes(self._model)
-        for key in list(self._kept):
-            if self._bytes <= limit_bytes:
-                return
-            oldest = self._kept.pop(key, None)
-            if oldest is None:  # another thread freed its memory meanwhile
-                continue
-            self._bytes -= oldest.nbytes
-            oldest.input = oldest.source = oldest.below = None
-            self._dropped[key] = oldest
+        keys = list(self._kept)
+        for key in keys[: max(0, len(keys) - _MOST_EARLIER)]:
+            self._drop(key)
+        latest = self._kept.get(keys[-1])
+        if latest is not None and latest.nbytes > _MOST_EARLIER_BYTES:
+            self._drop(keys[-1])
+
+    def _drop(self, key: int) -> None:
+        """Keep the input of a result no longer."""
+        result = self._kept.pop(key, None)
+        if result is not None:  # else another thread freed its memory meanwhile
+            result.input = result.source = result.below = None
+            self._dropped[key] = result
 
     def _result_in(self, tensor: torch.Tensor) -> _Result | None:
         """Return the noted result in whose memory ``tensor`` is, or None."""
@@ -318,19 +309,6 @@ class DirectResults:
         if not result.is_kept():
             return "its input was overwritten"
         return _what_stands_between(tensor, result) if tensor.requires_grad else None
-
-
-_limits: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-
-
-def _limit_bytes(model: torch.nn.Module) -> int:
-    """Return how much may be kept of the inputs of results before the latest one."""
-    limit_bytes = _limits.get(model)
-    if limit_bytes is None:
-        weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        limit_bytes = min(MOST_BYTES, max(_FEWEST_BYTES, int(weights_bytes * _SHARE_OF_WEIGHTS)))
-        _limits[model] = limit_bytes
-    return limit_bytes
 
 
 def _what_stands_between(tensor: torch.Tensor, result: _Result) -> str | None:
@@ -380,7 +358,7 @@ def _results_for(value: torch.Tensor) -> DirectResults | None:
 def _traced_results() -> DirectResults:
     """Return those of the fake tensors of this thread, which live as long as a tracer needs them."""
     if thread.traced_results is None:
-        thread.traced_results = DirectResults(None, _nothing)
+        thread.traced_results = DirectResults(_nothing, traced=True)
     results: DirectResults = thread.traced_results
     return results
 
@@ -438,9 +416,11 @@ def _recomputed_in_graph(tensor: torch.Tensor, did: str = "returned") -> torch.T
 
     Where no tracer follows, as with ``backend="eager"``, Dynamo relies on fp32.
     """
+    recomputed = tensor
     results = _results_for(tensor)
-    found: torch.Tensor = tensor if results is None else results.recomputed(tensor, did)
-    return found.float() if type(tensor) in CLASSES else found
+    if results is not None:
+        recomputed = results.recomputed(tensor, did)
+    return recomputed.float() if type(tensor) in CLASSES else recomputed
 
 
 _let_dynamo_trace_recomputed = let_dynamo_trace(_recomputed_in_graph)

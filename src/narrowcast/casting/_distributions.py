@@ -24,8 +24,12 @@ from narrowcast.casting._torch_internals import Replacements
 
 def _of_probabilities() -> list[type]:
     """Return the distributions of torch that are made from probabilities."""
-    kinds = [getattr(torch.distributions, name) for name in torch.distributions.__all__]
-    return [kind for kind in kinds if inspect.isclass(kind) and "probs" in _parameters(kind.__init__)]
+    made_from_probabilities = []
+    for name in torch.distributions.__all__:
+        kind = getattr(torch.distributions, name)
+        if inspect.isclass(kind) and "probs" in _parameters(kind.__init__):
+            made_from_probabilities.append(kind)
+    return made_from_probabilities
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

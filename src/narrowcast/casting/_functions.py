@@ -50,7 +50,8 @@ def _keeping_state(below: Callable[..., None]) -> Callable[..., None]:
         module = node._forward_cls.__module__
         if module.startswith("torch.") and module not in _IN_REGIONS:
             return
-        setattr(node, _STATE, state_here(_tell_all if promotion_here() is None else None))
+        is_in_graph = promotion_here() is None
+        setattr(node, _STATE, state_here(_tell_all if is_in_graph else None))
 
     return __init__
 

@@ -12,21 +12,20 @@ Rules inside the transformations of ``torch.func`` need kernels in front of its 
 ``jvp`` come before autocast in the dispatcher. ``vmap`` decomposes composites before autocast sees them, so a
 rule for ``softmax`` would be ignored; and below each layer autocast is on again, so the product inside a
 ``linear`` that a rule computes in fp32 would be cast to the region's format. If rules are in force, the
-kernels in front cast the inputs first, and the layers run with autocast off; composites without a rule are
-decomposed there. Code outside of ``torch.func`` never reaches these kernels. Operators that a layer calls
-skip them, and if ``vmap`` would thereby ignore a rule, an error is raised.
+kernels in front cast the inputs first, and the layers run with autocast off. Code outside of ``torch.func``
+never reaches these kernels. Operators that a layer calls skip them, also those inside a composite about which
+nothing is decided; if ``vmap`` would thereby ignore a rule, an error is raised.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -47,10 +46,8 @@ from narrowcast.casting._promotion import (
 )
 from narrowcast.casting._scopes import make_room_for_marks, scope_on, scopes_here
 from narrowcast.casting._torch_internals import (
-    decomposition_of,
     has_kernel,
     is_exporting,
-    names_of_composites,
     register_kernel,
     skipped_by_dynamo,
 )
@@ -73,19 +70,34 @@ from narrowcast.policy import (
 )
 
 _Kernel = Callable[..., Any]
+"""Called with the keyset of the call, and with the arguments of the operator."""
+# Dispatch keys: https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/DispatchKey.h
+_FRONT = "FuncTorchDynamicLayerFrontMode"
+"""Ahead of every layer of ``torch.func``."""
+_BATCHED = "FuncTorchBatched"
+"""Inside a layer of ``vmap``."""
+_DECOMPOSED = "FuncTorchBatchedDecomposition"
+"""Where a layer of ``vmap`` takes a composite apart."""
+_SPARSE_CSR = "SparseCsrCPU"
+
+
+# ---- the kernels on one key
 
 
 class _AutocastKernels:
-    """The kernels on the autocast key of one device type."""
+    """The kernels on the autocast key of one device type.
+
+    Attributes:
+        installed: operator -> our kernel, to be called with a keyset first.
+        native: operator -> PyTorch's kernel, of those on its table.
+    """
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.key = autocast_key(device_type)
-        self.libraries: dict[str, Any] = {}
-        self.users: Counter[str] = Counter()
-        self.of_rules: Counter[str] = Counter()  # those of them that are rules
         self.installed: dict[str, _Kernel] = {}
-        self.native: dict[str, _Kernel] = {}  # of those on PyTorch's table
+        self.native: dict[str, _Kernel] = {}
+        self._libraries: dict[str, Any] = {}
 
     def add(self, op: str) -> None:
         native = native_kernel(op, self.device_type)
@@ -96,14 +108,16 @@ class _AutocastKernels:
             go_on = promoting(op, go_on, self.device_type)
         if op in NOTED or op == GATHER:
             go_on = noting(op, go_on)
-        kernel = _kernel(op, self.device_type, go_on)
-        self.libraries[op] = register_kernel(op, self.key, kernel)
-        self.installed[op] = kernel
+        self._install(op, _kernel(op, self.device_type, go_on))
 
     def drop(self, op: str) -> None:
-        self.libraries[op]._destroy()  # first: if an exception ends it, the next one tries again
-        del self.libraries[op], self.installed[op]
+        self._libraries.pop(op)._destroy()
+        del self.installed[op]
         self.native.pop(op, None)
+
+    def _install(self, op: str, kernel: _Kernel) -> None:
+        self._libraries[op] = register_kernel(op, self.key, kernel)
+        self.installed[op] = kernel
 
 
 class _PromotingKernels(_AutocastKernels):
@@ -112,13 +126,11 @@ class _PromotingKernels(_AutocastKernels):
     def __init__(self, key: str, promote: Callable[[str, _Kernel], _Kernel]) -> None:
         super().__init__("cpu")
         self.key = key
-        self.promote = promote
+        self._promote = promote
 
     def add(self, op: str) -> None:
         native = without_autocast_cache(torch.library.get_kernel(qualified(op), self.key).call_boxed)
-        kernel = self.promote(op, native)
-        self.libraries[op] = register_kernel(op, self.key, kernel)
-        self.installed[op] = kernel
+        self._install(op, self._promote(op, native))
 
 
 def own_kernel(op: str, device_type: str) -> _Kernel | None:
@@ -127,8 +139,98 @@ def own_kernel(op: str, device_type: str) -> _Kernel | None:
     Under a ``TorchDispatchMode`` PyTorch calls the kernel that Python registered last for this name and key,
     even a removed one. So an overlay may run after its end, and must call our kernel directly.
     """
-    library = _libraries.get(device_type)
-    return None if library is None else library.installed.get(op)
+    kernels = _kernels_on.get(device_type)
+    return None if kernels is None else kernels.installed.get(op)
+
+
+_kernels_on: dict[str, _AutocastKernels] = {
+    _BATCHED: _PromotingKernels(_BATCHED, promoting_under_vmap),
+    _SPARSE_CSR: _PromotingKernels(_SPARSE_CSR, promoting_sparse),
+}
+"""Device type -> the kernels on its autocast key; and those on two other keys, by the key."""
+
+
+# ---- which kernels there are
+
+
+class _Need(NamedTuple):
+    """Operators that need a kernel.
+
+    Attributes:
+        where: the device type, or another key of ``_kernels_on``.
+        ops: the operators.
+        by_rules: whether a policy decides about them, so that ``torch.func`` must meet them too.
+    """
+
+    where: str
+    ops: Iterable[str]
+    by_rules: bool = False
+
+
+_lock = threading.Lock()
+_needs_of: weakref.WeakKeyDictionary[object, list[_Need]] = weakref.WeakKeyDictionary()
+"""What needs kernels, as long as it lives: resolved policies, promotions, notes of results."""
+
+
+class _Ended:
+    """Whether something that needed kernels has ended since they were last compared with what is needed."""
+
+    unnoticed = False
+
+
+def need(user: object, *needs: _Need) -> None:
+    """Install kernels for as long as ``user`` lives."""
+    weakref.finalize(user, _a_user_ended).atexit = False
+    with _lock:
+        _needs_of[user] = [*_needs_of.get(user, ()), *needs]
+        try:
+            _update()
+        except BaseException:
+            del _needs_of[user]
+            raise
+    _remove_unneeded()
+
+
+def _a_user_ended() -> None:
+    _Ended.unnoticed = True
+    _remove_unneeded()
+
+
+def _remove_unneeded() -> None:
+    """Remove the kernels that nothing needs any more.
+
+    Garbage is collected anywhere, perhaps while this or another thread changes kernels. So this waits for
+    nobody: who holds the lock then looks again.
+    """
+    while _Ended.unnoticed and _lock.acquire(blocking=False):
+        try:
+            _Ended.unnoticed = False
+            _update()
+        finally:
+            _lock.release()
+
+
+def _update() -> None:
+    """Install the kernels that are needed and missing, and remove those that are not needed."""
+    needed: defaultdict[str, set[str]] = defaultdict(set)
+    ruled: defaultdict[str, set[str]] = defaultdict(set)
+    for where, ops, by_rules in itertools.chain.from_iterable(list(_needs_of.values())):
+        needed[where].update(ops)
+        if by_rules:
+            ruled[where].update(ops)
+    for where in needed:
+        _kernels_on.setdefault(where, _AutocastKernels(where))
+
+    for where, kernels in _kernels_on.items():
+        missing = needed[where] - kernels.installed.keys()
+        unneeded = kernels.installed.keys() - needed[where]
+        if missing or unneeded:
+            with _overlays_removed():
+                for op in sorted(unneeded):
+                    kernels.drop(op)
+                for op in sorted(missing):
+                    kernels.add(op)
+    _update_functorch(ruled)
 
 
 class Overlay(Protocol):
@@ -139,30 +241,72 @@ class Overlay(Protocol):
 
 
 overlays: list[Overlay] = []
-_lock = threading.Lock()
-_FRONT = "FuncTorchDynamicLayerFrontMode"
-_BATCHED = "FuncTorchBatched"
-_DECOMPOSED = "FuncTorchBatchedDecomposition"
-_SPARSE_CSR = "SparseCsrCPU"
-_libraries: dict[str, _AutocastKernels] = {
-    _BATCHED: _PromotingKernels(_BATCHED, promoting_under_vmap),
-    _SPARSE_CSR: _PromotingKernels(_SPARSE_CSR, promoting_sparse),
-}
-"""By device type, those for ``vmap``, and those for products of sparse CSR matrices."""
-_served: weakref.WeakSet[ResolvedPolicy] = weakref.WeakSet()
-# What is no longer needed: device type, operators, whether of rules. Only who holds the lock takes from it.
-_released: deque[tuple[str, tuple[str, ...], bool]] = deque()
 
 
-def serve(resolved: ResolvedPolicy) -> None:
-    """Register a kernel for each operator that this policy decides, as long as the policy lives."""
-    if resolved in _served:
-        return
-    make_room_for_marks()
-    ops = resolved.kernels()
-    acquire(resolved.device_type, ops)
-    weakref.finalize(resolved, release, resolved.device_type, ops).atexit = False
-    _served.add(resolved)
+@contextmanager
+def overlaid(overlay: Overlay) -> Iterator[None]:
+    """Put ``overlay`` on top of our kernels; under the lock, since another thread may be changing those."""
+    with _lock:
+        overlay.begin()
+        overlays.append(overlay)
+    _remove_unneeded()
+    try:
+        yield
+    finally:
+        with _lock:
+            overlays.remove(overlay)
+            overlay.end()
+        _remove_unneeded()
+
+
+@contextmanager
+def _overlays_removed() -> Iterator[None]:
+    """Take overlays away, and put them back at the end."""
+    removed = list(overlays)
+    overlays.clear()
+    for overlay in reversed(removed):
+        overlay.end()
+    try:
+        yield
+    finally:
+        for overlay in removed:
+            overlay.begin()
+        overlays.extend(removed)
+
+
+# ---- what needs kernels
+
+
+def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
+    """Return the scope in a region of ``policy``, outside of modules that rules select."""
+    if device_type not in TABLES:
+        raise UnsupportedError(
+            f"expected a device whose autocast table is known ({', '.join(TABLES)}), got {device_type!r}, "
+            'where rules and other tables cannot be followed: use a preset without them, as "bf16"'
+        )
+    on_device = resolved(policy, device_type, format_name(dtype))
+    serve(on_device)
+    return on_device.root
+
+
+def serve(resolved_policy: ResolvedPolicy) -> None:
+    """Install a kernel for each operator about which this policy decides, as long as the policy lives."""
+    if resolved_policy not in _needs_of:
+        make_room_for_marks()
+        ops = resolved_policy.kernels()
+        need(resolved_policy, _Need(resolved_policy.device_type, ops, by_rules=True))
+
+
+def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | None]:
+    """Return the dtype of a region of ``policy``, and its scope or None if it has no rules."""
+    # A region is opened at each step, with the same dtype and scope each time.
+    kept = kept_for(policy).regions
+    region: tuple[torch.dtype, Scope | None] | None = kept.get(device_type)
+    if region is None:
+        dtype = resolve(policy, device_type)
+        scope = None if policy.is_plain else root_scope(policy, device_type, dtype)
+        region = kept[device_type] = (dtype, scope)
+    return region
 
 
 class Promotion:
@@ -177,15 +321,19 @@ class Promotion:
     def __init__(
         self, policy: Policy, device_type: str, dtype: torch.dtype, say: Callable[[str], None]
     ) -> None:
-        words = {format_name(dtype), *(word for one in policy.rules for word in (one.compute, one.output))}
-        ops = promoted_on(device_type, frozenset(words & {"bf16", "fp16"})) if device_type in TABLES else ()
-        self._say, self._said = say, set[str]()
-        acquired = [(device_type, ops), (_BATCHED, promoted_under_vmap())]
+        self._say = say
+        self._said = set[str]()
+
+        needs = [_Need(_BATCHED, promoted_under_vmap())]
+        if device_type in TABLES:
+            formats = {format_name(dtype)}
+            for rule in policy.rules:
+                formats.update((rule.compute, rule.output or ""))
+            needs.append(_Need(device_type, promoted_on(device_type, frozenset(formats & {"bf16", "fp16"}))))
         if device_type == "cpu":
-            acquired.append((_SPARSE_CSR, SPARSE_PRODUCTS))
-        for where, kernels in acquired:
-            acquire(where, kernels, of_rules=False)
-            weakref.finalize(self, release, where, kernels, of_rules=False).atexit = False
+            needs.append(_Need(_SPARSE_CSR, SPARSE_PRODUCTS))
+        need(self, *needs)
+
         user = object()
         for names in (NORMS, FUNCTIONS, DISTRIBUTIONS):
             names.begin(user)
@@ -204,136 +352,17 @@ class NotesOfResults:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._gathers = False
-        self._acquire(NOTED)
+        need(self, _Need(device_type, NOTED))
         _direct_results.living.add(self)
 
     def begin_gather(self) -> None:
         """Have ``gather`` note its results too; it has no kernel in models without the other operators."""
         if not self._gathers:
             self._gathers = True
-            self._acquire((GATHER,))
-
-    def _acquire(self, ops: tuple[str, ...]) -> None:
-        acquire(self._device_type, ops, of_rules=False)
-        weakref.finalize(self, release, self._device_type, ops, of_rules=False).atexit = False
+            need(self, _Need(self._device_type, (GATHER,)))
 
 
-def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
-    """Return the scope in a region of ``policy``, outside of modules that rules select."""
-    if device_type not in TABLES:
-        raise UnsupportedError(
-            f"expected a device whose autocast table is known ({', '.join(TABLES)}), got {device_type!r}, "
-            'where rules and other tables cannot be followed: use a preset without them, as "bf16"'
-        )
-    found = resolved(policy, device_type, format_name(dtype))
-    serve(found)
-    return found.root
-
-
-def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | None]:
-    """Return the dtype of a region of ``policy``, and its scope or None if it has no rules."""
-    kept = kept_for(policy).regions
-    found: tuple[torch.dtype, Scope | None] | None = kept.get(device_type)
-    if found is None:  # a region is opened at each step, with the same dtype and scope each time
-        dtype = resolve(policy, device_type)
-        scope = None if policy.is_plain else root_scope(policy, device_type, dtype)
-        found = kept[device_type] = (dtype, scope)
-    return found
-
-
-def acquire(device_type: str, ops: tuple[str, ...], *, of_rules: bool = True) -> None:
-    """Give each of ``ops`` a kernel until ``release`` is called with the same arguments."""
-    try:
-        with _lock:
-            library = _libraries.setdefault(device_type, _AutocastKernels(device_type))
-            library.users.update(ops)
-            first_rules = of_rules and any(op not in library.of_rules for op in ops)
-            if of_rules:
-                library.of_rules.update(ops)
-            new = [op for op in ops if op not in library.installed]
-            if new:
-                with _overlays_removed():
-                    for op in new:
-                        library.add(op)
-            if first_rules:
-                _update_functorch()
-    except BaseException:
-        release(device_type, ops, of_rules=of_rules)
-        raise
-    _remove_released()
-
-
-def release(device_type: str, ops: tuple[str, ...], *, of_rules: bool = True) -> None:
-    """Remove each kernel that no other policy needs.
-
-    Policies end when garbage is collected, perhaps while this or another thread changes kernels: who holds
-    the lock then removes what was released meanwhile.
-    """
-    _released.append((device_type, ops, of_rules))
-    _remove_released()
-
-
-def _remove_released() -> None:
-    while _released and _lock.acquire(blocking=False):
-        try:
-            while _released:
-                _remove(*_released.popleft())
-        finally:
-            _lock.release()
-
-
-def _remove(device_type: str, ops: tuple[str, ...], of_rules: bool) -> None:
-    library = _libraries[device_type]
-    unneeded = _counted_down(library.users, ops)
-    if unneeded:
-        with _overlays_removed():
-            for op in unneeded:
-                if op in library.installed:
-                    library.drop(op)
-    if of_rules and _counted_down(library.of_rules, ops):
-        _update_functorch()
-
-
-def _counted_down(users: Counter[str], ops: tuple[str, ...]) -> list[str]:
-    """Count one user less of each of ``ops``; return those that have none left."""
-    unneeded = []
-    for op in ops:
-        users[op] -= 1
-        if users[op] < 1:
-            del users[op]
-            unneeded.append(op)
-    return unneeded
-
-
-@contextmanager
-def overlaid(overlay: Overlay) -> Iterator[None]:
-    """Put ``overlay`` on top of our kernels; under the lock, since another thread may be changing those."""
-    with _lock:
-        overlay.begin()
-        overlays.append(overlay)
-    _remove_released()
-    try:
-        yield
-    finally:
-        with _lock:
-            overlays.remove(overlay)
-            overlay.end()
-        _remove_released()
-
-
-@contextmanager
-def _overlays_removed() -> Iterator[None]:
-    """Take overlays away, and put them back at the end."""
-    removed = list(overlays)
-    overlays.clear()
-    for overlay in reversed(removed):
-        overlay.end()
-    try:
-        yield
-    finally:
-        for overlay in removed:
-            overlay.begin()
-        overlays.extend(removed)
+# ---- the kernel of an operator
 
 
 def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
@@ -344,6 +373,7 @@ def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
         if decision is None:
             return None
         action = _operators.action_for(op, decision, scope)
+        # Where a decision casts nothing, formats may meet.
         if decision.compute in (UNLISTED, FP32_SET_DTYPE) and op in promoted():
             go_on = promoting(op, lambda keyset, *args, **kwargs: action(keyset, args, kwargs), device_type)
             return lambda keyset, args, kwargs: go_on(keyset, *args, **kwargs)
@@ -354,6 +384,7 @@ def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
         scope = scope_on(device_type)
         if scope is None:
             return native(keyset, *args, **kwargs)
+        # Prepared at the first call in each scope.
         try:
             action: Any = scope.actions[op]
         except KeyError:
@@ -376,40 +407,37 @@ def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
 # ---- in front of torch.func
 
 
-def _update_functorch() -> None:
+def _update_functorch(ruled: Mapping[str, Iterable[str]]) -> None:
     """Register in front of ``torch.func`` what the kernels on autocast keys need; remove everything else.
 
-    In front: operators with a rule, on PyTorch's table, and every composite. Inside: those that ``vmap``
-    decomposes in spite of a rule.
+    In front: operators with a rule, and those on PyTorch's table. Inside: those that ``vmap`` decomposes in
+    spite of a rule.
+
+    Args:
+        ruled: device type -> the operators there that a policy decides about.
     """
-    ruled = list(dict.fromkeys(op for one in _libraries.values() for op in one.of_rules))
-    wanted: dict[tuple[str, str], Callable[..., _Kernel]] = {}
-    if ruled:
-        listed = (native_table(one.device_type) for one in _libraries.values() if one.of_rules)
-        for op in (*itertools.chain.from_iterable(listed), *_composites(), *ruled):
+    wanted: dict[tuple[str, str], Callable[[str, _Kernel], _Kernel]] = {}
+    for device_type, ops in ruled.items():
+        for op in (*native_table(device_type), *ops):
             wanted[op, _FRONT] = _kernel_in_front
-    for op in ruled:
-        if has_kernel(qualified(op), _DECOMPOSED):
-            wanted[op, _BATCHED] = _kernel_inside
-    for gone in [one for one in _functorch if one not in wanted]:
-        _functorch.pop(gone)._destroy()
+        for op in ops:
+            if has_kernel(qualified(op), _DECOMPOSED):
+                wanted[op, _BATCHED] = _kernel_inside
+
+    for place in _functorch.keys() - wanted.keys():
+        _functorch.pop(place)._destroy()
     for (op, key), make in wanted.items():
         if (op, key) not in _functorch:
-            name = qualified(op)
-            below = without_autocast_cache(torch.library.get_kernel(name, key).call_boxed)
-            has_own = has_kernel(name, key) or has_kernel(name, _BATCHED)
-            _functorch[op, key] = register_kernel(op, key, make(op, below, has_own))
+            below = without_autocast_cache(torch.library.get_kernel(qualified(op), key).call_boxed)
+            _functorch[op, key] = register_kernel(op, key, make(op, below))
 
 
-_functorch: dict[tuple[str, str], Any] = {}  # operator and key -> the library of its kernel
-_composites = functools.cache(names_of_composites)
+_functorch: dict[tuple[str, str], Any] = {}
+"""Operator and key -> the library of its kernel for ``torch.func``."""
 
 
-def _kernel_in_front(op: str, below: _Kernel, has_own: bool) -> _Kernel:
-    """Return a kernel that casts above all layers if rules are in force.
-
-    ``has_own``: the layers have a kernel of their own for ``op``, and do not decompose it.
-    """
+def _kernel_in_front(op: str, below: _Kernel) -> _Kernel:
+    """Return a kernel that casts above all layers if rules are in force."""
     word = f"in front of {op}"
     missing = object()
 
@@ -420,34 +448,24 @@ def _kernel_in_front(op: str, below: _Kernel, has_own: bool) -> _Kernel:
         if scope is not None:
             action = scope.actions.get(word, missing)
             if action is missing:
-                action = scope.actions[word] = _prepare_in_front(op, scope, has_own)
+                action = scope.actions[word] = _prepare_in_front(op, scope)
         return below(keyset, *args, **kwargs) if action is None else action(keyset, args, kwargs)
 
     return kernel
 
 
-def _prepare_in_front(op: str, scope: Scope, has_own: bool) -> _operators.Action | None:
+def _prepare_in_front(op: str, scope: Scope) -> _operators.Action | None:
     decision = scope.decide(op)
-    if decision is not None and decision.compute != UNLISTED:
-        return _operators.action_for(op, decision, scope)
-    library = _libraries[scope.resolved.device_type]
-    native = library.native.get(op) if op in library.installed else native_kernel(op, library.device_type)
-    if decision is None and native is not None:
-        return lambda keyset, args, kwargs: native(keyset, *args, **kwargs)
-    if has_own or not has_kernel(qualified(op), "CompositeImplicitAutograd"):
+    if decision is not None:
+        return None if decision.compute == UNLISTED else _operators.action_for(op, decision, scope)
+    kernels = _kernels_on[scope.resolved.device_type]
+    native = kernels.native.get(op) if op in kernels.installed else native_kernel(op, kernels.device_type)
+    if native is None:
         return None
-    decompose = decomposition_of(operator(op))
-    if op not in promoted():
-        return lambda _keyset, args, kwargs: decompose(*args, **kwargs)
-
-    def in_parts(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        return decompose(*args, **kwargs)
-
-    promote = promoting(op, in_parts, library.device_type)
-    return lambda keyset, args, kwargs: promote(keyset, *args, **kwargs)
+    return lambda keyset, args, kwargs: native(keyset, *args, **kwargs)
 
 
-def _kernel_inside(op: str, below: _Kernel, _has_own: bool) -> _Kernel:
+def _kernel_inside(op: str, below: _Kernel) -> _Kernel:
     """Return a kernel that raises where ``vmap`` would ignore the rule in force."""
 
     @skipped_by_dynamo
@@ -469,6 +487,6 @@ def _scope_of(args: Any, kwargs: Any) -> Scope | None:
     for device, scope in scopes_here().items():
         if torch.is_autocast_enabled(device):
             tensors = _operators.tensors_in((*args, *kwargs.values()))
-            if any(one.device.type == device for one in tensors):
+            if any(tensor.device.type == device for tensor in tensors):
                 return scope
     return None

@@ -1,9 +1,8 @@
 """Carry out a policy around the calls of modules: open its region, and enter the scopes of module rules.
 
 A module with a rule, and the model itself, have a ``ModuleCall`` in front of their own ``_call_impl``. It
-reads the autocast state, sets it, calls the module with all its hooks, and sets the state back in
-``finally``, also after an exception or Ctrl-C. It holds the policy, so that it works in any thread: if no
-region of the policy is open, it opens one.
+reads the autocast state, sets it, calls the module with all its hooks, and sets the state back. It holds the
+policy, so that it works in any thread: if no region of the policy is open, it opens one.
 
 Dynamo traces it. The region is then chosen once, while Dynamo traces, and its graph enters a region of
 ``torch.autocast``, in whose state the scope is kept (see ``_scopes``).
@@ -157,9 +156,14 @@ class ModuleCall:
         self.shared = shared
         self.rules = rules
         self.is_copy = False
-        self._casts = any(one.op is None for one in rules)
-        by_inputs = [one.compute for one in rules if one.op is None and depends_on_inputs(one.compute)]
-        self._by_inputs = by_inputs[0] if by_inputs else None
+        self._casts = False
+        self._by_inputs: str | None = None
+        for rule in rules:
+            if rule.op is None:
+                self._casts = True
+                # The format of such a rule is found at each call.
+                if self._by_inputs is None and depends_on_inputs(rule.compute):
+                    self._by_inputs = rule.compute
         self._module = weakref.ref(module)
         self._begin()
 
@@ -203,17 +207,20 @@ class ModuleCall:
             del attributes[CALL]
             if others:
                 attributes[CALL] = others[0].call
+
+        # The last one leaves the module as it was.
         if not others:
             attributes.pop(REPLICATE, None)
             if _has_own_forward(module):
                 del attributes["forward"]
 
     def __getstate__(self) -> dict[str, Any]:
-        made_here = ("key", "_decided", "_decided_in", "_devices", "_devices_at")
-        state = {name: value for name, value in vars(self).items() if name not in made_here}
+        state = {**vars(self), "_module": self._module()}
+        for name in ("key", "_decided", "_decided_in", "_devices", "_devices_at"):
+            del state[name]  # what ``_begin`` makes
         if self._compiled:  # a copy is not compiled
             state["below"] = None
-        return {**state, "_module": self._module()}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -233,6 +240,7 @@ class ModuleCall:
             below = functools.partial(getattr(type(module), CALL), module)
         if self.shared.removed:
             return below(*args, **kwargs)
+        # The calls of nc.compile do nothing outside of its region, which is refused itself.
         if is_exporting() and not self.shared.compiled:
             raise UnsupportedError(_EXPORTED)
         if torch.compiler.is_dynamo_compiling():
@@ -244,15 +252,13 @@ class ModuleCall:
             if type(output) is types.GeneratorType:
                 _refuse_generator(opened, module)
         finally:
-            # Ctrl-C may end it at any line; each can be repeated.
-            try:
-                _leave(opened)
-            except BaseException:
-                _leave(opened)
-                raise
+            _leave(opened)
+        # What the module wrote to casts of its arguments is meant for the caller's own.
         for copy in opened.copies:
             copy.write_back()
-        return cast_outputs(opened.outputs, output) if opened.outputs else output
+        if opened.outputs:
+            output = cast_outputs(opened.outputs, output)
+        return output
 
     def follow_model(self, module: torch.nn.Module) -> None:
         """Give rules to modules that were added since the last call."""
@@ -275,17 +281,20 @@ class ModuleCall:
         if self.is_of_model:
             self.follow_model(module)
         scopes = self._our_scopes() if self.rules else []
+        # A part that is called by itself, or in another thread, is in no region of the policy.
         if self.shared.opens and (self.is_of_model or not scopes):
             self._open_regions(module, args, kwargs)
             scopes = self._our_scopes() if self.rules else []
         for device, outside in scopes:
-            enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            enabled = torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device)
             by_inputs = None
             if self._by_inputs is not None:
                 by_inputs = self._dtype_by_inputs((args, kwargs), device)
             inside = self._inside_now(outside, device, by_inputs, enabled=enabled)
             if inside is None:
                 continue
+            # Before it is set, so that ``_leave`` sets it back whatever raises.
             opened.states += ((device, enabled, dtype, outside, inside),)
             self._set_state(inside, device, enabled, dtype)
             if inside.output is not None:
@@ -308,10 +317,10 @@ class ModuleCall:
         """Return the device types to open regions on: those of the weights, found again after a move."""
         if self._devices_at != moves.count:
             self.shared.called = True
-            found = weight_device_types(module)
-            self._devices = [device for device in found if device != "meta"]
+            devices_of_weights = weight_device_types(module)
+            self._devices = [device for device in devices_of_weights if device != "meta"]
             # Weights on "meta" are replaced by others without a move.
-            self._devices_at = -1 if "meta" in found else moves.count
+            self._devices_at = -1 if "meta" in devices_of_weights else moves.count
             for device in self._devices:
                 check_device(device)
         if self._devices:
@@ -343,8 +352,8 @@ class ModuleCall:
         """Set the autocast state inside the module."""
         if inside.enabled and inside.dtype in LOW and dtype in LOW and inside.dtype is not dtype:
             # torch keeps weight casts by the weight alone: a region keeps those of two formats apart.
-            caches = torch.is_autocast_cache_enabled()
-            _regions.enter(self, device, inside.dtype, True, caches, inside.scope)
+            cache_enabled = torch.is_autocast_cache_enabled()
+            _regions.enter(self, device, inside.dtype, True, cache_enabled, inside.scope)
             return
         if inside.enabled is not enabled:
             torch.set_autocast_enabled(device, inside.enabled)
@@ -378,9 +387,9 @@ class ModuleCall:
             return below(*args, **kwargs)
         device = devices[0]
         by_inputs = self._dtype_by_inputs((args, kwargs), device)
-        region, dtype, output_dtype = _inside(self.key, device, by_inputs)
-        if dtype is not None:
-            args, kwargs = cast_where((args, kwargs), dtype, wants(device, dtype))
+        region, input_dtype, output_dtype = _inside(self.key, device, by_inputs)
+        if input_dtype is not None:
+            args, kwargs = cast_where((args, kwargs), input_dtype, wants(device, input_dtype))
         if region is None:
             output = self._traced_rules(devices[1:], below, args, kwargs)
         else:
@@ -400,18 +409,19 @@ class ModuleCall:
     def _our_scopes(self) -> list[tuple[str, Scope]]:
         """Return the device types on which a scope of this policy, or of an equal one, is in force here."""
         rules = self.shared.policy.rules
-        ours = []
+        our_scopes = []
         for device in devices_with_scopes():
             scope = scope_on(device)
+            # The identity first, since comparing all rules takes long.
             if scope is not None and (scope.resolved.rules is rules or scope.resolved.rules == rules):
-                ours.append((device, scope))
-        return ours
+                our_scopes.append((device, scope))
+        return our_scopes
 
     def inside(self, outside: Scope, device: str, by_inputs: torch.dtype | None) -> _Inside | None:
         """Return what holds inside the module; None if the script turned autocast off around it."""
         is_on = torch.is_autocast_enabled(device)
-        switched_off = outside.rule is not None and CASTS_TO[outside.rule.compute] is None
-        if not is_on and not switched_off:
+        is_off_by_rule = outside.rule is not None and CASTS_TO[outside.rule.compute] is None
+        if not is_on and not is_off_by_rule:
             return None
         scope = outside.inside(self.rules)
         dtype_outside = torch.get_autocast_dtype(device)
@@ -420,17 +430,21 @@ class ModuleCall:
             return _Inside(dtype_outside, is_on or scope.rules_operators, scope, None, None)
         if rule.compute == "refuse":
             raise UnsupportedError(f"a module was called, which a rule refuses ({rule})")
+
+        lower = scope.resolved.lower
         dtype = by_inputs
         if not depends_on_inputs(rule.compute):
-            dtype = compute_dtype(rule.compute, dtype_of(scope.resolved.lower), (), device)
+            dtype = compute_dtype(rule.compute, dtype_of(lower), (), device)
         # An "as-is" module keeps autocast on only if a rule names an operator inside it.
         enabled = CASTS_TO[rule.compute] is not None or scope.rules_operators
-        casts = None if dtype is None else Casts(rule, device, dtype)
+
         output = None
         if rule.output is not None:
-            word = scope.resolved.lower if rule.output == "lower" else rule.output
+            word = lower if rule.output == "lower" else rule.output
             output = Casts(rule, device, dtype_of(word))
-        return _Inside(dtype_outside if dtype is None else dtype, enabled, scope, casts, output)
+        if dtype is None:
+            return _Inside(dtype_outside, enabled, scope, None, output)
+        return _Inside(dtype, enabled, scope, Casts(rule, device, dtype), output)
 
 
 class _Forward:
@@ -457,7 +471,9 @@ class _Forward:
     def __getattr__(self, name: str) -> Any:
         module: Any = self._module()
         method = type(module).forward.__get__(module)
-        return method if name == "__wrapped__" else getattr(method, name)
+        if name == "__wrapped__":
+            return method
+        return getattr(method, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Forward, (self._module(),)
@@ -596,9 +612,10 @@ def _inside(
     if inside is None:
         return None, None, None
     call.shared.traced_scopes.add(inside.scope)
-    dtypes = [None if one is None else one.dtype for one in (inside.casts, inside.output)]
+    input_dtype = None if inside.casts is None else inside.casts.dtype
+    output_dtype = None if inside.output is None else inside.output.dtype
     state = traced_state(device, inside.dtype, inside.enabled, inside.scope, promotes=False)
-    return state, dtypes[0], dtypes[1]
+    return state, input_dtype, output_dtype
 
 
 def traced_state(
@@ -607,15 +624,17 @@ def traced_state(
     """Return a region as traced code enters it: an autocast format stands for its scope."""
     keep_graphs_with_regions()
     trace_backward_outside_of_regions()
-    state = (autocast_state_of(scope, device),)
-    return device, dtype, enabled, (*state, PROMOTING) if promotes else state
+    scope_state = (autocast_state_of(scope, device),)
+    if promotes:
+        return device, dtype, enabled, (*scope_state, PROMOTING)
+    return device, dtype, enabled, scope_state
 
 
 def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
     """Return the device type of the first parameter, or of the inputs: tracing all would take long."""
     for weight in module.parameters():
         return [weight.device.type]
-    return [one.device.type for one in tensors_inside((args, kwargs))[:1]]
+    return [tensor.device.type for tensor in tensors_inside((args, kwargs))[:1]]
 
 
 @skipped_by_dynamo

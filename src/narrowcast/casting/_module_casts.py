@@ -26,16 +26,18 @@ class Casts(NamedTuple):
 def cast_arguments(casts: Casts, args: Any, kwargs: Any) -> tuple[Any, Any, Copies]:
     """Cast a module's inputs, and return the copies that were made; for one tensor the way is short."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        given = args[0]
-        cast = _cast_by_rule(casts, given)
-        return (cast,), kwargs, () if cast is given else (_TensorCopy(given, cast),)
-    all_cast = _cast_by_rule(casts, (args, kwargs))
-    return *all_cast, _copies_in(all_cast, (args, kwargs))
+        tensor = args[0]
+        cast = _cast_by_rule(casts, tensor)
+        copies = () if cast is tensor else (_TensorCopy(tensor, cast),)
+        return (cast,), kwargs, copies
+    cast_args, cast_kwargs = _cast_by_rule(casts, (args, kwargs))
+    return cast_args, cast_kwargs, _copies_in((cast_args, cast_kwargs), (args, kwargs))
 
 
 @traced_only_inline
-def cast_outputs(every: tuple[Casts, ...], output: Any) -> Any:
-    for casts in every:
+def cast_outputs(casts_of_devices: tuple[Casts, ...], output: Any) -> Any:
+    """Cast what a module returns, on each device type."""
+    for casts in casts_of_devices:
         output = _cast_by_rule(casts, output)
     return output
 
@@ -54,60 +56,65 @@ def _cast_by_rule(casts: Casts, values: Any) -> Any:
 class _TensorCopy(NamedTuple):
     """A cast of an argument, which the module may write to."""
 
-    given: torch.Tensor
+    original: torch.Tensor
     cast: torch.Tensor
 
     @traced_only_inline
     def write_back(self) -> None:
         if not self.cast.is_inference() and self.cast._version:
-            self.given.copy_(self.cast)
+            self.original.copy_(self.cast)
 
 
 class _ListCopy(NamedTuple):
-    """A list or dict with the casts of what the given one holds, which the module may change.
+    """A copy of a list or dict of the caller, with casts of what is in it, which the module may change.
 
     Attributes:
-        given, cast: the two.
-        originals: what ``given`` held, by the id of its cast.
-        before: what ``cast`` held.
+        original: that of the caller.
+        cast: the copy.
+        parts_before: what the copy held before the call.
+        original_of: the id of each of these -> what the caller's held in its place.
     """
 
-    given: Any
+    original: Any
     cast: Any
-    originals: dict[int, Any]
-    before: list[Any]
+    parts_before: list[Any]
+    original_of: dict[int, Any]
 
     @traced_only_inline
     def write_back(self) -> None:
-        now = _parts_of(self.cast)
-        if len(now) == len(self.before) and all(map(operator.is_, now, self.before)):
+        parts = _parts_of(self.cast)
+        if len(parts) == len(self.parts_before) and all(map(operator.is_, parts, self.parts_before)):
             return
-        kept = [self.originals.get(id(part), part) for part in now]
+        # What the module left in place is the caller's own again, not its cast.
+        written = [self.original_of.get(id(part), part) for part in parts]
         if isinstance(self.cast, dict):
-            changed = dict(zip(self.cast, kept, strict=True))
-            self.given.clear()
-            self.given.update(changed)
+            by_key = dict(zip(self.cast, written, strict=True))
+            self.original.clear()
+            self.original.update(by_key)
         else:
-            self.given[:] = kept
+            self.original[:] = written
 
 
 Copies = tuple[_TensorCopy | _ListCopy, ...]
 
 
-def _copies_in(cast: Any, given: Any) -> Copies:
+def _copies_in(cast: Any, original: Any) -> Copies:
     """Return the tensors, lists and dicts in ``cast`` that are not those of the caller."""
-    if cast is given:
+    if cast is original:
         return ()
     if isinstance(cast, torch.Tensor):
-        return (_TensorCopy(given, cast),)
+        return (_TensorCopy(original, cast),)
     if type(cast) not in (tuple, list, dict):
         return ()
-    parts, originals = _parts_of(cast), _parts_of(given)
+
+    parts = _parts_of(cast)
+    original_parts = _parts_of(original)
     copies: Copies = ()
     if type(cast) is not tuple:
-        copies = (_ListCopy(given, cast, dict(zip(map(id, parts), originals, strict=True)), parts),)
-    for part, original in zip(parts, originals, strict=True):
-        copies += _copies_in(part, original)
+        original_of = dict(zip(map(id, parts), original_parts, strict=True))
+        copies = (_ListCopy(original, cast, parts, original_of),)
+    for part, original_part in zip(parts, original_parts, strict=True):
+        copies += _copies_in(part, original_part)
     return copies
 
 
@@ -116,4 +123,5 @@ def _parts_of(container: Any) -> list[Any]:
 
 
 def wants(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor], bool]:
-    return lambda one: one.dtype in CASTABLE and one.dtype != dtype and one.device.type == device
+    """Return which tensors a cast to ``dtype`` on a device type changes."""
+    return lambda tensor: tensor.dtype in CASTABLE and tensor.dtype != dtype and tensor.device.type == device

@@ -47,6 +47,21 @@ from narrowcast.policy import (
     qualified,
 )
 
+Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Called by a kernel with its keyset, and the arguments of the operator."""
+LOW = (torch.float16, torch.bfloat16)
+CASTABLE = (*LOW, torch.float32)
+_MAY_BE_CAST = (torch.Tensor, list, tuple)
+_APPENDED = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",  # up to 2.12
+}
+"""Overload -> the one that takes a ``dtype``."""
+
+
+# ---- calls of operators
+
 
 def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
     """Return what PyTorch does with an operator without a kernel of autocast; takes a keyset first.
@@ -63,11 +78,16 @@ def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
                 return call(*args, **kwargs)
 
         return with_autocast_off
-    redispatch, after = boxed_redispatch(op), after_autocast(device_type)
+    redispatch = boxed_redispatch(op)
+    keys_below = after_autocast(device_type)
     positions = _numbers_at(op)
-    if positions:
-        return lambda keyset, *a, **k: redispatch(keyset & after, *_tensors_for_numbers(positions, a), **k)
-    return lambda keyset, *args, **kwargs: redispatch(keyset & after, *args, **kwargs)
+    if not positions:
+        return lambda keyset, *args, **kwargs: redispatch(keyset & keys_below, *args, **kwargs)
+
+    def with_tensors(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keyset & keys_below, *_tensors_for_numbers(positions, args), **kwargs)
+
+    return with_tensors
 
 
 def plain_call(op: Any) -> Callable[..., Any]:
@@ -83,55 +103,56 @@ def plain_call(op: Any) -> Callable[..., Any]:
 
 def _numbers_at(op: Any) -> tuple[int, ...]:
     """Return the positions of tensors at which C++ wraps a number for ``op``; Python is given the number."""
-    positions = tuple(at for at, one in enumerate(op._schema.arguments) if str(one.type) == "Tensor")
-    return positions if torch.Tag.pointwise in op.tags and len(positions) > 1 else ()
+    if torch.Tag.pointwise not in op.tags:
+        return ()
+    arguments = enumerate(op._schema.arguments)
+    positions = tuple(index for index, argument in arguments if str(argument.type) == "Tensor")
+    return positions if len(positions) > 1 else ()
 
 
 def _tensors_for_numbers(positions: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``args`` with a 0-dim tensor for each number at ``positions``."""
-    for at in positions:
-        if at < len(args) and not isinstance(args[at], torch.Tensor):
+    # Most calls have no number.
+    for index in positions:
+        if index < len(args) and not isinstance(args[index], torch.Tensor):
             break
     else:
         return args
-    tensors = [args[at] for at in positions if at < len(args) and isinstance(args[at], torch.Tensor)]
-    return tuple(
-        _tensor_of(value, tensors) if at in positions and not isinstance(value, torch.Tensor) else value
-        for at, value in enumerate(args)
-    )
+
+    present = [index for index in positions if index < len(args)]
+    tensors = [args[index] for index in present if isinstance(args[index], torch.Tensor)]
+    with_tensors = list(args)
+    for index in present:
+        if not isinstance(args[index], torch.Tensor):
+            with_tensors[index] = _tensor_of(args[index], tensors)
+    return tuple(with_tensors)
 
 
 def _tensor_of(number: float | complex, beside: list[torch.Tensor]) -> torch.Tensor:
     """Return a tensor that affects type promotion no more than the number would."""
     exact = torch.tensor(number, dtype=_EXACT[type(number)])
-    if any(_rank(one.dtype) >= _rank(exact.dtype) for one in beside):
-        if any(one.dim() for one in beside):
-            return exact  # of no dimension: a tensor that has any decides the dtype
-        wanted = beside[0].dtype
-        for one in beside[1:]:
-            wanted = torch.promote_types(wanted, one.dtype)
-        return exact.to(wanted)
-    return torch.tensor(number)
+    if all(_category(tensor.dtype) < _category(exact.dtype) for tensor in beside):
+        return torch.tensor(number)  # the number decides, in the default dtype
+    # A tensor that has dimensions decides the dtype beside one that has none.
+    if any(tensor.dim() for tensor in beside):
+        return exact
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in beside))
+    return exact.to(dtype)
 
 
 _EXACT = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
-def _rank(dtype: torch.dtype) -> int:
+def _category(dtype: torch.dtype) -> int:
     """Return the category of ``dtype`` in type promotion: bool, integer, floating, complex."""
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype is not torch.bool)
+    if dtype.is_complex:
+        return 3
+    if dtype.is_floating_point:
+        return 2
+    return int(dtype is not torch.bool)
 
 
-Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Called by a kernel with its keyset, and the arguments of the operator."""
-LOW = (torch.float16, torch.bfloat16)
-CASTABLE = (*LOW, torch.float32)
-_CASTED = (torch.Tensor, list, tuple)
-_APPENDED = {
-    "norm.Scalar": "norm.ScalarOpt_dtype",
-    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
-    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",  # up to 2.12
-}
+# ---- decisions as actions
 
 
 def action_for(name: str, decision: Decision, scope: Scope) -> Action:
@@ -148,7 +169,9 @@ def action_for(name: str, decision: Decision, scope: Scope) -> Action:
         return _appending_dtype(op, operator(_APPENDED[name]), device)
     casts = _casts(decision.compute, device, functools.partial(lower_dtype, scope))
     run = _running(op, device, casts)
-    return run if decision.output is None else _casting_output(run, decision.output, device, scope)
+    if decision.output is None:
+        return run
+    return _casting_output(run, decision.output, device, scope)
 
 
 def native_action(name: str, kind: str, device: str) -> Action:
@@ -198,7 +221,9 @@ def compute_dtype(
     if depends_on_inputs(compute):
         return widest(inputs, device)
     name = CASTS_TO[compute]
-    return None if name is None else lower if name == LOWER else dtype_of(name)
+    if name is None:
+        return None
+    return lower if name == LOWER else dtype_of(name)
 
 
 def depends_on_inputs(compute: str) -> bool:
@@ -209,20 +234,30 @@ def depends_on_inputs(compute: str) -> bool:
 def _casts(
     compute: str, device: str, lower: Callable[[], torch.dtype]
 ) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    """Return what casts the arguments of an operator; None: nothing is cast. ``lower`` gives its dtype."""
     if CASTS_TO[compute] == LOWER:
         return lambda args, kwargs: cast_all(args, kwargs, lower(), device)
+
     if depends_on_inputs(compute):
-        return lambda args, kwargs: cast_all(
-            args, kwargs, widest(tensors_in((*args, *kwargs.values())), device), device
-        )
+
+        def cast_to_widest(args: Any, kwargs: Any) -> tuple[Any, Any]:
+            dtype = widest(tensors_in((*args, *kwargs.values())), device)
+            return cast_all(args, kwargs, dtype, device)
+
+        return cast_to_widest
+
     dtype = compute_dtype(compute, torch.float32, (), device)
-    return None if dtype is None else lambda args, kwargs: cast_all(args, kwargs, dtype, device)
+    if dtype is None:
+        return None
+    return lambda args, kwargs: cast_all(args, kwargs, dtype, device)
 
 
 def cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:
+    """Return the arguments of an operator with the eligible tensors in ``dtype``; None: as they are."""
     if dtype is None:
         return args, kwargs
-    args = [_cast(value, dtype, device) if isinstance(value, _CASTED) else value for value in args]
+    # At each call of an operator with a rule, where a comprehension is the fastest way.
+    args = [_cast(value, dtype, device) if isinstance(value, _MAY_BE_CAST) else value for value in args]
     if kwargs:
         kwargs = {name: _cast(value, dtype, device) for name, value in kwargs.items()}
     return args, kwargs
@@ -234,33 +269,34 @@ def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
         if value.dtype is dtype or not is_eligible(value, device):
             return value
         # The class first, since isinstance of Parameter runs Python code.
-        may_be = type(value) is not torch.Tensor and value.dtype is torch.float32
-        if may_be and isinstance(value, torch.nn.Parameter) and is_cacheable(value):
+        may_be_weight = type(value) is not torch.Tensor and value.dtype is torch.float32
+        if may_be_weight and isinstance(value, torch.nn.Parameter) and is_cacheable(value):
             return cast_weight(value, dtype)
         return value.to(dtype)
     if isinstance(value, list | tuple):
-        return type(value)([_cast(one, dtype, device) for one in value])
+        return type(value)([_cast(item, dtype, device) for item in value])
     return value
 
 
 def widest(tensors: Iterable[torch.Tensor], device: str) -> torch.dtype | None:
     """Return the dtype to which eligible ``tensors`` promote, or None."""
-    found = None
-    for tensor in tensors:
-        if is_eligible(tensor, device):
-            found = tensor.dtype if found is None else torch.promote_types(found, tensor.dtype)
-    return found
+    dtypes = [tensor.dtype for tensor in tensors if is_eligible(tensor, device)]
+    if not dtypes:
+        return None
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments or results of an operator, in lists too."""
-    found: list[torch.Tensor] = []
-    for value in values if isinstance(values, list | tuple) else (values,):
+    if not isinstance(values, list | tuple):
+        values = (values,)
+    tensors: list[torch.Tensor] = []
+    for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def _casting_output(run: Action, output: str, device: str, scope: Scope) -> Action:
@@ -294,9 +330,10 @@ def _setting_dtype(op: Any, device: str) -> Action:
     run = _running(op, device, None)
 
     def set_dtype(keyset: Any, args: Any, kwargs: Any) -> Any:
-        given = args[position] if len(args) > position else kwargs.get("dtype")
-        if given is None and isinstance(args[0], torch.Tensor) and is_eligible(args[0], device):
-            if len(args) > position:
+        is_positional = len(args) > position
+        asked = args[position] if is_positional else kwargs.get("dtype")
+        if asked is None and isinstance(args[0], torch.Tensor) and is_eligible(args[0], device):
+            if is_positional:
                 args = (*args[:position], torch.float32, *args[position + 1 :])
             else:
                 kwargs = {**kwargs, "dtype": torch.float32}
@@ -307,21 +344,27 @@ def _setting_dtype(op: Any, device: str) -> Action:
 
 def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
     """Call the overload of ``op`` that takes a ``dtype`` instead, in fp32."""
-    plain, appended = _running(op, device, None), _running(with_dtype, device, None)
-    takes = [argument.name for argument in op._schema.arguments]
+    plain = _running(op, device, None)
+    appended = _running(with_dtype, device, None)
+    names = [argument.name for argument in op._schema.arguments]
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
 
     def append_dtype(keyset: Any, args: Any, kwargs: Any) -> Any:
         if not is_eligible(args[0], device):
             return plain(keyset, args, kwargs)
-        given = dict(zip(takes, args, strict=False)) | kwargs
-        defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-        given = defaults | given
-        return appended(keyset, (*(given[name] for name in takes),), {"dtype": torch.float32})
+        by_name = defaults | dict(zip(names, args, strict=False)) | kwargs
+        # The other overload takes the same by position, without defaults.
+        all_args = tuple(by_name[name] for name in names)
+        return appended(keyset, all_args, {"dtype": torch.float32})
 
     return append_dtype
 
 
+# ---- PyTorch's own kernels
+
+
 CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The classes of tensors whose values are what they seem: others may be fake or wrap several."""
 # Tensors of other formats, such as fp8, go to PyTorch's own kernel.
 _FORMATS = frozenset({
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,

@@ -71,8 +71,10 @@ class PolicyRegion:
             check_device_type(device, enabled=enabled)
             if enabled:
                 check_dtype(device, dtype)
-            promotes = say is not None and dtype != torch.float32
-            promotion = Promotion(policy, device, dtype, say) if promotes and say is not None else None
+
+            promotion = None
+            if say is not None and dtype != torch.float32:
+                promotion = Promotion(policy, device, dtype, say)
             self.states.append(RegionState(device, dtype, enabled, scope, promotion))
 
     def is_open(self) -> bool:
@@ -81,11 +83,12 @@ class PolicyRegion:
 
     def __enter__(self) -> None:
         depth = len(thread.regions)
-        caches = torch.is_autocast_cache_enabled()
+        cache_enabled = torch.is_autocast_cache_enabled()
         try:
             for device, dtype, enabled, scope, promotion in self.states:
-                _regions.enter(self, device, dtype, enabled, caches, scope, promotion, self._warns)
+                _regions.enter(self, device, dtype, enabled, cache_enabled, scope, promotion, self._warns)
         except BaseException:
+            # There may be no dtype left to stand for the rules on the second device type.
             _regions.leave_to(depth)
             raise
 
@@ -94,17 +97,13 @@ class PolicyRegion:
             _regions.leave(self)
 
     def around(self, call: Callable[[], _R]) -> _R:
-        """Return ``call()``, called inside the region; after Ctrl-C at any line the region is closed too."""
+        """Return ``call()``, called inside the region."""
         depth = len(thread.regions)
         try:
             self.__enter__()
             return call()
         finally:
-            try:
-                _regions.leave_to(depth)
-            except BaseException:
-                _regions.leave_to(depth)
-                raise
+            _regions.leave_to(depth)
 
     def end(self) -> None:
         """Have checkpoints refuse to compute again what was computed by rules for modules that are gone."""
@@ -122,6 +121,7 @@ class PolicyRegion:
 
 def _holds_here(state: RegionState) -> bool:
     """Return whether ``state`` is in force in this thread; a scope inside that of ``state`` may be."""
+    # In turn what costs least to ask.
     if torch.is_autocast_enabled(state.device) is not state.enabled:
         return False
     if not state.enabled:
@@ -133,4 +133,5 @@ def _holds_here(state: RegionState) -> bool:
     current = scope_on(state.device)
     if current is None or state.scope is None:
         return current is state.scope
+    # An equal policy has scopes of its own, which compute the same.
     return current.resolved.root.identity == state.scope.identity

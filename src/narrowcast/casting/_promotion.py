@@ -30,6 +30,7 @@ lives, this costs each norm that Python calls, in plain fp32 code too, 0.2 to 0.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 import textwrap
@@ -120,37 +121,44 @@ living: weakref.WeakSet[Any] = weakref.WeakSet()
 @functools.cache
 def lacking_low() -> frozenset[str]:
     """Return the operators to promote that have no kernel for low formats."""
-    on_cpu = {op for op, how in TABLES["cpu"].items() if how != PROMOTE and _ON_CPU_ALONE.search(op)}
-    special = {f"special_{name}" for name in dir(torch.special) if _SPECIAL.search(name)}
-    return frozenset({*_NO_LOW_KERNEL.split(), *special, *on_cpu})
+    lacking = set(_NO_LOW_KERNEL.split())
+    for name in dir(torch.special):
+        if _SPECIAL.search(name):
+            lacking.add(f"special_{name}")
+    for op, kind in TABLES["cpu"].items():
+        if kind != PROMOTE and _ON_CPU_ALONE.search(op):
+            lacking.add(op)
+    return frozenset(lacking)
 
 
 @functools.cache
 def promoted() -> frozenset[str]:
     """Return the operators to promote on some device type."""
-    mixed = (*_MIXED.split(), *_overloads(PROMOTED.split()))
-    return _IN_FP32 | _WITH_NUMBERS | lacking_low() | frozenset(mixed)
+    taking_one_format = frozenset((*_MIXED.split(), *_overloads(PROMOTED.split())))
+    return _IN_FP32 | _WITH_NUMBERS | lacking_low() | taking_one_format
 
 
 @functools.cache
 def promoted_on(device_type: str, formats: frozenset[str]) -> tuple[str, ...]:
     """Return those that this PyTorch has and does not cast on ``device_type`` itself."""
-    found = promoted() - native_table(device_type).keys() - _LSTM
-    if device_type == "cpu" and any(why_no_lstm(dtype_of(one)) is not None for one in formats):
-        found |= _LSTM
+    ops = promoted() - native_table(device_type).keys() - _LSTM
+    if device_type == "cpu" and any(why_no_lstm(dtype_of(name)) is not None for name in formats):
+        ops |= _LSTM
     if "fp16" not in formats:
-        found -= _WITH_NUMBERS
-    return tuple(op for op in sorted(found) if _exists(op))
+        ops -= _WITH_NUMBERS
+    return tuple(op for op in sorted(ops) if _exists(op))
 
 
 def _overloads(bases: Iterable[str]) -> Iterator[str]:
     """Yield overloads of operators and of their forms in place that take several tensors."""
-    for base in bases:
-        for name in (base, f"{base}_"):
-            packet = getattr(torch.ops.aten, name, None)
-            for overload in () if packet is None else packet.overloads():
-                if not re.search("out|value|scalar|dimname|twin", overload):
-                    yield name if overload == "default" else f"{name}.{overload}"
+    for base, suffix in itertools.product(bases, ("", "_")):
+        name = f"{base}{suffix}"
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is None:
+            continue
+        for overload in packet.overloads():
+            if not re.search("out|value|scalar|dimname|twin", overload):
+                yield name if overload == "default" else f"{name}.{overload}"
 
 
 def _exists(op: str) -> bool:
@@ -165,7 +173,8 @@ def _exists(op: str) -> bool:
 def why_no_lstm(dtype: torch.dtype) -> str | None:
     """Return the error of an LSTM in ``dtype`` on this CPU, or None: oneDNN has no kernel on some."""
     errors: list[str] = []
-    trial = threading.Thread(target=_try_lstm, args=(dtype, errors))  # a new thread is in no mode or region
+    # A new thread is in no mode and no region.
+    trial = threading.Thread(target=_try_lstm, args=(dtype, errors))
     trial.start()
     trial.join()
     return errors[0] if errors else None
@@ -188,34 +197,39 @@ def _again(name: str, device: str) -> Callable[..., Any]:
 
     It is called with the arguments, the error that PyTorch raised or None, and whether the formats decide.
     """
-    op, in_fp32, no_low = operator(name), name in _IN_FP32, name in lacking_low()
-    off, call = without_key(device), plain_call(op)
-    statistics = _STATISTICS.get(name)
+    op = operator(name)
+    in_fp32 = name in _IN_FP32
+    lacks_low = name in lacking_low()
+    off = without_key(device)
+    call = plain_call(op)
 
     def again(args: Any, kwargs: Any, raised: str | None, by_formats: bool = False) -> Any:
-        inputs = [one for one in tensors_in((*args, *kwargs.values())) if is_eligible(one, device)]
-        formats = {one.dtype for one in inputs}
+        inputs = [tensor for tensor in tensors_in((*args, *kwargs.values())) if is_eligible(tensor, device)]
+        formats = {tensor.dtype for tensor in inputs}
         # Below autograd a cast would not be recorded; the kernel of the operator above sees the error.
-        recorded = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
-        if not formats or (recorded and is_below_autograd()):
+        is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        if not formats or (is_recorded and is_below_autograd()):
             raise _Unchanged
+
         dtype: torch.dtype | None = torch.float32
         if op._schema.is_mutable:
             dtype = _dtype_written(args, device)
         elif len(formats) > 1 and not in_fp32:
             dtype = widest(inputs, device)
+
         # Below a layer of torch.func it falls into a matmul, which would be cast: see _lower_is.
         stays_fp32 = by_formats and name == "mv" and formats == {torch.float32}
         if not (in_fp32 or stays_fp32):
+            # Then the error is the script's own, and a second call would write twice.
             if formats == {dtype} or dtype not in CASTABLE:
-                raise _Unchanged  # the error is the script's own, and a second call would write twice
-            if by_formats and _is_fine(inputs, name, no_low):
                 raise _Unchanged
-        if statistics is not None and args[statistics[1]]:
-            written = tensors_in(args[statistics[0]])
-            if any(one.dtype != dtype for one in written):
-                raise _Unchanged  # the norm writes to its running statistics: a cast would lose that
-        with off(), _lower_is(dtype, device) if is_transforming() else nullcontext():
+            if by_formats and _is_fine(inputs, name, lacks_low):
+                raise _Unchanged
+        if _would_lose_statistics(name, args, dtype):
+            raise _Unchanged
+
+        lower = _lower_is(dtype, device) if is_transforming() else nullcontext()
+        with off(), lower:
             cast_args, cast_kwargs = cast_all(args, kwargs, dtype, device)
             result = call(*cast_args, **cast_kwargs)
         if raised is not None and (len(formats) == 1 or in_fp32) and not stays_fp32:
@@ -223,6 +237,14 @@ def _again(name: str, device: str) -> Callable[..., Any]:
         return result
 
     return again
+
+
+def _would_lose_statistics(name: str, args: Any, dtype: torch.dtype | None) -> bool:
+    """Return whether a norm would write its running statistics to a cast of them."""
+    if name not in _STATISTICS:
+        return False
+    where, is_training = _STATISTICS[name]
+    return bool(args[is_training]) and any(tensor.dtype != dtype for tensor in tensors_in(args[where]))
 
 
 @contextmanager
@@ -248,6 +270,7 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
     again = _again(name, device)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # Below a layer of torch.func a cast would not be recorded, and fake tensors raise no error.
         by_formats = is_transforming() or (type(args[0]) not in CLASSES and is_proxy_tracing())
         if by_formats and is_promoting():
             with suppress(_Unchanged):
@@ -264,14 +287,17 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
                 return again(args, kwargs, str(error))  # the error itself would be part of a cycle
             except _Unchanged:
                 raise error from None
-            except Exception as other:
-                other.__context__ = None  # the script would see this error alone in fp32
+            except Exception as error_in_fp32:
+                # In FP32 the script would see this error alone.
+                error_in_fp32.__context__ = None
                 raise
 
     def fp32_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_promoting():  # the trial of an LSTM is not: it would begin another
-            why = why_no_lstm(torch.get_autocast_dtype(device)) if name in _LSTM else None
-            if why is not None or name not in _LSTM:
+        # The trial of an LSTM is in no region that promotes, or it would begin another.
+        if is_promoting():
+            is_lstm = name in _LSTM
+            why = why_no_lstm(torch.get_autocast_dtype(device)) if is_lstm else None
+            if why is not None or not is_lstm:
                 with suppress(_Unchanged):
                     return again(args, kwargs, why)
         return go_on(keyset, *args, **kwargs)
@@ -295,11 +321,11 @@ def promoting_under_vmap(name: str, go_on: _Kernel) -> _Kernel:
             raise
         except RuntimeError:
             device = args[0].device.type
+            inputs = [tensor for tensor in tensors_in(args) if is_eligible(tensor, device)]
             dtype = args[0].dtype
             if name not in _WRITING_UNDER_VMAP:
-                dtype = widest(tensors_in(args), device)
-            inputs = [one for one in tensors_in(args) if is_eligible(one, device)]
-            if {one.dtype for one in inputs} <= {dtype}:
+                dtype = widest(inputs, device)
+            if all(tensor.dtype == dtype for tensor in inputs):
                 raise  # the error is the script's own
             # Autograd casts gradients to the formats of what they belong to.
             wide, kwargs = cast_all(args, kwargs, dtype, device)
@@ -371,7 +397,7 @@ NORMS = Replacements(*((torch, name, _promoting_norm(name)) for name in _NORMS))
 
 def _dtype_written(args: Any, device: str) -> torch.dtype:
     """Return the dtype of what an operator writes to in place, its first argument."""
-    dtypes = {one.dtype for one in tensors_in(args[:1]) if is_eligible(one, device)}
+    dtypes = {tensor.dtype for tensor in tensors_in(args[:1]) if is_eligible(tensor, device)}
     if len(dtypes) != 1:
         raise _Unchanged  # a cast of one of several would lose what is written
     return dtypes.pop()
@@ -385,7 +411,7 @@ def _within_range(name: str, go_on: _Kernel, device: str) -> _Kernel:
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # full_like and new_full may be asked for another dtype.
         dtype = kwargs.get("dtype") or tensors_in(args)[0].dtype
-        fits = dtype != torch.float16 or list(map(_within_fp16, args)) == [*args]
+        fits = dtype != torch.float16 or list(map(_within_fp16, args)) == list(args)
         if fits or not is_promoting():
             return go_on(keyset, *args, **kwargs)
         if op._schema.is_mutable or is_below_autograd():
@@ -400,16 +426,19 @@ def _within_range(name: str, go_on: _Kernel, device: str) -> _Kernel:
 
 
 def _within_fp16(value: Any) -> Any:
-    number = isinstance(value, int | float) and 65504 < abs(value) < math.inf
-    return math.copysign(65504, value) if number else value
+    """Return a number, or another argument, as near to it as fp16 can hold."""
+    if isinstance(value, int | float) and 65504 < abs(value) < math.inf:
+        return math.copysign(65504, value)
+    return value
 
 
-def _is_fine(inputs: list[torch.Tensor], name: str, no_low: bool) -> bool:
+def _is_fine(inputs: list[torch.Tensor], name: str, lacks_low: bool) -> bool:
     """Return whether PyTorch computes these formats: one, or fp32 parameters of a low input."""
-    first, *others = (one.dtype for one in inputs)
-    if name in _NORMS and first != torch.float32 and set(others) == {torch.float32}:
+    first = inputs[0].dtype
+    others = {tensor.dtype for tensor in inputs[1:]}
+    if name in _NORMS and first != torch.float32 and others == {torch.float32}:
         return True
-    return set(others) <= {first} and not no_low
+    return others <= {first} and not lacks_low
 
 
 class _Unchanged(Exception):  # noqa: N818
@@ -417,12 +446,13 @@ class _Unchanged(Exception):  # noqa: N818
 
 
 def _report(name: str, raised: str, what: str = "runs in fp32") -> None:
-    here = promotion_here()
+    """Tell the promotion of this thread's region, or all if a compiled graph has entered the region."""
     # Without what oneDNN appends: to run again with a variable of the environment, which helps nobody here.
     first_sentence = raised.partition("\n")[0].partition(". ")[0]
     reason = textwrap.shorten(first_sentence, 200, placeholder=" ...")
-    for promotion in list(living) if here is None else (here,):
-        promotion(
-            name.partition(".")[0].lstrip("_"),
-            f"{what}, since PyTorch raised an error in the low format: {reason}",
-        )
+    base_name = name.partition(".")[0].lstrip("_")
+
+    here = promotion_here()
+    promotions = list(living) if here is None else [here]
+    for promotion in promotions:
+        promotion(base_name, f"{what}, since PyTorch raised an error in the low format: {reason}")

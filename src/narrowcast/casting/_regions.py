@@ -42,6 +42,9 @@ from narrowcast.casting._torch_internals import (
 from narrowcast.errors import OrderError
 from narrowcast.policy import TABLES, Scope
 
+_State = tuple[str, torch.dtype, bool, Scope | None]
+"""A region to open: its device type, its dtype, whether autocast is on in it, and its scope."""
+
 
 class _Process:
     """State shared by the regions of all threads; read and written with the lock held."""
@@ -49,14 +52,15 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.caching: set[OpenRegion] = set()
-        self.format_of_casts: torch.dtype | None = None
+        self.dtype_of_casts: torch.dtype | None = None
         self.had_a_region = False
 
     def open(self, region: OpenRegion, *, cache: bool) -> None:
         with self.lock:
             if not self.had_a_region:
                 self.prepare_compiler()
-            if region.enabled_before and region.cache_before:  # perhaps by torch.autocast
+            # The region outside may be one of torch.autocast, which filled the cache.
+            if region.enabled_before and region.cache_before:
                 self.hold_casts_of(region.dtype_before)
             if cache and self.may_cache(region):
                 region.caching = True
@@ -82,24 +86,27 @@ class _Process:
                 _CHECKPOINTING.end(region)
             if drop:
                 torch.clear_autocast_cache()
-                self.format_of_casts = None
+                self.dtype_of_casts = None
             elif region.enabled_before and region.cache_before:
                 self.hold_casts_of(region.dtype_before)
 
     def may_cache(self, region: OpenRegion) -> bool:
-        for one in self.caching:
-            if one.dtype != region.dtype and one.thread is not region.thread:
+        """Return whether no other thread keeps casts of another dtype."""
+        for caching in self.caching:
+            if caching.dtype != region.dtype and caching.thread is not region.thread:
                 return False
         return True
 
     def hold_casts_of(self, dtype: torch.dtype) -> None:
-        if dtype in (self.format_of_casts, torch.float32):
+        """Make torch's cache one of ``dtype``, by dropping the casts of any other."""
+        if dtype in (self.dtype_of_casts, torch.float32):
             return
-        torch.clear_autocast_cache()  # without a known format too: torch.autocast may have filled it
-        self.format_of_casts = dtype
+        # Without a known dtype too, since torch.autocast may have filled the cache.
+        torch.clear_autocast_cache()
+        self.dtype_of_casts = dtype
 
     def after_fork(self) -> None:
-        """The child has this thread alone, and the lock may have been held by another."""
+        """Keep the regions of this thread, the only one that the child has; another may have had the lock."""
         self.lock = threading.Lock()
         self.caching = {region for region in self.caching if region.thread is thread.regions}
 
@@ -124,12 +131,10 @@ def enter(
     if scope is not None:
         mark_of(scope)  # first, since it may raise
     region = OpenRegion(owner, device, dtype, enabled, scope, promotion, warns)
-    # From here on leaving restores the state, however much of it an interrupt let us set.
     thread.regions.append(region)
+    torch.autocast_increment_nesting()
     wants_cache = enabled and cache_enabled and dtype != torch.float32
     _process.open(region, cache=wants_cache)
-    region.nested = True
-    torch.autocast_increment_nesting()
 
     # Each setting is a twentieth of the time of a region, so those that are in force are left.
     if scope is not region.scope_before:
@@ -186,54 +191,52 @@ def leave(owner: object) -> None:
     if regions and regions[-1].owner is owner:
         leave_to(len(regions) - 1)
         return
-    owned = [index for index, region in enumerate(regions) if region.owner is owner]
-    if not owned:
+
+    depths = [depth for depth, region in enumerate(regions) if region.owner is owner]
+    if not depths:
         raise OrderError(
             "expected a region that this thread entered, got one that it did not enter or has left already; "
             "leave a region in the thread that entered it, as a with statement does"
         )
-    region, inside = regions[owned[-1]], len(regions) - owned[-1] - 1
-    leave_to(owned[-1])
+    depth = depths[-1]
+    region = regions[depth]
+    count_inside = len(regions) - depth - 1
+    leave_to(depth)
     raise OrderError(
         f"expected the innermost region to be left first, got the {region.device} region in {region.dtype} "
-        f"with {inside} still open inside it, which ended too; a generator or a coroutine that stops inside "
-        "a region does this: open the region around each of its steps"
+        f"with {count_inside} still open inside it, which ended too; a generator or a coroutine that stops "
+        "inside a region does this: open the region around each of its steps"
     )
 
 
 def leave_to(depth: int) -> None:
-    """Close the innermost regions of this thread until ``depth`` are left.
-
-    Every step can be repeated: who calls this in ``finally`` calls it again if Ctrl-C ends it.
-    """
+    """Close the innermost regions of this thread until ``depth`` are left."""
     regions = thread.regions
     while len(regions) > depth:
-        _restore(regions[-1])
-        regions.pop()
+        _close(regions.pop())
 
 
-def _restore(region: OpenRegion) -> None:
+def _close(region: OpenRegion) -> None:
+    """Set the autocast state back to that before ``region``."""
     device = region.device
     torch.set_autocast_enabled(device, region.enabled_before)
     torch.set_autocast_dtype(device, region.dtype_before)
     torch.set_autocast_cache_enabled(region.cache_before)
-    # An interrupt may have left a scope half set.
     if region.scope is not region.scope_before or scope_on(device) is not region.scope_before:
         set_scope(region.scope_before, device)
     if region.promotion is not None:
         torch.set_autocast_dtype(_scopes.PROMOTING[0], region.promoting_before)
-    if region.nested:
-        # After Ctrl-C between these two steps casts are dropped that may stay, which is only slower.
-        region.nested, region.drops = False, True
-        region.drops = torch.autocast_decrement_nesting() == 0
-    if region.drops:
+
+    # Weight casts end with the outermost region of the thread.
+    is_outermost = torch.autocast_decrement_nesting() == 0
+    if is_outermost:
         _weight_casts.drop_casts_here()
-    _process.close(region, drop=region.drops)
+    _process.close(region, drop=is_outermost)
 
 
 @contextmanager
 def regions(
-    states: Iterable[tuple[str, torch.dtype, bool, Scope | None]], cache_enabled: bool, promotion: Any = None
+    states: Iterable[_State], cache_enabled: bool, promotion: Callable[[str, str], None] | None = None
 ) -> Iterator[None]:
     """Open regions, each of a device type, a dtype, whether autocast is enabled, and a scope."""
     depth = len(thread.regions)
@@ -242,17 +245,7 @@ def regions(
             enter(None, device, dtype, enabled, cache_enabled, scope, promotion)
         yield
     finally:
-        try:
-            leave_to(depth)
-        except BaseException:
-            leave_to(depth)
-            raise
-
-
-def discard_regions(regions: list[OpenRegion]) -> None:
-    """Discard regions that a thread left open when it ended, and its state with it."""
-    for region in reversed(regions):
-        _process.close(region, drop=True)
+        leave_to(depth)
 
 
 # ---- recomputation
@@ -266,18 +259,27 @@ def state_here(
     Args:
         promotion: of the region that a compiled graph has entered, which is not among those of this thread.
     """
-    cache = torch.is_autocast_cache_enabled()
-    found = {*scopes_here(), *(region.device for region in thread.regions)}
+    cache_enabled = torch.is_autocast_cache_enabled()
+    devices = set(scopes_here())
+    devices.update(region.device for region in thread.regions)
     if promotion is None:
         promotion = promotion_here()
     else:
-        found.update(device for device in TABLES if torch.is_autocast_enabled(device))
-    devices = sorted(found)
-    states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), scope_on(d)) for d in devices]
+        # The graph's region is known by the autocast state alone.
+        devices.update(device for device in TABLES if torch.is_autocast_enabled(device))
+
+    states: list[_State] = []
+    for device in sorted(devices):
+        dtype = torch.get_autocast_dtype(device)
+        states.append((device, dtype, torch.is_autocast_enabled(device), scope_on(device)))
 
     def again() -> AbstractContextManager[None]:
-        absent = [(d, torch.get_autocast_dtype(d), False, None) for d in scopes_here() if d not in devices]
-        return regions([*absent, *states], cache, promotion)
+        # Rules on a device that had none then are not in force.
+        without_rules: list[_State] = []
+        for device in scopes_here():
+            if device not in devices:
+                without_rules.append((device, torch.get_autocast_dtype(device), False, None))
+        return regions([*without_rules, *states], cache_enabled, promotion)
 
     return again
 
@@ -302,8 +304,10 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bound_where_needed(function: Callable[..., Any]) -> Callable[..., Any]:
-    needed = any(region.propagates for region in thread.regions)
-    return bound(function) if needed and not torch.compiler.is_compiling() else function
+    is_needed = any(region.propagates for region in thread.regions)
+    if not is_needed or torch.compiler.is_compiling():
+        return function
+    return bound(function)
 
 
 class _BindingFunction:
@@ -332,11 +336,11 @@ def _quiet_kwargs(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def kwargs_of_regions(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        for one in found:
-            if one is not None and one.get("dtype") == torch.float32:
-                one.update(enabled=False, dtype=torch.bfloat16)
-        return found
+        kwargs_by_device = original(*args, **kwargs)
+        for autocast_kwargs in kwargs_by_device:
+            if autocast_kwargs is not None and autocast_kwargs.get("dtype") == torch.float32:
+                autocast_kwargs.update(enabled=False, dtype=torch.bfloat16)
+        return kwargs_by_device
 
     return kwargs_of_regions
 

@@ -1,10 +1,19 @@
 """The state of a thread: its open regions, and the scope that its calls are made in.
 
-The scope is kept in torch's own autocast state, which ``torch.compile`` guards and traces. No tensor is ever
-on an IPU, so while rules are in force for the CPU, the autocast dtype of IPUs stands for the scope, and
-autocast is on for them: another scope is another state, for which Dynamo makes another graph. The keys of
-graph caches on disk contain that state, and the list of what each dtype stands for in this process. In the
-same way the autocast dtype of XLA devices says that operators promote.
+A scope is the set of rules in force at a place. Kernels, modules and compiled graphs must all know the scope
+of the calling thread, and ``torch.compile`` must compile anew for another scope. So the scope is kept where
+torch keeps the state of autocast, which Dynamo traces and guards, and which a graph can enter and leave:
+
+- torch has an autocast dtype for every device type, also for IPUs, on which no tensor ever is. While rules
+  are in force for the CPU, autocast is on for IPUs, and its dtype there, the *mark*, stands for the scope.
+- The device type whose dtype is the mark is the *carrier*: "ipu" for the CPU, "hpu" for every other device
+  type. There are two, since the parts of a model may be on a CPU and on a GPU, each with a scope.
+- Any dtype but fp16 and bf16, for which programs open regions, may be a mark. ``_meanings`` says which scope
+  each one stands for. When none is left, those of scopes that no open region has are given to others.
+- The keys of graphs that torch caches on disk contain the marks, which another process gives to other scopes.
+  So what they stand for is added to these keys.
+
+In the same way the autocast dtype of XLA devices says that operators promote.
 """
 
 from __future__ import annotations
@@ -21,11 +30,8 @@ from narrowcast.casting._torch_internals import reset_compiled_code, set_in_ever
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import ResolvedPolicy, Rule, Scope, dtype_of
 
-# The device type whose autocast dtype stands for the scopes of another one. That of "cpu" differs from the
-# others', since a model may be on a CPU and on one other device.
-_CARRIERS = {"cpu": "ipu", "hpu": "maia"}
-_OTHER_CARRIER = "hpu"
-_NEUTRAL = torch.float16
+_NO_SCOPE = torch.float16
+"""The autocast dtype of a carrier while no rules are in force, which is torch's own default."""
 PROMOTING = ("xla", torch.float64)
 """The autocast state in which operators of a thread promote where formats meet."""
 _lock = threading.Lock()
@@ -33,19 +39,26 @@ _lock = threading.Lock()
 
 def _dtypes_for_marks() -> tuple[torch.dtype, ...]:
     """Return the dtypes that may stand for a scope: no program opens a region in one of them."""
-    every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    return tuple(sorted(every - {torch.float16, torch.bfloat16}, key=str))
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return tuple(sorted(dtypes - {torch.float16, torch.bfloat16}, key=str))
 
 
 _MARKS = _dtypes_for_marks()
-_SPARE_MARKS = 16  # for the modules of a new policy
+_SPARE_MARKS = 16
+"""How many dtypes are to be left when a policy is new, for the scopes inside its modules."""
 _carrier_of: dict[str, str] = {}
 """Device type -> its carrier, for those that had a scope."""
-# What a dtype stands for: device type and identity of a scope, and the scopes (of equal policies) with it.
 _Identity = tuple[str, str]
+"""The device type of a scope, and what identifies the scope there."""
 _Meaning = tuple[_Identity, "weakref.WeakSet[Scope]"]
+"""What a mark stands for, and the scopes with it: those of equal policies share one."""
 _meanings: dict[str, dict[torch.dtype, _Meaning]] = {}
-"""Carrier -> dtype -> what it stands for."""
+"""Carrier -> mark -> what it stands for."""
+
+
+def carrier_for(device_type: str) -> str:
+    """Return the device type whose autocast dtype stands for the scopes of ``device_type``."""
+    return "ipu" if device_type == "cpu" else "hpu"
 
 
 class OpenRegion:
@@ -58,13 +71,11 @@ class OpenRegion:
         scope: the rules inside; referenced here, since the autocast state holds no reference.
         promotion: operators promote inside; called with each that runs otherwise, and how.
         caching: whether weight casts are kept.
-        nested: whether torch's depth of regions counts it.
-        drops: whether leaving it drops the weight casts, since it is the outermost region of its thread.
     """
 
     __slots__ = (
-        "cache_before", "caching", "device", "drops", "dtype", "dtype_before", "enabled_before", "nested",
-        "owner", "promoting_before", "promotion", "propagates", "scope", "scope_before", "thread", "warns",
+        "cache_before", "caching", "device", "dtype", "dtype_before", "enabled_before", "owner",
+        "promoting_before", "promotion", "propagates", "scope", "scope_before", "thread", "warns",
     )  # fmt: skip
 
     def __init__(
@@ -86,8 +97,6 @@ class OpenRegion:
         self.propagates = scope is not None or promotion is not None or (enabled and dtype == torch.float32)
         self.scope = scope
         self.caching = False
-        self.nested = False
-        self.drops = False
         self.enabled_before = torch.is_autocast_enabled(device)
         self.dtype_before = torch.get_autocast_dtype(device)
         self.cache_before = torch.is_autocast_cache_enabled()
@@ -141,11 +150,11 @@ def scope_on(device_type: str) -> Scope | None:
     if carrier is None:
         return None
     mark = torch.get_autocast_dtype(carrier)
-    if mark is _NEUTRAL:
+    if mark is _NO_SCOPE:
         return None
-    latest = thread.scopes.get(device_type)
-    if latest is not None and latest.mark is mark:
-        return latest
+    latest_scope = thread.scopes.get(device_type)
+    if latest_scope is not None and latest_scope.mark is mark:
+        return latest_scope
     # A compiled graph entered the region, and so set the autocast state alone.
     meaning = _meanings[carrier].get(mark)
     if meaning is None or meaning[0][0] != device_type:
@@ -184,7 +193,7 @@ def scopes_here() -> dict[str, Scope]:
 def set_scope(scope: Scope | None, device_type: str) -> None:
     """Set the scope of this thread's calls; None: no rule is in force."""
     if scope is None:
-        carrier, mark = _CARRIERS.get(device_type, _OTHER_CARRIER), _NEUTRAL
+        carrier, mark = carrier_for(device_type), _NO_SCOPE
         thread.scopes.pop(device_type, None)
     else:
         mark = mark_of(scope)
@@ -205,8 +214,8 @@ def change_scope(scope: Scope, device_type: str) -> None:
 
 def autocast_state_of(scope: Scope | None, device_type: str) -> tuple[str, torch.dtype]:
     """Return the device type whose autocast dtype stands for ``scope``, and that dtype."""
-    carrier = _CARRIERS.get(device_type, _OTHER_CARRIER)
-    return carrier, _NEUTRAL if scope is None else mark_of(scope)
+    mark = _NO_SCOPE if scope is None else mark_of(scope)
+    return carrier_for(device_type), mark
 
 
 def mark_of(scope: Scope) -> torch.dtype:
@@ -218,7 +227,7 @@ def mark_of(scope: Scope) -> torch.dtype:
     if scope.mark is not None:
         return scope.mark
     device_type = scope.resolved.device_type
-    carrier = _CARRIERS.get(device_type, _OTHER_CARRIER)
+    carrier = carrier_for(device_type)
     identity = (device_type, repr(scope.identity))
     with _lock:
         meanings = _meanings.setdefault(carrier, {})
@@ -266,14 +275,17 @@ def make_room_for_marks() -> None:
 
 def _free_marks(meanings: dict[torch.dtype, _Meaning]) -> None:
     """Free the dtypes of the scopes that no open region has; each gets another one when it is needed."""
-    in_use: set[ResolvedPolicy] = set()
+    policies_in_use: set[ResolvedPolicy] = set()
     for regions in _of_threads.values():
-        in_use.update(region.scope.resolved for region in tuple(regions) if region.scope is not None)
-    freed = [
-        mark
-        for mark, (_, scopes) in meanings.items()
-        if in_use.isdisjoint(scope.resolved for scope in scopes)
-    ]
+        for region in tuple(regions):  # its thread may go on
+            if region.scope is not None:
+                policies_in_use.add(region.scope.resolved)
+
+    freed = []
+    for mark, (_, scopes) in meanings.items():
+        if policies_in_use.isdisjoint(scope.resolved for scope in scopes):
+            freed.append(mark)
+
     # The graphs of these scopes would be taken for those of the ones that come.
     if freed and reset_compiled_code():
         for mark in freed:
@@ -283,15 +295,15 @@ def _free_marks(meanings: dict[torch.dtype, _Meaning]) -> None:
 
 def _tag_graphs_on_disk() -> None:
     """Add what the dtypes stand for to the key of every compiled graph that is kept on disk."""
-    known = sorted(
-        (carrier, str(mark), identity)
-        for carrier, meanings in _meanings.items()
-        for mark, (identity, _) in meanings.items()
-    )
-    ours = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
+    known: list[tuple[str, str, _Identity]] = []
+    for carrier, meanings in _meanings.items():
+        for mark, (identity, _) in meanings.items():
+            known.append((carrier, str(mark), identity))
+    our_tag = hashlib.sha256(repr(sorted(known)).encode()).hexdigest()[:16]
+
     settings = torch.compiler.config
-    others = (settings.cache_key_tag or "").partition("|narrowcast:")[0]
-    set_in_every_thread(settings, "cache_key_tag", f"{others}|narrowcast:{ours}")
+    tag_of_others = (settings.cache_key_tag or "").partition("|narrowcast:")[0]
+    set_in_every_thread(settings, "cache_key_tag", f"{tag_of_others}|narrowcast:{our_tag}")
 
 
 def lower_dtype(scope: Scope) -> torch.dtype:

@@ -94,30 +94,6 @@ def takes_numbers_for_tensors(op: Any) -> bool:
     return namespace == "aten" and bool(_C._should_allow_numbers_as_tensors(base))
 
 
-def decomposition_of(op: Any) -> Callable[..., Any]:
-    """Return a function that decomposes a composite: its parts are called at once, in C++ unless traced."""
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_ops.py
-    key = _C.DispatchKey.CompositeImplicitAutograd
-    tracing = functools.partial(_C._dispatch_tls_is_dispatch_key_included, _C.DispatchKey.PythonDispatcher)
-
-    def decompose(*args: Any, **kwargs: Any) -> Any:
-        return op.decompose(*args, **kwargs) if tracing() else op._op_dk(key, *args, **kwargs)
-
-    return decompose
-
-
-def names_of_composites() -> list[str]:
-    """Return the composites that autocast decomposes, as ``"einsum"``; no in-place and ``out=`` forms."""
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
-    names: list[str] = _C._dispatch_get_all_op_names()
-    return [
-        name.removeprefix("aten::")
-        for name in names
-        if has_kernel(name, "CompositeImplicitAutograd")
-        and not (name.partition(".")[0].endswith("_") or "out" in name.partition(".")[2])
-    ]
-
-
 has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
 """Whether the dispatcher has a kernel for a qualified operator on a key, ours included."""
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
@@ -231,8 +207,7 @@ class _Replaced:
 class Replacements:
     """Names of torch as functions of ours wrap them, in place while there are users.
 
-    What another library puts in front of ours stays, and ours then only calls what is below. Users are told
-    apart, so that ``begin`` and ``end`` may be repeated after an interrupt.
+    What another library puts in front of ours stays, and ours then only calls what is below.
 
     Args:
         names: of each the object that has it, the name, and the function that wraps what it stands for.
@@ -245,20 +220,22 @@ class Replacements:
     def begin(self, user: object) -> None:
         """Put them in place for ``user``, a hashable object of its own."""
         if not self.users:
-            for one in self._names:
-                now = getattr(one.owner, one.name)
-                if now is not one.below and now is not one.ours:
-                    one.below, one.ours = now, one.make(now)
-                setattr(one.owner, one.name, one.ours)
+            for replaced in self._names:
+                now = getattr(replaced.owner, replaced.name)
+                if now is not replaced.below and now is not replaced.ours:
+                    replaced.below = now
+                    replaced.ours = replaced.make(now)
+                setattr(replaced.owner, replaced.name, replaced.ours)
         self.users.add(user)
 
     def end(self, user: object) -> None:
         """Take them away if ``user`` was the last."""
         self.users.discard(user)
         if not self.users:
-            for one in self._names:
-                if getattr(one.owner, one.name) is one.ours:
-                    setattr(one.owner, one.name, one.below)
+            for replaced in self._names:
+                # Another library may have put its own in front of ours since.
+                if getattr(replaced.owner, replaced.name) is replaced.ours:
+                    setattr(replaced.owner, replaced.name, replaced.below)
 
 
 # Module.load_state_dict has no hook that sees every module. Replacing the method for each region would empty
@@ -306,8 +283,8 @@ def skipped_by_dynamo(function: _F) -> _F:
 
     As ``torch.compiler.disable``.
     """
-    its: Any = function
-    its._torchdynamo_disable = its._torchdynamo_disable_recursive = True
+    marked: Any = function
+    marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
     return traced_only_inline(function)
 
 
@@ -332,8 +309,8 @@ def constant_while_tracing(function: _F) -> _F:
 
     As ``torch.compiler.assume_constant_result``.
     """
-    its: Any = function
-    its._dynamo_marked_constant = True
+    marked: Any = function
+    marked._dynamo_marked_constant = True
     return function
 
 
@@ -466,9 +443,9 @@ def stand_for(compiled: Callable[..., Any], function: Callable[..., Any]) -> Non
     As it takes what ``torch.compile`` returns for what it was given.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
-    its: Any = compiled
-    its._torchdynamo_inline = its._torchdynamo_orig_callable = function
-    its._torchdynamo_wrapper_id = id(compiled)
+    marked: Any = compiled
+    marked._torchdynamo_inline = marked._torchdynamo_orig_callable = function
+    marked._torchdynamo_wrapper_id = id(compiled)
 
 
 def module_that_is_traced_as_called(compiled: Any) -> None:
@@ -518,7 +495,7 @@ def one_level(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None
     ``torch.utils._pytree`` is what libraries register their containers with, under this name.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_pytree.py
-    children, spec = _pytree.tree_flatten(value, is_leaf=lambda one: one is not value)
+    children, spec = _pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)
     if len(children) == 1 and children[0] is value:
         return None
     return children, lambda parts: _pytree.tree_unflatten(parts, spec)

@@ -18,7 +18,7 @@ from narrowcast.casting._torch_internals import one_level
 from narrowcast.casting._warnings import stacklevel_outside
 from narrowcast.policy import Policy, Rule, Scope, class_names, rules_for
 
-# The names by which DDP, DataParallel, torch.compile, FSDP and checkpoint wrappers hold a module.
+# The names by which DDP, DataParallel, torch.compile, FSDP and checkpoint wrappers hold a module, and theirs.
 _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = (
     "DistributedDataParallel", "DataParallel", "OptimizedModule", "FullyShardedDataParallel",
@@ -64,8 +64,8 @@ def cast_floating(
     formats = _HALVES if only is None else frozenset(only)
 
     def wants(tensor: torch.Tensor) -> bool:
-        its = tensor.dtype
-        return its in formats and its != dtype and its.is_floating_point
+        before = tensor.dtype
+        return before in formats and before != dtype and before.is_floating_point
 
     return cast_where(value, dtype, wants, tell)
 
@@ -77,9 +77,14 @@ def cast_where(
     tell: Callable[[str], object] | None = None,
 ) -> _ValueT:
     """As ``cast_floating``, for the tensors of which ``wants`` is true."""
+    # One tensor alone is what most modules take and return.
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if wants(value) else value  # type: ignore[return-value]
-    return map_tensors(value, lambda tensor: tensor.to(dtype) if wants(tensor) else tensor, tell)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if wants(tensor) else tensor
+
+    return map_tensors(value, cast, tell)
 
 
 def map_tensors(
@@ -91,7 +96,8 @@ def map_tensors(
 
     ``tell`` gets a sentence about each container that is not known; without it there is a warning.
     """
-    replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # searched by identity, which Dynamo can trace
+    # Searched by identity, which Dynamo can trace.
+    replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def replacement(tensor: torch.Tensor) -> torch.Tensor:
         for original, made in replaced:
@@ -108,14 +114,14 @@ def map_tensors(
 
 def tensors_inside(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a nested value."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
         return tensor
 
-    _map(value, note, say_nothing)
-    return found
+    _map(value, collect, say_nothing)
+    return tensors
 
 
 def say_nothing(text: str) -> None:
@@ -141,11 +147,15 @@ def _map(
         if not torch.compiler.is_compiling():
             _name_unknown(value, function, tell)
         return value, False
+
     parts, rebuild = opened
-    mapped = [_map(part, function, tell) for part in parts]
-    if not any(changed for _, changed in mapped):
-        return value, False
-    return rebuild([part for part, _ in mapped]), True
+    mapped_parts: list[Any] = []
+    is_changed = False
+    for part in parts:
+        mapped, part_is_changed = _map(part, function, tell)
+        mapped_parts.append(mapped)
+        is_changed = is_changed or part_is_changed
+    return (rebuild(mapped_parts), True) if is_changed else (value, False)
 
 
 def _open(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -170,9 +180,11 @@ def _open(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 
 def _with_attributes(value: Any, names: list[str], parts: list[Any]) -> Any:
+    """Return a copy of ``value`` in which the attributes of these names are ``parts``."""
     made = copy.copy(value)
     for name, part in zip(names, parts, strict=True):
-        object.__setattr__(made, name, part)  # a frozen class refuses its own
+        # The __setattr__ of a frozen dataclass would raise.
+        object.__setattr__(made, name, part)
     return made
 
 
@@ -183,13 +195,12 @@ def _name_unknown(
     cls = type(value)
     if (tell is None and cls in _named) or isinstance(value, torch.nn.Module):
         return
-    inside = [*getattr(value, "__dict__", {}).values(), *_items(value)]
     if cls is types.GeneratorType:
         text = (
             f"what the generator {value.__qualname__} yields is not cast, since it computes when it is "
             "iterated, outside of the region: return a list"
         )
-    elif any(function(part) is not part for part in inside if isinstance(part, torch.Tensor)):
+    elif _holds_any_to_cast(value, function):
         text = (
             f"the tensors in a {cls.__module__}.{cls.__qualname__} were not cast, since narrowcast cannot "
             "look into it: make it a dataclass, or call torch.utils._pytree.register_pytree_node"
@@ -203,12 +214,17 @@ def _name_unknown(
     warnings.warn(text, UserWarning, stacklevel=stacklevel_outside(("narrowcast.", "torch.")))
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _holds_any_to_cast(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Return whether an attribute or an item of an object is a tensor that ``function`` would replace."""
+    inside = list(getattr(value, "__dict__", {}).values())
     if isinstance(value, UserDict):
         value = value.data
     if isinstance(value, dict):
-        return list(dict.values(value))
-    return list(value) if isinstance(value, list | tuple | set) else ()
+        inside += dict.values(value)
+    elif isinstance(value, list | tuple | set):
+        inside += value
+    tensors = [part for part in inside if isinstance(part, torch.Tensor)]
+    return any(function(tensor) is not tensor for tensor in tensors)
 
 
 # ---- modules
@@ -217,25 +233,40 @@ def _items(value: Any) -> Iterable[Any]:
 @contextmanager
 def undo_on_error(models: Iterable[Any], optimizers: Iterable[Any] | None = None) -> Iterator[ExitStack]:
     """If the block raises, close the yielded stack and restore modules; given optimizers, weights too."""
-    modules = [part for one in models for part in one.modules()]
-    kept = inner = [vars(one) for one in (*modules, *(optimizers or ()))]
-    for _ in range(3):  # an optimizer's parameters are nested so deep
-        inside = (one for own in inner for one in (own.values() if isinstance(own, dict) else own))
-        inner = [one for one in inside if type(one) in (list, dict, OrderedDict, defaultdict)]
-        kept = [*kept, *inner]
-    before = [(one, one.copy()) for one in kept]
-    classes = [(one, type(one)) for one in modules]
-    tensors = [t for part in modules if optimizers for t in (*part.parameters(False), *part.buffers(False))]
-    values = [(one, one.data, one.grad) for one in tensors if not torch.nn.parameter.is_lazy(one)]
+    modules = [part for model in models for part in model.modules()]
+    classes = [(module, type(module)) for module in modules]
+
+    # The attributes of the objects, and the containers in them: an optimizer's parameters are nested so deep.
+    containers: list[Any] = [vars(owner) for owner in (*modules, *(optimizers or ()))]
+    outer = containers
+    for _ in range(3):
+        inner: list[Any] = []
+        for container in outer:
+            items = container.values() if isinstance(container, dict) else container
+            inner += [item for item in items if type(item) in (list, dict, OrderedDict, defaultdict)]
+        containers = [*containers, *inner]
+        outer = inner
+    contents = [(container, container.copy()) for container in containers]
+
+    weights: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+    for module in modules if optimizers else ():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if not torch.nn.parameter.is_lazy(tensor):
+                weights.append((tensor, tensor.data, tensor.grad))
 
     def restore() -> None:
-        for module, kind in classes:
-            object.__setattr__(module, "__class__", kind)  # traced modules forward their own
-        for changed, contents in before:
-            changed.clear()
-            changed.extend(contents) if isinstance(changed, list) else changed.update(contents)
-        for tensor, data, gradient in values:
-            tensor.grad, tensor.data, tensor.grad = None, data, gradient  # formats differ meanwhile
+        for module, cls in classes:
+            object.__setattr__(module, "__class__", cls)  # traced modules forward their own
+        for container, before in contents:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(before)
+            else:
+                container.update(before)
+        for tensor, data, gradient in weights:
+            tensor.grad = None  # its format may not be that of the data meanwhile
+            tensor.data = data
+            tensor.grad = gradient
 
     with ExitStack() as undo:
         undo.callback(restore)
@@ -253,27 +284,34 @@ def modules_by_path(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]
 
 def all_paths(model: torch.nn.Module) -> list[tuple[tuple[str, ...], torch.nn.Module]]:
     """Return every module inside ``model`` with every path by which it is reached."""
-    found: dict[int, tuple[list[str], torch.nn.Module]] = {}
-    _find_paths("", model, found, ())
-    return [(tuple(paths), module) for paths, module in found.values()]
+    paths_of: dict[int, tuple[list[str], torch.nn.Module]] = {}
+    _find_paths("", model, paths_of, ())
+    return [(tuple(paths), module) for paths, module in paths_of.values()]
 
 
 # A nested function that calls itself would hold the model until Python's collector looks for cycles.
 def _find_paths(
     path: str,
     module: torch.nn.Module,
-    found: dict[int, tuple[list[str], torch.nn.Module]],
+    paths_of: dict[int, tuple[list[str], torch.nn.Module]],
     above: tuple[int, ...],
 ) -> None:
-    paths, _ = found.setdefault(id(module), ([], module))
+    """Add ``path`` to the paths of ``module``, and go on with its children."""
+    paths, _ = paths_of.setdefault(id(module), ([], module))
     if path in paths or id(module) in above or len(paths) == _MOST_PATHS:
         return
     paths.append(path)
+    if isinstance(module, torch.jit.ScriptModule):
+        return  # it calls its parts without their hooks
+
     wraps = is_wrapper(module)
     for name, child in module._modules.items():  # named_children() gives a shared one once
-        if child is not None and not isinstance(module, torch.jit.ScriptModule):  # calls parts without hooks
-            inner = path if wraps and name in _WRAPPED else f"{path}.{name}" if path else name
-            _find_paths(inner, child, found, (*above, id(module)))
+        if child is None:
+            continue
+        child_path = f"{path}.{name}" if path else name
+        if wraps and name in _WRAPPED:
+            child_path = path
+        _find_paths(child_path, child, paths_of, (*above, id(module)))
 
 
 def is_wrapper(module: torch.nn.Module) -> bool:
@@ -283,20 +321,34 @@ def is_wrapper(module: torch.nn.Module) -> bool:
 
 def with_what_it_wraps(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return ``module`` and, where it only wraps another one, that one and so on."""
-    found = [module]
-    while is_wrapper(found[-1]):
-        inside = [found[-1]._modules[name] for name in _WRAPPED if found[-1]._modules.get(name) is not None]
-        if not inside or inside[0] is None:
+    modules = [module]
+    while is_wrapper(modules[-1]):
+        wrapped = _wrapped_by(modules[-1])
+        if wrapped is None:
             break
-        found.append(inside[0])
-    return found
+        modules.append(wrapped)
+    return modules
+
+
+def _wrapped_by(wrapper: torch.nn.Module) -> torch.nn.Module | None:
+    for name in _WRAPPED:
+        wrapped = wrapper._modules.get(name)
+        if wrapped is not None:
+            return wrapped
+    return None
 
 
 def scopes_by_path(model: torch.nn.Module, policy: Policy, root: Scope) -> dict[str, Scope]:
     """Return the scope inside each module of ``model``, by every path to it."""
-    modules = {path: module for paths, module in all_paths(model) for path in paths}
+    modules: dict[str, torch.nn.Module] = {}
+    for paths, module in all_paths(model):
+        modules.update(dict.fromkeys(paths, module))
+
+    def depth(path: str) -> int:
+        return path.count(".") + 1 if path else 0
+
     scopes: dict[str, Scope] = {}
-    for path in sorted(modules, key=lambda one: one.count(".") + bool(one)):  # a parent before its children
+    for path in sorted(modules, key=depth):  # a parent before its children
         around = scopes[path.rpartition(".")[0]] if path else root
         scopes[path] = around.inside(rules_of(policy, (path,), modules[path]))
     return scopes
@@ -306,5 +358,7 @@ def rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) ->
     """Return the rules for a module at ``paths``, in the order of the policy; none for a wrapper."""
     if is_wrapper(module):
         return ()
-    selected = {one for path in paths for one in rules_for(policy, path, class_names(type(module)))}
-    return tuple(one for one in policy.rules if one in selected)
+    selected: set[Rule] = set()
+    for path in paths:
+        selected.update(rules_for(policy, path, class_names(type(module))))
+    return tuple(rule for rule in policy.rules if rule in selected)

@@ -22,24 +22,29 @@ warned: list[str] = []  # once a process
 def stacklevel_outside(package: str | tuple[str, ...]) -> int:
     """Return the ``stacklevel`` with which the calling function names the first line outside ``package``.
 
-    That is the beginning of the names of modules, or several.
+    Args:
+        package: how the names of the modules begin that are passed over, or several beginnings.
     """
-    level, frame = 2, sys._getframe(2)
+    level = 2
+    frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
-        level, frame = level + 1, frame.f_back
+        level += 1
+        frame = frame.f_back
     return level
 
 
 def watched_cross_entropy(below: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(below)
     def binary_cross_entropy(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and not warned and (lost := _lost(input, target)):
-            warned.append(
-                f"{lost} of {input.numel()} outputs of a sigmoid are rounded to 0 or 1 where the target of "
-                "binary_cross_entropy is another, and get no gradient: use BCEWithLogitsLoss without the "
-                'sigmoid, or a policy with nc.rule.op("sigmoid", compute="fp32")'
-            )
-            warnings.warn(warned[0], UserWarning, stacklevel=stacklevel_outside("torch."))
+        if not warned and not torch.compiler.is_compiling():
+            lost = _lost(input, target)
+            if lost:
+                warned.append(
+                    f"{lost} of {input.numel()} outputs of a sigmoid are rounded to 0 or 1 where the target "
+                    "of binary_cross_entropy is another, and get no gradient: use BCEWithLogitsLoss without "
+                    'the sigmoid, or a policy with nc.rule.op("sigmoid", compute="fp32")'
+                )
+                warnings.warn(warned[0], UserWarning, stacklevel=stacklevel_outside("torch."))
         return below(input, target, *args, **kwargs)
 
     return binary_cross_entropy
@@ -47,15 +52,26 @@ def watched_cross_entropy(below: Callable[..., Any]) -> Callable[..., Any]:
 
 def _lost(probabilities: torch.Tensor, target: torch.Tensor) -> int:
     """Return how many ``probabilities`` of a sigmoid in a low format are 1 or 0, and should not be."""
-    node, low, name = probabilities.grad_fn, probabilities.dtype.itemsize == 2, ""
-    for _ in range(6):  # views and casts after the sigmoid
-        if node is None or (name := node.name()) == "SigmoidBackward0":
-            break
-        low = low or name == "ToCopyBackward0"
-        node = node.next_functions[0][0] if node.next_functions else None
-    if not low or name != "SigmoidBackward0" or probabilities.shape != target.shape:
+    if not probabilities.is_cpu or probabilities.shape != target.shape:
         return 0
-    if not probabilities.is_cpu or is_transforming() or is_tracing() or is_proxy_tracing():
+    if is_transforming() or is_tracing() or is_proxy_tracing():
+        return 0
+    if not _is_of_low_sigmoid(probabilities):
         return 0
     wrong = ((probabilities == 1) & (target < 1)) | ((probabilities == 0) & (target > 0))
     return int(wrong.sum())
+
+
+def _is_of_low_sigmoid(probabilities: torch.Tensor) -> bool:
+    """Return whether they come from a sigmoid in a low format, perhaps through a few views and casts."""
+    is_low = probabilities.dtype.itemsize == 2
+    node = probabilities.grad_fn
+    for _ in range(6):
+        if node is None:
+            return False
+        if node.name() == "SigmoidBackward0":
+            return is_low
+        if node.name() == "ToCopyBackward0":
+            is_low = True
+        node = node.next_functions[0][0] if node.next_functions else None
+    return False

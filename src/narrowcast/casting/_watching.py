@@ -98,12 +98,13 @@ class _Watch:
             if op in _LEFT_ALONE:
                 continue
             namespace = qualified(op).partition("::")[0]
-            without = (
+            # What the operator does without being watched.
+            below = (
                 _kernels.own_kernel(op, self._device_type)
                 or native_kernel(op, self._device_type)
                 or below_autocast(operator(op), self._device_type)
             )
-            watched = self._watched(op, without)
+            watched = self._watched(op, below)
             self._libraries[namespace] = register_kernel(op, key, watched, self._libraries.get(namespace))
 
     def end(self) -> None:
@@ -124,14 +125,15 @@ class _Watch:
             enclosing = ops_under_way()
             compute, rule, because = _decided(op, device_type, kind)
             taken_apart = composite and compute in (None, UNLISTED)
-            inside_a_kernel = bool(enclosing) and not _thread.under_way[-1][1]
+            is_inside_a_kernel = bool(enclosing) and not _thread.under_way[-1][1]
             _thread.under_way.append((op, taken_apart))
             try:
                 result = below(keyset, *args, **kwargs)
             finally:
                 _thread.under_way.pop()
-            if inside_a_kernel and compute is None:
+            if is_inside_a_kernel and compute is None:
                 return result
+
             inputs = _operators.tensors_in((*args, *kwargs.values()))
             dtype = None
             if compute is not None:
@@ -157,7 +159,7 @@ class _Watch:
 def _decided(op: str, device_type: str, kind: str | None) -> tuple[str | None, Rule | None, str]:
     """The word that decides about ``op`` in this thread, the rule, and the same in words."""
     scope = scope_on(device_type)
-    decision = scope.decide(op) if scope is not None else None
+    decision = None if scope is None else scope.decide(op)
     if decision is not None:
         return decision.compute, decision.rule, decision.because
     if kind is None:

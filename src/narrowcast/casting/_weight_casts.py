@@ -39,17 +39,32 @@ BACKWARD_INSIDE = (
     "end the region after the loss and call backward after it"
 )
 _Key = tuple[int, torch.dtype, bool]
+"""Of a cast: the id of its weight, its dtype, and whether gradients are recorded."""
 
 
 class _Thread(threading.local):
+    """The casts that a thread keeps.
+
+    Attributes:
+        casts: each with its weight, and the version of the weight that was cast.
+        generation: of the process when they were made; those of an earlier one are not used.
+    """
+
     def __init__(self) -> None:
         self.casts: dict[_Key, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
         self.generation = 0
 
 
 class _Process:
+    """What all threads share.
+
+    Attributes:
+        generation: raised by whatever writes weights.
+        backward_warned: whether a warning named a backward pass inside a region.
+    """
+
     def __init__(self) -> None:
-        self.generation = 0  # raised by whatever writes weights: the casts of a thread are of one
+        self.generation = 0
         self.backward_warned = False
 
 
@@ -63,9 +78,10 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         _here.casts.clear()
         _here.generation = _process.generation
     key = (id(weight), dtype, weight.requires_grad and torch.is_grad_enabled())
-    found = _here.casts.get(key)
-    if found is not None and found[0]() is weight and found[1] == weight._version:
-        return found[2]
+    kept = _here.casts.get(key)
+    # The id may be that of a weight that is gone.
+    if kept is not None and kept[0]() is weight and kept[1] == weight._version:
+        return kept[2]
     cast = weight.to(dtype)
     if type(cast) is not torch.Tensor:
         return cast  # a fake tensor, or one of another mode
@@ -111,7 +127,7 @@ def drop_casts() -> None:
 
 
 def watch_writes(region: object) -> None:
-    """Watch what may write weights in ``region``, in which a backward pass is worth a warning."""
+    """Install the watchers that an ``nc.autocast`` region needs, until ``end_watching(region)``."""
     watch_optimizers()
     LOADING.begin(region)
     _BACKWARD_AND_LOSS.begin(region)
@@ -140,10 +156,10 @@ def _dropping_keys(below: Callable[..., Any]) -> Callable[..., Any]:
 
 def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
-        warning = [region for region in thread.regions if region.warns]
-        if not warning:
+        devices = [region.device for region in thread.regions if region.warns]
+        if not devices:
             return below(*args, **kwargs)
-        if not _process.backward_warned and any(torch.is_autocast_enabled(one.device) for one in warning):
+        if not _process.backward_warned and any(map(torch.is_autocast_enabled, devices)):
             _process.backward_warned = True
             warnings.warn(BACKWARD_INSIDE, UserWarning, stacklevel=stacklevel_outside("torch."))
         try:

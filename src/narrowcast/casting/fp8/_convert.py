@@ -61,22 +61,32 @@ def apply_fp8(model: torch.nn.Module, policy: Policy) -> Fp8Handle:
         PolicyError: the model has fp8 layers already.
     """
     handle = Fp8Handle()
-    if not any(one.compute in FP8_RECIPES for one in policy.rules):
+    if not policy_has_fp8(policy):
         return handle
     for path, module in modules_by_path(model):
         if is_fp8(module):
             raise PolicyError(f"{path!r} is an fp8 layer already: remove() the handle of its policy first")
     from narrowcast.casting.fp8 import _linear  # imports torchao
 
-    sites = _selected(model, policy)
-    reasons = {site.path: _why_not(site.module) for site in sites}
-    handle.left_out.update((path, why) for path, why in reasons.items() if why is not None)
-    chosen = [site for site in sites if site.path not in handle.left_out]
-    _warn([site.module for site in chosen], handle.left_out)  # first: a warning may be an error
-    for site in chosen:
+    sites = []
+    for site in _selected(model, policy):
+        why_not = _why_not(site.module)
+        if why_not is None:
+            sites.append(site)
+        else:
+            handle.left_out[site.path] = why_not
+
+    # Before any layer is converted, since a warning may be an error.
+    _warn([site.module for site in sites], handle.left_out)
+    for site in sites:
         handle.layers.append(_linear.convert_layer(site.module, site.rule, handle.use))
         handle.converted[site.path] = site.rule.compute
     return handle
+
+
+def policy_has_fp8(policy: Policy) -> bool:
+    """Return whether a rule of ``policy`` has an fp8 recipe."""
+    return any(rule.compute in FP8_RECIPES for rule in policy.rules)
 
 
 def unconverted(model: torch.nn.Module, policy: Policy) -> dict[str, str | None]:
@@ -84,8 +94,11 @@ def unconverted(model: torch.nn.Module, policy: Policy) -> dict[str, str | None]
 
     The value is why a layer cannot, or None if it could.
     """
-    sites = _selected(model, policy)
-    return {site.path: _why_not(site.module) for site in sites if not is_fp8(site.module)}
+    reasons = {}
+    for site in _selected(model, policy):
+        if not is_fp8(site.module):
+            reasons[site.path] = _why_not(site.module)
+    return reasons
 
 
 def is_fp8(module: torch.nn.Module) -> bool:
@@ -115,18 +128,18 @@ class _Site(NamedTuple):
 
 def _selected(model: torch.nn.Module, policy: Policy) -> list[_Site]:
     """Return the modules of ``model`` that fp8 rules select, whether they can multiply in fp8 or not."""
-    modules = modules_by_path(model)
-    for _, module in modules:
+    # Which rule wins depends neither on the device nor on the format.
+    root = resolved(policy, "cpu", "bf16").root
+    scopes = scopes_by_path(model, policy, root)
+
+    sites = []
+    for path, module in modules_by_path(model):
         if not is_fp8(module):
             restore_layer(module)  # in a copy of the model whose policy was removed
-    root = resolved(policy, "cpu", "bf16").root  # which rule wins does not depend on the device
-    scopes = scopes_by_path(model, policy, root)
-    winners = ((path, module, scopes[path].rule_of("linear")) for path, module in modules)
-    return [
-        _Site(path, module, rule)
-        for path, module, rule in winners
-        if rule is not None and rule.compute in FP8_RECIPES and _is_meant(module, rule)
-    ]
+        rule = scopes[path].rule_of("linear")
+        if rule is not None and rule.compute in FP8_RECIPES and _is_meant(module, rule):
+            sites.append(_Site(path, module, rule))
+    return sites
 
 
 def _is_meant(module: torch.nn.Module, rule: Rule) -> bool:
@@ -137,8 +150,8 @@ def _is_meant(module: torch.nn.Module, rule: Rule) -> bool:
     if isinstance(module, torch.nn.Linear):
         return True
     own = module.parameters(recurse=False)
-    matrices = any(one.dim() > 1 and one.is_floating_point() for one in own)
-    return matrices and (rule.op is None or isinstance(module, torch.nn.MultiheadAttention))
+    has_matrices = any(weight.dim() > 1 and weight.is_floating_point() for weight in own)
+    return has_matrices and (rule.op is None or isinstance(module, torch.nn.MultiheadAttention))
 
 
 def _why_not(module: torch.nn.Module) -> str | None:

@@ -6,6 +6,7 @@ model.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from narrowcast.casting._scopes import region_dtype
 from narrowcast.casting._torch_internals import has_autocast, torch_autocast
 from narrowcast.casting.fp8._use import Fp8Use, has_fp8
 from narrowcast.errors import MissingModuleError, UnsupportedError
-from narrowcast.policy import Rule
+from narrowcast.policy import FP8_RECIPES, Rule
 
 _INSTALL = "pip install 'narrowcast[fp8]'"
 
@@ -122,8 +123,10 @@ class Fp8Linear(torch.nn.Linear):
             convert_to_float8_training(torch.nn.Linear(16, 16, device="meta"))
 
     def extra_repr(self) -> str:
-        what = "" if self.fp8_use.removed else f", {self.fp8_recipe}{', emulated' * self.fp8_emulated}"
-        return super().extra_repr() + what
+        if self.fp8_use.removed:
+            return super().extra_repr()
+        emulated = ", emulated" if self.fp8_emulated else ""
+        return f"{super().extra_repr()}, {self.fp8_recipe}{emulated}"
 
 
 def convert_layer(module: torch.nn.Linear, rule: Rule, use: Fp8Use) -> Fp8Linear:
@@ -164,35 +167,43 @@ class _Product(matmul_with_hp_or_float8_args):  # type: ignore[misc]
 
 
 def _settings(config: Float8LinearConfig, *, emulated: bool, padded: bool) -> Any:
-    def of(gemm: Any, pad: bool) -> Any:
-        return ScaledMMConfig(emulated, gemm.use_fast_accum, False, pad)
-
+    """Return torchao's settings of the three products: of the output, and of the two gradients."""
+    output, grad_input, grad_weight = (
+        config.gemm_config_output,
+        config.gemm_config_grad_input,
+        config.gemm_config_grad_weight,
+    )
     return LinearMMConfig(
-        of(config.gemm_config_output, False),
-        of(config.gemm_config_grad_input, False),
-        of(config.gemm_config_grad_weight, padded),
+        ScaledMMConfig(emulated, output.use_fast_accum, False, False),
+        ScaledMMConfig(emulated, grad_input.use_fast_accum, False, False),
+        ScaledMMConfig(emulated, grad_weight.use_fast_accum, False, padded),
     )
 
 
-_CONFIGS = {
-    "fp8_tensorwise": Float8LinearConfig.from_recipe_name("tensorwise"),
-    "fp8_rowwise": Float8LinearConfig.from_recipe_name("rowwise"),
-}
-# Made here and looked up later, so that torch.compile meets constants.
-_SETTINGS = {
-    (recipe, emulated, padded): (_settings(config, emulated=emulated, padded=padded), config)
-    for recipe, config in _CONFIGS.items()
-    for emulated in (False, True)
-    for padded in (False, True)
-}
+def _all_settings() -> dict[tuple[str, bool, bool], tuple[Any, Float8LinearConfig]]:
+    """Return recipe, whether it is emulated and whether it is padded -> the arguments of ``_Product``."""
+    settings = {}
+    for recipe in FP8_RECIPES:
+        config = Float8LinearConfig.from_recipe_name(recipe.removeprefix("fp8_"))
+        for emulated, padded in itertools.product((False, True), repeat=2):
+            settings[recipe, emulated, padded] = (
+                _settings(config, emulated=emulated, padded=padded),
+                config,
+            )
+    return settings
+
+
+# Looked up at each call, so that torch.compile meets constants.
+_SETTINGS = _all_settings()
 
 
 def _product(input: torch.Tensor, weight: torch.Tensor, recipe: str, *, emulated: bool) -> torch.Tensor:
     """Return ``input @ weight.t()`` through fp8, with gradients through fp8, in the format of ``input``.
 
-    ``input`` is (..., in features), ``weight`` (out features, in features). The instructions want 16 rows of
-    ``input`` or a multiple for the gradient of the weight, which sums over them: zeros fill them up.
+    ``input`` is (..., in features), ``weight`` (out features, in features).
     """
+    # The instructions want 16 rows of input or a multiple for the gradient of the weight, which sums over
+    # them: torchao fills them up with zeros. It copies its operands for it even where it adds none.
     padded = not emulated and input.shape[:-1].numel() % 16 != 0
     settings, config = _SETTINGS[recipe, emulated, padded]
     result: torch.Tensor = _Product.apply(input, weight.t(), settings, config)

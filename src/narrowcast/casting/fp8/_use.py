@@ -1,4 +1,4 @@
-"""What ``_convert`` and ``_linear`` both need: when layers stop to use fp8, and which devices have it."""
+"""What fp8 layers and their conversion share, without torchao."""
 
 from __future__ import annotations
 
