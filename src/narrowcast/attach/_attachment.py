@@ -19,11 +19,12 @@ import torch
 
 from narrowcast.attach._backward import Backward
 from narrowcast.attach._files import FileWatch
-from narrowcast.attach._recorder import Recorder
-from narrowcast.attach._regions import Regions
-from narrowcast.attach._run import Observer, Patches, Run, RunningScale, Stopping
-from narrowcast.attach._script import Script, run_script, seed_everything, shift_seeds
-from narrowcast.attach._steps import Steps
+from narrowcast.attach._recorder import RunRecorder
+from narrowcast.attach._regions import ScriptRegions
+from narrowcast.attach._run import AttachedRun, Observer, Patches, RunningScale, Stopping
+from narrowcast.attach._script import Script, run_script
+from narrowcast.attach._seeds import seed_everything, shift_seeds
+from narrowcast.attach._steps import OptimizerSteps
 from narrowcast.errors import NarrowcastError, OrderError, not_copied
 from narrowcast.machine import first_line
 from narrowcast.observe.capture import CaptureWriter, start_event
@@ -70,25 +71,29 @@ class Attachment:
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
         self.at_end: Callable[[], None] = lambda: None
-        self._left_for_good = self._trained_elsewhere = False
+        self._left_for_good = False
+        self._trained_elsewhere = False
         self._seed_shift = seed_shift
         self._patches = Patches()
-        run = Run(
+        run = AttachedRun(
             policy=with_fp32_weights(policy),
             asked_scale=loss_scale,
-            scale=RunningScale(check_loss_scale(Off() if loss_scale is None else loss_scale)),
-            recorder=Recorder(writer, tell),
+            scale=RunningScale(Off() if loss_scale is None else check_loss_scale(loss_scale)),
+            recorder=RunRecorder(writer, tell),
             observer=observer or Observer(),
             stopping=Stopping(stop_after, self._close_before_the_end),
         )
-        self.policy, self.scale, self.recorder = run.policy, run.scale, run.recorder
-        self._observer, self._stopping = run.observer, run.stopping
-        self._regions = Regions(run)
+        self.policy = run.policy
+        self.scale = run.scale
+        self.recorder = run.recorder
+        self._observer = run.observer
+        self._stopping = run.stopping
+        self._regions = ScriptRegions(run)
         self._backward = Backward(run, self._regions)
-        self._steps = Steps(run, self._backward.leaves, self._regions)
+        self._steps = OptimizerSteps(run, self._backward.leaves, self._regions)
         capture = None if writer is None else writer.path
         settings = (self.policy, loss_scale, capture, stop_after, seed_shift)
-        self._processes = _Processes(self.recorder, settings)
+        self._processes = _ChildProcesses(self.recorder, settings)
 
     def __repr__(self) -> str:
         counts = f"steps={self.recorder.steps}, skipped_steps={self.recorder.skipped_steps}"
@@ -120,8 +125,14 @@ class Attachment:
         Attachment._in_force = None
         if not self._left_for_good:
             self._stopping.cancel()
-        parts = (self._note_what_was_unusual, self._patches.restore, self._regions.uninstall)
-        for part in (*parts, self._steps.uninstall, self._backward.leaves.remove_hooks):
+        undo: tuple[Callable[[], None], ...] = (
+            self._note_what_was_unusual,
+            self._patches.restore,
+            self._regions.uninstall,
+            self._steps.uninstall,
+            self._backward.leaves.remove_hooks,
+        )
+        for part in undo:
             try:
                 part()
             except Exception as error:  # the others, and the report, have to come all the same
@@ -214,11 +225,10 @@ class Attachment:
                 "mixed precision, module.forward(x) does not"
             )
         self._trained_elsewhere = self._processes.trained()
+        stepped = recorder.steps or recorder.skipped_steps or self._stopping.traced_steps
         if not (self._regions.called_a_module or self._trained_elsewhere or self._processes.started):
             recorder.note("no module with parameters was called, so nothing ran in mixed precision")
-        elif recorder.backwards and not (
-            recorder.steps or recorder.skipped_steps or self._stopping.traced_steps or self.exit_code
-        ):
+        elif recorder.backwards and not stepped and not self.exit_code:
             recorder.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
 
 
@@ -309,13 +319,13 @@ def _entered(attachment: Attachment) -> Iterator[None]:
 _OF_LIBRARIES = ("torch.utils.data.", "multiprocessing.managers", "torch._inductor.")
 
 
-class _Processes:
+class _ChildProcesses:
     """Attach in processes that a script spawns, which inherit nothing; a forked process inherits everything.
 
     ``start`` wraps that of ``multiprocessing``, which every kind of process uses.
     """
 
-    def __init__(self, recorder: Recorder, settings: tuple[Any, ...]) -> None:
+    def __init__(self, recorder: RunRecorder, settings: tuple[Any, ...]) -> None:
         self._recorder = recorder
         self._settings = settings
         self._numbers = itertools.count()
@@ -335,15 +345,17 @@ class _Processes:
 
     def start(self, original: Callable[..., None], process: Any) -> None:
         target = getattr(process, "_target", None)
-        library = (getattr(target, "__module__", None) or "").startswith(_OF_LIBRARIES)
-        if library or self._recorder.left_alone is not None:
+        module = getattr(target, "__module__", None) or ""
+        if module.startswith(_OF_LIBRARIES) or self._recorder.left_alone is not None:
             original(process)
             return
         counts = multiprocessing.RawArray("q", 2)
         self._counts.append(counts)
         # None of a plain ``Process`` means the default of the platform.
-        if (getattr(process, "_start_method", None) or multiprocessing.get_start_method()) == "fork":
-            self._recorder.shared, before = counts, self._recorder.shared
+        start_method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
+        if start_method == "fork":
+            before = self._recorder.shared
+            self._recorder.shared = counts
             try:
                 original(process)
             finally:

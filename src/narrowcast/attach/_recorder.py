@@ -31,12 +31,19 @@ _FLUSH_EVERY = 1024
 Reading = float | Callable[[], float]
 
 
-class Recorder:
+class RunRecorder:
     """Count what happens and write it to the capture, late enough that no step waits for a device.
 
     A killed run loses at most the events that came less than a second after the last written one. Without a
-    writer, only counts and notes are kept. ``left_alone`` is why narrowcast does nothing more for this
-    script; None while it does.
+    writer, only counts and notes are kept.
+
+    Attributes:
+        devices: for each type of device, the format of its regions and why.
+        backwards: outermost backward passes; ``forwards``: outermost calls of modules.
+        module_calls: calls of every module, those inside of others too.
+        left_alone: why narrowcast does nothing more for this script; None while it does.
+        in_python: whether it belongs to ``nc.attached``, which has arguments in place of options.
+        shared: steps taken and skipped, for the process that started this one.
     """
 
     def __init__(self, writer: CaptureWriter | None, tell: Callable[[str], None]) -> None:
@@ -52,12 +59,12 @@ class Recorder:
         self.notes: list[str] = []
         self.backwards = 0
         self.forwards = 0
-        self.module_calls = 0  # of every module, those inside of others too
+        self.module_calls = 0
         self.steps = 0
         self.skipped_steps = 0
         self.left_alone: str | None = None
-        self.in_python = False  # of nc.attached, which has arguments in place of options
-        self.shared: Any = None  # steps taken and skipped, for the process that started this one
+        self.in_python = False
+        self.shared: Any = None
 
     @property
     def keeps_losses(self) -> bool:
@@ -100,11 +107,18 @@ class Recorder:
             if self._writer is None:
                 return
             now = time.perf_counter()
-            before, of_any = self._last_step_of.get(optimizer), max(self._last_step_of.values(), default=now)
+            last_of_any = max(self._last_step_of.values(), default=now)
+            last = self._last_step_of.get(optimizer)
             self._last_step_of[optimizer] = now
-            passed = {"interval_s": None if before is None else now - before, "backward": self.backwards}
-            self._add("step", optimizer=optimizer, skipped=skipped, scale=scale, **passed)
-            if now - of_any > _FLUSH_EVERY_S:
+            self._add(
+                "step",
+                optimizer=optimizer,
+                skipped=skipped,
+                scale=scale,
+                interval_s=None if last is None else now - last,
+                backward=self.backwards,
+            )
+            if now - last_of_any > _FLUSH_EVERY_S:
                 self.flush()  # the next event is far
 
     def paused(self, seconds: float, waited_s: float) -> None:
@@ -115,7 +129,8 @@ class Recorder:
         with self._lock:
             self._started += seconds
             self._last_flush += seconds
-            self._last_step_of = {which: at + seconds for which, at in self._last_step_of.items()}
+            for optimizer in self._last_step_of:
+                self._last_step_of[optimizer] += seconds
             self._add("pause", waited_s=waited_s)
 
     def _add(self, event: str, **values: Any) -> None:
@@ -143,7 +158,9 @@ class Recorder:
             if text not in self.notes:
                 self.notes.append(text)
                 event: dict[str, Any] = {"event": "note", "text": text}
-                self._write_at_once(event | {"told": True} if told else event)
+                if told:
+                    event["told"] = True
+                self._write_at_once(event)
                 if at_once:
                     self._tell(text)
 
@@ -180,14 +197,18 @@ class Recorder:
                 "peak_tensor_bytes": lambda: torch.cuda.memory_stats().get("allocated_bytes.all.peak"),
             }
         )
-        settings, found = arithmetic_settings(), versions()
-        for name, value in (peaks | settings | found).items():
+        settings = arithmetic_settings()
+        software = versions()
+        for name, value in (peaks | settings | software).items():
             if str(value).startswith(UNREADABLE):
                 self.note(f"{name} is {value}")
+        for name, value in peaks.items():
+            if isinstance(value, str):  # why it is unreadable
+                peaks[name] = None
         facts = {
             "event": "end",
             **more,
-            "aside": self.left_alone,
+            "left_alone": self.left_alone,
             "wall_s": time.perf_counter() - self._started,
             "backwards": self.backwards,
             "forwards": self.forwards,
@@ -195,8 +216,8 @@ class Recorder:
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "settings": settings,
-            "versions": found,
-            **{name: None if isinstance(value, str) else value for name, value in peaks.items()},
+            "versions": software,
+            **peaks,
         }
         if self._writer:
             self._writer.write(facts)
@@ -223,9 +244,10 @@ def _read(event: dict[str, Any]) -> dict[str, Any]:
 
 def _peak_resident_bytes() -> int:
     """Return the peak of this process. On Linux ``getrusage`` starts with the peak of the parent instead."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -249,9 +271,11 @@ def call_site() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         owner = _owner(path)
-        if owner == "script" or (owner == "library" and not nearest):
+        if owner == "script":
+            return f"{_shown_path(path)}:{frame.f_lineno}"
+        if owner == "library" and not nearest:
             nearest = f"{_shown_path(path)}:{frame.f_lineno}"
-        frame = None if owner == "script" else frame.f_back
+        frame = frame.f_back
     return nearest or "unknown"
 
 
@@ -269,4 +293,6 @@ def _owner(path: str) -> str:
 @lru_cache(maxsize=4096)
 def _shown_path(path: str) -> str:
     file = Path(path)
-    return (file.relative_to(_STARTED_IN) if file.is_relative_to(_STARTED_IN) else Path(file.name)).as_posix()
+    if file.is_relative_to(_STARTED_IN):
+        return file.relative_to(_STARTED_IN).as_posix()
+    return file.name

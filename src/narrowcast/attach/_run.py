@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.attach._recorder import Recorder
+from narrowcast.attach._recorder import RunRecorder
 from narrowcast.policy import Policy
 from narrowcast.scaling import LossScale, Off
 
@@ -226,7 +226,7 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class AttachedRun:
     """What the parts of one attachment share.
 
     ``asked_scale`` is the loss scale that was asked for (None: dynamic in fp16, else off), ``scale`` the one
@@ -236,7 +236,7 @@ class Run:
     policy: Policy
     asked_scale: LossScale | None
     scale: RunningScale
-    recorder: Recorder
+    recorder: RunRecorder
     observer: Observer
     stopping: Stopping
 

@@ -259,8 +259,8 @@ def run_block(capture: Capture, *, capture_path: str | None = None, with_told: b
     for device in capture.of("device"):
         why = "" if by and device["because"] == "as asked" else f" ({device['because']})"
         places.append(f"{device['format']} on {device['device_type']}{why}")
-    aside = totals["aside"] is not None
-    nothing = "left to the script's own mixed precision" if aside else "nothing ran in mixed precision"
+    left_alone = totals["left_alone"] is not None
+    nothing = "left to the script's own mixed precision" if left_alone else "nothing ran in mixed precision"
     if totals.get("elsewhere"):
         nothing += " in this process"
     where = "; ".join(places) + (by if places else "")
@@ -270,7 +270,7 @@ def run_block(capture: Capture, *, capture_path: str | None = None, with_told: b
         lines.insert(0, f"narrowcast: WARNING: {warning}")
     scale, steps, wall_s = totals["final_scale"], totals["steps"], totals["wall_s"]
     numbers = [
-        f"{plural(steps, 'optimizer step')}{' before that' if aside else ''}",
+        f"{plural(steps, 'optimizer step')}{' before that' if left_alone else ''}",
         f"{totals['skipped_steps']} skipped",
         "loss scale off" if scale is None else f"final loss scale {scale:g}",
         *([] if wall_s is None else [f"{wall_s:.1f} s"]),
