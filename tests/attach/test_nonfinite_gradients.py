@@ -207,7 +207,7 @@ def test_a_flag_of_the_last_step_is_read_at_the_end(monkeypatch):
 def test_the_check_changes_no_bit(name, monkeypatch):
     with Attachment("bf16"):
         checked = SCENARIOS[name]()
-    monkeypatch.setattr("narrowcast.attach._steps.OptimizerSteps._nonfinite", lambda *_: [])
+    monkeypatch.setattr("narrowcast.attach._steps.Steps._nonfinite", lambda *_: [])
     with Attachment("bf16"):
         unchecked = SCENARIOS[name]()
     assert_same(unchecked.parameters, checked.parameters)

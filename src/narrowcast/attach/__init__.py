@@ -13,8 +13,8 @@ from narrowcast.attach._files import (
     restore_killed,
     set_aside,
 )
+from narrowcast.attach._module_rules import RULE_NOTE
 from narrowcast.attach._recorder import call_site
-from narrowcast.attach._regions import RULE_NOTE
 from narrowcast.attach._run import Observer
 from narrowcast.attach._script import Script, run_script
 from narrowcast.attach._torch_internals import is_functorch_wrapped

@@ -19,12 +19,12 @@ import torch
 
 from narrowcast.attach._backward import Backward
 from narrowcast.attach._files import FileWatch
-from narrowcast.attach._recorder import RunRecorder
-from narrowcast.attach._regions import ScriptRegions
+from narrowcast.attach._recorder import Recorder
+from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import AttachedRun, Observer, Patches, RunningScale, Stopping
 from narrowcast.attach._script import Script, run_script
 from narrowcast.attach._seeds import seed_everything, shift_seeds
-from narrowcast.attach._steps import OptimizerSteps
+from narrowcast.attach._steps import Steps
 from narrowcast.errors import NarrowcastError, OrderError, not_copied
 from narrowcast.machine import first_line
 from narrowcast.observe.capture import CaptureWriter, start_event
@@ -79,7 +79,7 @@ class Attachment:
             policy=with_fp32_weights(policy),
             asked_scale=loss_scale,
             scale=RunningScale(Off() if loss_scale is None else check_loss_scale(loss_scale)),
-            recorder=RunRecorder(writer, tell),
+            recorder=Recorder(writer, tell),
             observer=observer or Observer(),
             stopping=Stopping(stop_after, self._close_before_the_end),
         )
@@ -88,9 +88,9 @@ class Attachment:
         self.recorder = run.recorder
         self._observer = run.observer
         self._stopping = run.stopping
-        self._regions = ScriptRegions(run)
+        self._regions = Regions(run)
         self._backward = Backward(run, self._regions)
-        self._steps = OptimizerSteps(run, self._backward.leaves, self._regions)
+        self._steps = Steps(run, self._backward.leaves, self._regions)
         capture = None if writer is None else writer.path
         settings = (self.policy, loss_scale, capture, stop_after, seed_shift)
         self._processes = _ChildProcesses(self.recorder, settings)
@@ -107,8 +107,9 @@ class Attachment:
             raise OrderError("an Attachment is in force already; leave it before entering another one")
         Attachment._in_force = self
         try:
-            for part in (self._regions, self._backward, self._steps):
-                part.install(self._patches)
+            self._regions.install(self._patches)
+            self._backward.install(self._patches)
+            self._steps.install(self._patches)
             self._patches.wrap(multiprocessing.process.BaseProcess, "start", self._processes.start)
             self._patches.wrap(os, "_exit", self._before_exit)
             if self._seed_shift:
@@ -185,12 +186,12 @@ class Attachment:
     @property
     def loss_scale(self) -> float | None:
         """That of the next backward; None if losses are not scaled."""
-        return self.scale.value.scale if self.scale.active else None
+        return self.scale.of_next
 
     @property
     def scale_of_gradients(self) -> float | None:
         """That of the latest backward; None if losses are not scaled."""
-        return self.scale.of_gradients if self.scale.active else None
+        return self.scale.of_gradients
 
     def stop(self) -> None:
         """End the script here by ``SystemExit(0)``, as after ``stop_after`` steps."""
@@ -299,6 +300,7 @@ def _entered(attachment: Attachment) -> Iterator[None]:
         yield
         attachment.exit_code = 0
     except SystemExit as error:
+        # As Python ends: with 0 for None, and 1 for a message.
         attachment.exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     except KeyboardInterrupt:
@@ -325,7 +327,7 @@ class _ChildProcesses:
     ``start`` wraps that of ``multiprocessing``, which every kind of process uses.
     """
 
-    def __init__(self, recorder: RunRecorder, settings: tuple[Any, ...]) -> None:
+    def __init__(self, recorder: Recorder, settings: tuple[Any, ...]) -> None:
         self._recorder = recorder
         self._settings = settings
         self._numbers = itertools.count()
@@ -349,7 +351,7 @@ class _ChildProcesses:
         if module.startswith(_OF_LIBRARIES) or self._recorder.left_alone is not None:
             original(process)
             return
-        counts = multiprocessing.RawArray("q", 2)
+        counts = multiprocessing.RawArray("q", 2)  # steps taken and skipped
         self._counts.append(counts)
         # None of a plain ``Process`` means the default of the platform.
         start_method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
@@ -383,6 +385,7 @@ def _call_attached(target: Callable[..., Any], settings: tuple[Any, ...], *args:
     Its capture is ``capture-processN.jsonl`` beside its parent's; it is deleted again if it records nothing.
     """
     policy, loss_scale, capture, stop_after, seed_shift, files, number, counts = settings
+    # What the parent has recorded and replaced does not reach this process.
     writer = None
     if capture is not None:
         writer = CaptureWriter(capture.with_stem(f"{capture.stem}-process{number}"))

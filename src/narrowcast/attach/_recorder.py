@@ -31,7 +31,7 @@ _FLUSH_EVERY = 1024
 Reading = float | Callable[[], float]
 
 
-class RunRecorder:
+class Recorder:
     """Count what happens and write it to the capture, late enough that no step waits for a device.
 
     A killed run loses at most the events that came less than a second after the last written one. Without a

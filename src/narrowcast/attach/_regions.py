@@ -1,6 +1,6 @@
 """Autocast regions under a script: the outermost call of each module that holds parameters.
 
-Also the rules for modules, and what activation checkpoints need to know of regions.
+Also what activation checkpoints need to know of regions.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from narrowcast.attach._fast_path import FastPath
+from narrowcast.attach._module_rules import ModuleRules, notes_on_unreached
 from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
 from narrowcast.casting import (
     PROMOTING,
-    Applied,
     DirectResults,
     NotesOfResults,
     PolicyRegion,
@@ -30,7 +30,6 @@ from narrowcast.casting import (
     begin_traced_model,
     call_compiled,
     cast_floating,
-    modules_by_path,
     recomputed_while_traced,
     traced_only_inline,
     with_what_it_wraps,
@@ -38,21 +37,16 @@ from narrowcast.casting import (
 from narrowcast.errors import UnsupportedError, few
 from narrowcast.gradients import is_capturing
 from narrowcast.machine import best_format, known_device_types, slow_formats
-from narrowcast.observe.op_trace import near_module
 from narrowcast.observe.profiling import seconds_between, stamp
-from narrowcast.policy import Policy, Rule, class_names, format_name, resolve, unreached
+from narrowcast.policy import format_name, resolve
 from narrowcast.scaling import Dynamic
 
-RULE_NOTE = "the rule for "
-"""Beginning of the notes on rules that nothing in the script matched."""
 _MANY_CALLS = 500  # a backward pass; torchdiffeq's examples take 50 to 86 in fp32 and 1,500 to 5,000 in bf16
 _SOLVER = (
     "modules were called {:,.0f} times for each backward pass: if an adaptive solver calls them (of an ODE, "
     "as torchdiffeq has), it may take many more steps in a low format than in fp32, as rounding is an error "
     "to it; narrowcast compare counts the calls in both formats"
 )
-_MATMULS = ("mm", "addmm", "bmm", "baddbmm")
-_WHOLE = ": nn.Linear calls linear and @ calls matmul, each decided about as a whole by a rule of that name"
 _FORMAT_WORDS = ("BFloat16", "Half", "dtype", "scalar type")
 
 
@@ -68,7 +62,7 @@ class _ThreadCalls(Nesting):
     recomputes = False
 
 
-class ScriptRegions:
+class Regions:
     """Replace ``nn.Module.__call__``, so that a region is closed even if the call raises.
 
     Scripts that use autocast or a GradScaler themselves are left alone from then on.
@@ -85,7 +79,7 @@ class ScriptRegions:
         self._recorder = run.recorder
         self._observer = run.observer
         self._tell_now = functools.partial(run.recorder.note, at_once=True)
-        self._rules = _ModuleRules(run.policy)
+        self._rules = ModuleRules(run.policy)
         self._fast_path = FastPath(run)
         self._thread = _ThreadCalls()
         self.in_fp32 = False
@@ -127,18 +121,11 @@ class ScriptRegions:
         for note in missed:
             self._recorder.note(note)
         if any(self._dtypes.values()) and self._recorder.left_alone is None:
-            self._note_unreached_rules(missed)
+            for note in notes_on_unreached(self._policy, missed):
+                self._recorder.note(note)
         self._region_on.clear()
         self._fast_path.restore()
         self._notes_of_results.clear()
-
-    def _note_unreached_rules(self, already_said: list[str]) -> None:
-        for rule in unreached(self._policy):
-            begin = f"{RULE_NOTE}{rule.target} "
-            if any(note.startswith(begin) for note in already_said):
-                continue
-            whole = _WHOLE if rule.op in _MATMULS else ""
-            self._recorder.note(f"{begin}was reached by no call{whole}")
 
     def continue_in_fp32(self) -> None:
         """Open no region from now on."""
@@ -213,12 +200,13 @@ class ScriptRegions:
         if in_backward or thread.observed:
             return self._in_region(call, module, device_type, dtype)
 
+        # The script itself calls the module.
         thread.observed = True
         try:
             self._observer.called(module, args, kwargs)
             if self._run.scale.active:
                 self._remember_inputs(module, args, kwargs)
-            if self.in_fp32:
+            if self.in_fp32:  # the observer has asked for it
                 dtype = None
             # A script that trains is timed by its steps.
             if self._recorder.backwards or is_capturing():
@@ -269,6 +257,7 @@ class ScriptRegions:
             # baseline of speed measurements.
             with thread:
                 return call()
+        # What the model returns straight from a sigmoid or a softmax is computed again in fp32.
         depth = thread.depth
         results = DirectResults(module, functools.partial(self._say_low, module))
         before = results.begin()
@@ -310,6 +299,7 @@ class ScriptRegions:
         parameter = next(module.parameters(), None)
         if self._recorder.left_alone is not None or parameter is None:
             return original(module, *args, **kwargs)
+        # Torch's own regions are what Dynamo can trace. That for PROMOTING tells of ours.
         device_type = parameter.device.type
         if torch.is_autocast_enabled(device_type):
             if not torch.is_autocast_enabled(PROMOTING[0]):
@@ -339,9 +329,11 @@ class ScriptRegions:
         return self._dtypes[device_type]
 
     def _decide(self, device_type: str) -> torch.dtype | None:
+        """Decide it at the first call on this device, and prepare the region."""
         if device_type not in known_device_types():
-            modules = f"modules on device {device_type!r}"
-            self._recorder.note(f"{modules} stay in fp32: torch has no autocast for it")
+            self._recorder.note(
+                f"modules on device {device_type!r} stay in fp32: torch has no autocast for it"
+            )
             return None
         dtype = resolve(self._policy, device_type)
         because = "as asked"
@@ -532,7 +524,8 @@ def _numpy_of(original: Call) -> Call:
 def _refuse_sharded(module: nn.Module) -> None:
     """Refuse to scale losses of FSDP modules and DTensors, whose gradients do not pass leaf hooks."""
     fsdp1 = any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
-    if fsdp1 or any(type(parameter).__name__ == "DTensor" for parameter in module.parameters()):
+    dtensors = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
+    if fsdp1 or dtensors:
         raise UnsupportedError(
             f"{type(module).__name__} is sharded (FSDP or DTensor parameters), where the gradients of a "
             "scaled loss cannot be unscaled from outside, so fp16 would train on wrong numbers. "
@@ -551,69 +544,3 @@ def _entered_by_the_script(frame: Any) -> bool:
             return bool(module.split(".")[0] != "torch")
         frame = frame.f_back
     return True
-
-
-class _ModuleRules:
-    """The rules of ``policy`` for modules, in force in each model of a script from its first call on.
-
-    A path in a rule starts at the module that the script calls. If the script calls a part first and the
-    whole model later, paths start at the whole model from then on.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._applied: dict[nn.Module, Applied] = {}
-        self._unmatched: dict[Rule, set[str]] = {}
-        self._guesses: dict[Rule, str] = {}
-        self._models: set[str] = set()
-        self._left_out: dict[str, list[str]] = {}  # reason -> layers that do not multiply in fp8
-
-    def attach(self, model: nn.Module) -> None:
-        """Apply the rules to ``model``, which the script calls for the first time."""
-        if not self._policy.names_modules:
-            return
-        if any(model in set(whole.modules()) for whole in self._applied):
-            return
-        inside = set(model.modules())
-        for part in list(self._applied):
-            if part in inside:
-                self._applied.pop(part).remove()
-
-        kind = type(model).__name__
-        self._models.add(kind)
-        applied = Applied(
-            model,
-            self._policy,
-            opens=False,
-            strict=False,
-            how_to_end="narrowcast run and nc.attached hold it until they end; give them the rules",
-        )
-        self._applied[model] = applied
-        for rule in applied.missed:
-            self._unmatched.setdefault(rule, set()).add(kind)
-            if not self._guesses.get(rule):
-                named = [(path, class_names(type(module))) for path, module in modules_by_path(model)]
-                self._guesses[rule] = near_module(rule, named)
-        for path, why in applied.fp8.left_out.items():
-            self._left_out.setdefault(why, []).append(f"{kind}.{path}" if path else kind)
-
-    def remove(self) -> list[str]:
-        """End the rules; return notes on those that did not apply everywhere."""
-        for applied in self._applied.values():
-            applied.remove()
-        self._applied.clear()
-        if not self._models:
-            return []
-        called = ", ".join(sorted(self._models))
-        notes = []
-        for rule, kinds in self._unmatched.items():
-            if kinds == self._models:
-                guess = self._guesses[rule]
-                notes.append(
-                    f"{RULE_NOTE}{rule.target} named no module of what the script called ({called}){guess}"
-                )
-        self._models.clear()
-        for why, paths in self._left_out.items():
-            verb = "does" if len(paths) == 1 else "do"
-            notes.append(f"{few(paths)} {verb} not multiply in fp8: {why}")
-        return notes

@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from narrowcast.attach._leaves import Leaves, leaf_sample
-from narrowcast.attach._regions import ScriptRegions
+from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
 from narrowcast.attach._unread_steps import UnreadStep, UnreadSteps, must_wait
 from narrowcast.errors import NarrowcastError, ScaleCollapseError, UnsupportedError, few
@@ -84,14 +84,14 @@ class _OptimizerRecord:
     moves_first: bool | None = None
 
 
-class OptimizerSteps:
+class Steps:
     """Wrap the ``step`` of every optimizer class, where torch itself wraps it to call step hooks.
 
     torch's public step hooks can neither omit a step nor see one that raises; a wrapper around the whole
     step can.
     """
 
-    def __init__(self, run: AttachedRun, leaves: Leaves, regions: ScriptRegions) -> None:
+    def __init__(self, run: AttachedRun, leaves: Leaves, regions: Regions) -> None:
         self._scale = run.scale
         self._recorder = run.recorder
         self._stopping = run.stopping
@@ -249,7 +249,9 @@ class OptimizerSteps:
         """
         record = self._record_of(optimizer)
         # Whether a step moves parameters first, as that of SAM does, is seen in the first step.
-        before = list(map(leaf_sample, parameters_of(optimizer))) if record.moves_first is None else None
+        before = None
+        if record.moves_first is None:
+            before = list(map(leaf_sample, parameters_of(optimizer)))
         evaluations = 0
         moved = False
         own_skip: SkipStep | None = None
@@ -259,6 +261,7 @@ class OptimizerSteps:
             nonlocal evaluations, moved, own_skip
             evaluations += 1
             if evaluations > 1 and record.moves_first is False:
+                # Unlike its first step: from the next one on, what it moves is put back after a skip.
                 record.moves_first = moved = True
             elif before is not None and not moved:
                 moved = evaluations > 1 or _differ(before, parameters_of(optimizer))
@@ -276,9 +279,11 @@ class OptimizerSteps:
         if skip is not own_skip:
             assert skip is not None
             raise skip  # of an optimizer whose step has called this one's
-        if before is not None and evaluations and skip is None:
+        if skip is not None:
+            return result, skip.nonfinite
+        if before is not None and evaluations:
             record.moves_first = moved
-        return result, [] if skip is None else skip.nonfinite
+        return result, []
 
     def _evaluated(
         self, closure: Call, optimizer: Optimizer, record: _OptimizerRecord
@@ -362,8 +367,7 @@ class OptimizerSteps:
         record = self._record_of(optimizer)
         if record.number is None:
             record.number = next(self._numbers)
-        scale = self._scale.of_gradients if self._scale.active else None
-        self._recorder.saw_step(optimizer=record.number, skipped=skipped, scale=scale)
+        self._recorder.saw_step(optimizer=record.number, skipped=skipped, scale=self._scale.of_gradients)
         if not unread:
             self._count(record, skipped=skipped)
 
@@ -375,13 +379,13 @@ class OptimizerSteps:
         record.skips += 1
         record.skips_in_a_row += 1
         if record.skips_in_a_row == _WARN_AT:
-            scale = self._scale.value.scale
-            at_scale = f", now at a loss scale of {scale:g}" if self._scale.active else ""
-            self._recorder.note(
+            note = (
                 f"{_WARN_AT} steps of {record.name} in a row were skipped: nothing is trained while that "
-                f"lasts, as gradients are not finite{at_scale}",
-                at_once=True,
+                "lasts, as gradients are not finite"
             )
+            if self._scale.active:
+                note += f", now at a loss scale of {self._scale.value.scale:g}"
+            self._recorder.note(note, at_once=True)
 
     def _count_skip(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int) -> None:
         """Raise ScaleCollapseError once too many steps in a row were skipped."""
@@ -396,17 +400,17 @@ class OptimizerSteps:
     def _lower_the_scale(self, optimizer: Optimizer, bad: list[torch.Tensor]) -> None:
         site = self._leaves.bad_loss(bad)
         if site is not None:  # the loss scale has no part in it
+            what = f"the loss at {site} was NaN or infinite itself"
             kind = self._regions.bad_input()
-            source = f", and so was an input of {kind}" if kind else ""
-            self._recorder.note(
-                f"the loss at {site} was NaN or infinite itself{source}; the step was skipped, and no loss "
-                "scale mends that",
-                at_once=True,
-            )
+            if kind:
+                what += f", and so was an input of {kind}"
+            self._recorder.note(f"{what}; the step was skipped, and no loss scale mends that", at_once=True)
         self._leaves.skipped(parameters_of(optimizer))
         # The scale fell when the overflow of a pass was read, and falls here for any other.
-        latest = self._leaves.latest_overflow(bad)
-        self._scale.discarded(self._scale.backward if latest is None else latest)
+        number = self._leaves.latest_overflow(bad)
+        if number is None:
+            number = self._scale.backward
+        self._scale.discarded(number)
 
     # ---- what is said
 
@@ -415,12 +419,11 @@ class OptimizerSteps:
         record = self._record_of(optimizer)
         if record.skips > _TOLD_SKIPS:
             return
-        last = "; further ones are only counted" if record.skips == _TOLD_SKIPS else ""
-        self._recorder.note(
-            f"step {number}, of {record.name}, was skipped: the gradients of {few(self._names_of(bad), 5)} "
-            f"are not finite{last}",
-            at_once=True,
-        )
+        names = few(self._names_of(bad), 5)
+        note = f"step {number}, of {record.name}, was skipped: the gradients of {names} are not finite"
+        if record.skips == _TOLD_SKIPS:
+            note += "; further ones are only counted"
+        self._recorder.note(note, at_once=True)
 
     def note_what_was_lost(self) -> None:
         """Note, at the end, each optimizer that took no step, though another may have."""
