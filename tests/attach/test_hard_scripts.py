@@ -64,30 +64,6 @@ def test_a_step_that_a_scheduler_wrapped_before_is_refused_in_fp16(policy):
         assert torch.equal(model[0].weight, before)
 
 
-@pytest.mark.parametrize("policy", ["fp16", "bf16"])
-def test_lbfgs_zeroes_an_lstm_cell_in_its_closure(policy):
-    """The model is called for the first time inside the closure, at fp16's default loss scale."""
-    cell, head, x = nn.LSTMCell(1, 4), nn.Linear(4, 1), torch.sin(torch.arange(12.0)).view(2, 6)
-    model = nn.ModuleList([cell, head])
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-    def closure():
-        model.zero_grad()
-        state, loss = (torch.zeros(2, 4), torch.zeros(2, 4)), 0.0
-        for at in range(5):
-            state = cell(x[:, at : at + 1], state)
-            loss = loss + (head(state[0]) - x[:, at + 1 : at + 2]).square().mean()
-        loss.backward()
-        return loss
-
-    exact = closure().item()
-    with Attachment(policy) as attached:
-        losses = [optimizer.step(closure).item() for _ in range(3)]
-    assert losses[0] == pytest.approx(exact, rel=0.02)
-    assert losses[2] < losses[0]
-    assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (3, 0)
-
-
 def test_an_overflow_applied_by_hand_is_an_error_also_later():
     """After an optimizer has stepped, updates by hand are fine until one of them used an overflow."""
     model, optimizer, *_ = regression(0.1)
@@ -232,23 +208,6 @@ def test_a_compiled_training_step(compiled, policy):
     assert float(loss.detach()) < start
     assert not any("by hand" in note for note in attached.recorder.notes)
     torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_a_transformer_encoder_with_a_mask_in_evaluation(policy):
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2).eval()
-    x, padding = torch.randn(3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
-    padding[1, 3:] = True
-    fast = torch.backends.mha.get_fastpath_enabled()
-    with torch.no_grad():
-        expected = model(x, src_key_padding_mask=padding)
-        with Attachment(policy):
-            found = model(x, src_key_padding_mask=padding)
-    kept = ~padding
-    assert (found[kept] - expected[kept]).norm() / expected[kept].norm() < 2.0**-5
-    assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
 def test_a_script_that_uses_autocast_later_is_noted():

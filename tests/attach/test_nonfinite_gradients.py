@@ -19,8 +19,9 @@ def backward(model, factor=1.0):
     (F.mse_loss(model(x), y) * factor).backward()
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("name", DENSE_OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "value"), [*((name, math.inf) for name in DENSE_OPTIMIZERS), ("SGD", math.nan)]
+)
 def test_a_step_in_bf16_is_skipped_whole_and_said_at_once(name, value):
     model, told = network(), []
     optimizer = DENSE_OPTIMIZERS[name](model.parameters())

@@ -121,6 +121,8 @@ class FileWatch:
         self._folder = os.path.realpath(folder)
         self._hidden = f"{_HIDDEN}{uuid.uuid4().hex}"
         self._kept: set[str] = set()
+
+        # Paths that begin so stay: the run's own folder, and caches.
         cwd = os.path.realpath(os.getcwd())
         ignored = [self._folder + os.sep]
         for cache in _cache_folders():
@@ -257,6 +259,8 @@ def place_of_copies(path: str, folder: str, hidden: str) -> str:
     folders do not find it.
     """
     inside = os.path.join(folder, _COPIES)
+
+    # The nearest folder that exists tells on which file system the file is or will be.
     parent = os.path.dirname(path)
     while not os.path.isdir(parent):
         parent = os.path.dirname(parent)
@@ -319,8 +323,11 @@ def _read_journal(folder: Path) -> tuple[str, dict[str, ChangedPath]]:
 
 
 def _is_in_a_new_folder(path: str, changed: dict[str, ChangedPath]) -> bool:
-    parents = [changed.get(str(parent)) for parent in Path(path).parents]
-    return any(parent is not None and parent.was == "nothing" for parent in parents)
+    for folder in Path(path).parents:
+        parent = changed.get(str(folder))
+        if parent is not None and parent.was == "nothing":
+            return True
+    return False
 
 
 def has_files_to_move(folder: Path) -> bool:
@@ -342,6 +349,7 @@ def set_aside(folder: Path) -> str | None:
         if entry.was == "folder" and (os.path.islink(entry.path) or not os.path.isdir(entry.path)):
             return f"the script replaces or removes a folder ({Path(entry.path).name})"
 
+    # What the run has there makes way for what was there before.
     moved: list[ChangedPath] = []
     for entry in changed.values():
         if not entry.is_exchanged:
@@ -403,6 +411,7 @@ def restore_files(folder: Path) -> list[str]:
     if (folder / _AWAY).exists():  # everything that is exchanged is in its place, or is another run's
         in_place = [entry for entry in in_place if not entry.is_exchanged]
 
+    # What the run wrote, wherever that is, and then what was there before.
     moved = []
     entry: ChangedPath | None = None
     try:
@@ -425,6 +434,7 @@ def restore_files(folder: Path) -> list[str]:
             "gives it up"
         ) from error
 
+    # The journal goes last: after a kill it says what is left to do.
     for place in {os.path.dirname(entry.copy) for entry in changed.values()}:
         if os.path.basename(place).startswith((_COPIES, _HIDDEN)):
             shutil.rmtree(place, ignore_errors=True)
@@ -434,6 +444,7 @@ def restore_files(folder: Path) -> list[str]:
 
 
 def _is_as_before(entry: ChangedPath) -> bool:
+    """Return whether there is what was there before the run; its copy, if it has one, is still kept."""
     path, copy = entry.path, entry.copy
     if entry.was == "nothing":
         with suppress(OSError):
@@ -459,6 +470,7 @@ def _move(path: str, name: str, outputs: Path, cwd: str) -> None:
 
 
 def _put_back(entry: ChangedPath) -> None:
+    """Put back what was there before the run, whose own is out of the way."""
     path, copy = Path(entry.path), entry.copy
     if entry.was == "folder":
         assert entry.mode is not None

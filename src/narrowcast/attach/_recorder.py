@@ -51,10 +51,13 @@ class Recorder:
         self._tell = tell
         self._lock = threading.RLock()
         self._started = time.perf_counter()
-        self._last_step_of: dict[int, float] = {}
-        self._last_flush = self._started
+        self._last_step_of: dict[int, float] = {}  # number of an optimizer -> when it stepped
+
+        # Events that are to be written, and whether one of them is read from a device.
         self._unwritten: list[dict[str, Any]] = []
         self._waits_for_device = False
+        self._last_flush = self._started
+
         self.devices: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         self.backwards = 0
@@ -89,7 +92,9 @@ class Recorder:
         """Record an outermost backward, called at ``site``; ``loss`` is None unless it is one number."""
         with self._lock:
             self.backwards += 1
-            value = _reading(loss) if loss is not None and self.keeps_losses else None
+            if loss is None or not self.keeps_losses:
+                return
+            value = _reading(loss)
             if value is not None:
                 self._add("loss", backward=self.backwards, site=site, value=value)
 
@@ -103,7 +108,7 @@ class Recorder:
             self.steps += not skipped
             self.skipped_steps += skipped
             if self.shared is not None:
-                self.shared[skipped] += 1
+                self.shared[int(skipped)] += 1
             if self._writer is None:
                 return
             now = time.perf_counter()
@@ -139,7 +144,8 @@ class Recorder:
             return
         now = time.perf_counter()
         self._unwritten.append({"event": event, **values, "time_s": now - self._started})
-        self._waits_for_device = self._waits_for_device or any(map(callable, values.values()))
+        if any(map(callable, values.values())):
+            self._waits_for_device = True
         patience_s = _FLUSH_EVERY_S if self._waits_for_device else _FLUSH_PLAIN_EVERY_S
         if now - self._last_flush > patience_s or len(self._unwritten) >= _FLUSH_EVERY:
             self.flush()
@@ -174,7 +180,7 @@ class Recorder:
         """Write the events since the last flush; reads losses from the device."""
         with self._lock:
             if self._waits_for_device and is_capturing():
-                return
+                return  # a CUDA graph is being recorded, where reading is an error
             if self._writer and self._unwritten:
                 self._writer.write(*map(_read, self._unwritten))
             self._unwritten.clear()
@@ -190,6 +196,8 @@ class Recorder:
     def close(self, **more: Any) -> dict[str, Any]:
         """Flush, write the ``end`` event with ``more``, which a run is summarized by, and return it."""
         self.flush()
+
+        # What cannot be read on this machine is said in a note.
         peaks = read_each(
             {
                 "peak_resident_bytes": _peak_resident_bytes,
@@ -236,10 +244,15 @@ def _reading(loss: torch.Tensor) -> Reading | None:
 
 
 def _read(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event with its values, which are read from the device here."""
+    values = dict(event)
     try:
-        return {name: value() if callable(value) else value for name, value in event.items()}
+        for name, value in event.items():
+            if callable(value):
+                values[name] = value()
     except Exception as error:  # CUDA raises at each reading once a kernel of the script has failed
         return {"event": "note", "text": f"a {event['event']} could not be read: {first_line(error)}"}
+    return values
 
 
 def _peak_resident_bytes() -> int:

@@ -169,6 +169,7 @@ def run_script(script: Script) -> None:
     its classes can still be pickled at exit. The traceback of an uncaught error begins at the script's first
     line.
     """
+    # What Python puts into a main module.
     main = types.ModuleType("__main__")
     spec = script.spec
     main.__dict__.update(
@@ -187,6 +188,7 @@ def run_script(script: Script) -> None:
         # pickles objects of the script's classes under it.
         sys.modules["__mp_main__"] = main
     _set_first_path(script.first_path)
+
     try:
         if spec and spec.parent:
             __import__(spec.parent)
@@ -213,6 +215,7 @@ def _without_our_frames(show: Callable[..., Any]) -> Callable[..., Any]:
     """Return an ``excepthook`` that shows tracebacks from the script's first line on, by ``show``."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> Any:
+        # The error, and those that Python shows before it.
         trimmed: list[BaseException] = []
         cause: BaseException | None = error
         while cause is not None and cause not in trimmed:
@@ -234,9 +237,11 @@ def _trim(error: BaseException) -> None:
             frames.clear()  # what comes after is the script
         trace = trace.tb_next
 
+    # A mistake of narrowcast is shown whole. What it refuses is none, nor is a call with wrong arguments.
     by_mistake = bool(frames) and _is_ours(frames[-1])
     if not by_mistake or isinstance(error, NarrowcastError | TypeError):
         frames = [frame for frame in frames if not _is_ours(frame)]
+
     error.__traceback__ = None
     for frame in reversed(frames):
         frame.tb_next = error.__traceback__
