@@ -124,7 +124,7 @@ def test_files_are_as_before(states, way):
     assert all((outputs / name).is_symlink() or (outputs / name).is_file() for name in new)
 
 
-def test_what_stays(runs):
+def test_locks_caches_and_unchanged_files_stay(runs):
     """Locks, caches and the run's own folder; a file that nothing changed keeps its place too."""
     prepare(runs.work)
     inode = (runs.work / "kept").stat().st_ino

@@ -184,7 +184,7 @@ def test_a_traced_module_keeps_no_casts():
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("compiled", ["step", "optimizer"])
-def test_a_compiled_training_step(compiled, policy):
+def test_a_compiled_training_step_lowers_the_loss(compiled, policy):
     torch._dynamo.reset()
     model, (x, y) = network(), data()
     optimizer = torch.optim.SGD(model.parameters(), 0.05)

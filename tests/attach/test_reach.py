@@ -91,7 +91,7 @@ def test_no_region_opens_in_a_data_loader_worker(workers):
     assert attached.facts["steps"] == 0
 
 
-def test_threads_that_train_at_once():
+def test_each_of_two_threads_trains_as_alone():
     """Two models in two threads, each with its own scaled backward: each gradient is unscaled once."""
     x, y = data()
 
@@ -573,7 +573,7 @@ def test_a_loss_of_a_tensor_subclass_is_scaled_once():
     assert_as_in_fp32(gradient)
 
 
-def test_backward_from_a_leaf():
+def test_backward_may_start_at_a_leaf():
     leaf = torch.ones(3, requires_grad=True)
     with Attachment("fp16", Static(scale=2.0**12)):
         leaf.backward(torch.tensor([1.0, 2.0, 3.0]))

@@ -17,6 +17,7 @@ from torch.nn.modules import module as module_hooks
 
 from narrowcast.attach._leaves import (
     Leaves,
+    PassFacts,
     PassGradients,
     add_to_earlier,
     gradient_of,
@@ -162,7 +163,12 @@ class Backward:
             return
 
         leaves, runs_python = self.leaves.reached_from(nodes)
-        number = self._scale.next_backward()
+        facts = PassFacts(
+            number=self._scale.next_backward(),
+            factor=factor,
+            site=site,
+            loss=None if loss is None else (loss.detach(), loss._version),
+        )
         self.leaves.backward_begins(leaves)
         seen_early = bool(runs_python or _views or self._retained or inputs is not None or create_graph)
         retained = create_graph if retain_graph is None else retain_graph
@@ -179,7 +185,7 @@ class Backward:
             return together[0] if together else None
 
         if not runs_python and self._may_run_again(leaves, retained):
-            left = self._until_finite(run_pass, leaves, inputs, factor, number, create_graph)
+            left = self._until_finite(run_pass, facts, leaves, inputs, create_graph)
             if not retained:
                 self._free_graph(roots, inputs)
         else:
@@ -189,7 +195,7 @@ class Backward:
         if self._nested_leaves:
             leaves = list({id(leaf): leaf for leaf in [*leaves, *self._nested_leaves]}.values())
             self._nested_leaves = []
-        self.leaves.backward_ended(leaves, number, factor, loss, site, left)
+        self.leaves.backward_ended(leaves, facts, left)
 
     # ---- passes that are run again
 
@@ -215,10 +221,9 @@ class Backward:
     def _until_finite(
         self,
         run_pass: Callable[[float, bool], PassGradients | None],
+        facts: PassFacts,
         leaves: Sequence[torch.Tensor],
         inputs: Any,
-        factor: float,
-        number: int,
         makes_graph: bool,
     ) -> PassGradients | None:
         """Run a pass, at lower scales until its gradients are finite; what leaves hold is added afterwards.
@@ -234,11 +239,11 @@ class Backward:
             return run_pass(scale, True) or gradients_left_in(leaves)
 
         try:
-            left = gradients_at(factor)
-            if not left.wait_if_finite() and factor > 1.0:
+            left = gradients_at(facts.factor)
+            if not left.wait_if_finite() and facts.factor > 1.0:
                 left = gradients_at(1.0)
                 if left.wait_if_finite():
-                    left = self._lowered(gradients_at, number)
+                    left = self._lowered(gradients_at, facts.number)
         finally:
             add_to_earlier(earlier, makes_graph=makes_graph)
         accumulated = any(before is not None for _, before in earlier)

@@ -74,25 +74,43 @@ class PassGradients:
         return not any(map(bool, self.found_inf))
 
 
-@dataclass(slots=True)
-class _UnreadPass:
-    """A pass whose check has not been read yet. It keeps no gradient alive.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassFacts:
+    """What is known of a backward pass before it runs.
 
     Attributes:
-        number: of the pass.
+        number: in the order of outermost passes.
         factor: its loss scale.
         site: the line of the script that called it.
-        loss: its loss, and the version of that; None unless it is one number.
-        leaves: those that hold a gradient.
-        gradients: theirs, in the same order.
-        versions: those of the gradients.
-        found_inf: as in ``PassGradients``.
+        loss: its loss, without its graph, and the version of that; None unless it is one number.
     """
 
     number: int
     factor: float
     site: str
     loss: tuple[torch.Tensor, int] | None
+
+    def loss_was_finite(self) -> bool:
+        """Return False if the loss is known to have been NaN or infinite."""
+        if self.loss is None:
+            return True
+        loss, version = self.loss
+        return loss._version != version or bool(torch.isfinite(loss))
+
+
+@dataclass(slots=True)
+class _UnreadPass:
+    """A pass whose check has not been read yet. It keeps no gradient alive.
+
+    Attributes:
+        facts: of the pass.
+        leaves: those that hold a gradient.
+        gradients: theirs, in the same order.
+        versions: those of the gradients.
+        found_inf: as in ``PassGradients``.
+    """
+
+    facts: PassFacts
     leaves: list[weakref.ref[torch.Tensor]]
     gradients: list[weakref.ref[torch.Tensor]]
     versions: list[int]
@@ -121,13 +139,6 @@ class _UnreadPass:
         flags = nonfinite_flags(unchanged_gradients).read()
         overflowed += [leaf for leaf, flag in zip(unchanged_leaves, flags, strict=True) if flag]
         return overflowed
-
-    def loss_was_finite(self) -> bool:
-        """Return False if the loss is known to have been NaN or infinite."""
-        if self.loss is None:
-            return True
-        loss, version = self.loss
-        return loss._version != version or bool(torch.isfinite(loss))
 
 
 @dataclass(slots=True)
@@ -350,22 +361,13 @@ class Leaves:
             self._forget_dropped(leaves)
 
     def backward_ended(
-        self,
-        leaves: Sequence[torch.Tensor],
-        number: int,
-        factor: float,
-        loss: torch.Tensor | None,
-        site: str,
-        left: PassGradients | None,
+        self, leaves: Sequence[torch.Tensor], facts: PassFacts, left: PassGradients | None
     ) -> None:
         """Remember what the leaves hold, before the script can change it.
 
         Args:
             leaves: all that the pass reached.
-            number: of the pass.
-            factor: its loss scale.
-            loss: its loss, if that is one number.
-            site: the line of the script that called it.
+            facts: of the pass.
             left: what was unscaled together; None: gradients were unscaled as they arrived.
         """
         self._watch_parameters_without_optimizer(leaves)
@@ -378,10 +380,7 @@ class Leaves:
         if finite:
             return
         unread = _UnreadPass(
-            number=number,
-            factor=factor,
-            site=site,
-            loss=None if loss is None else (loss.detach(), loss._version),
+            facts=facts,
             leaves=list(map(weakref.ref, left.leaves)),
             gradients=list(map(weakref.ref, left.gradients)),
             versions=versions,
@@ -459,13 +458,14 @@ class Leaves:
                 if not overflowed:
                     continue
                 self.forget_gradients()
-                if unread.loss_was_finite():
-                    self._scale.overflowed(unread.number, unread.factor)
+                facts = unread.facts
+                if facts.loss_was_finite():
+                    self._scale.overflowed(facts.number, facts.factor)
                 else:
-                    self._bad_loss = (unread.number, unread.site)
+                    self._bad_loss = (facts.number, facts.site)
                 for leaf in overflowed:
                     if leaf not in self._overflows:
-                        self._overflows[leaf] = _Overflow(unread.number, unread.site)
+                        self._overflows[leaf] = _Overflow(facts.number, facts.site)
 
     def _forget_dropped(self, leaves: Sequence[torch.Tensor]) -> None:
         """Forget the overflows of gradients that are gone, or that the script zeroed after a skipped step."""
