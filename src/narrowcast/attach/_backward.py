@@ -131,41 +131,43 @@ class Backward:
         inputs: Any = None,
     ) -> None:
         """``torch.autograd.backward`` from scaled losses, leaves getting true gradients."""
+        as_in_fp32 = functools.partial(
+            self._torch_backward, tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+        )
         roots = _as_tuple(tensors)
         enclosing = graph_task_id()
-        outermost = enclosing == NO_GRAPH_TASK
+        if enclosing != NO_GRAPH_TASK:
+            # The pass that encloses this one has scaled the gradients that it starts from.
+            factor = self._factor_of(enclosing)
+            if factor is None:
+                as_in_fp32()
+                return
+            roots, nodes = _with_nodes(roots)
+            seeds = _as_seeds(grad_tensors, len(roots))
+            options = (retain_graph, create_graph, grad_variables, inputs)
+            self._nested_pass(functools.partial(self._torch_backward, roots, seeds, *options), nodes, factor)
+            return
+
+        if not self._regions.called_a_module:
+            self.before_modules = True
         scaled = self._scale.active
         site = ""
         loss = None
-        if outermost:
-            self.before_modules = self.before_modules or not self._regions.called_a_module
-            if scaled or self._recorder.keeps_losses:
-                site = call_site()
-                loss = _single_number(roots)
-            self._recorder.saw_backward(loss, site)
-            self._observer.backward_begins(roots)
-
-        # The pass that encloses a nested one has scaled the gradients that it starts from.
-        factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
-        if factor is None or (outermost and not scaled):
-            self._torch_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        if scaled or self._recorder.keeps_losses:
+            site = call_site()
+            loss = _single_number(roots)
+        self._recorder.saw_backward(loss, site)
+        self._observer.backward_begins(roots)
+        if not scaled:
+            as_in_fp32()
             return
-        if not all(isinstance(root, torch.Tensor) for root in roots):
-            raise UnsupportedError(_OF_EDGE)
 
-        roots = tuple(map(_with_node, roots))
-        nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+        roots, nodes = _with_nodes(roots)
         seeds = _as_seeds(grad_tensors, len(roots))
-        if not outermost:
-            options = (retain_graph, create_graph, grad_variables, inputs)
-            run = functools.partial(self._torch_backward, roots, seeds, *options)
-            self._nested_pass(run, nodes, factor)
-            return
-
         leaves, runs_python = self.leaves.reached_from(nodes)
         facts = PassFacts(
             number=self._scale.next_backward(),
-            factor=factor,
+            factor=self._scale.value.scale,
             site=site,
             loss=None if loss is None else (loss.detach(), loss._version),
         )
@@ -189,7 +191,7 @@ class Backward:
             if not retained:
                 self._free_graph(roots, inputs)
         else:
-            left = run_pass(factor, retained)
+            left = run_pass(facts.factor, retained)
 
         # Only now has DDP reduced what it reduces, so that every rank sees the same.
         if self._nested_leaves:
@@ -435,9 +437,15 @@ def _as_seeds(grad_tensors: Any, count: int) -> list[Any]:
     return [None] * count if grad_tensors is None else list(_as_tuple(grad_tensors))
 
 
-def _with_node(root: torch.Tensor) -> torch.Tensor:
-    """Return a root that has a graph node, on which a hook can be put; a leaf has none."""
-    return root.view_as(root) if root.requires_grad and root.is_leaf else root
+def _with_nodes(roots: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
+    """Return the roots of a pass, a view in place of a leaf, and their graph nodes, which take hooks."""
+    tensors = []
+    for root in roots:
+        if not isinstance(root, torch.Tensor):
+            raise UnsupportedError(_OF_EDGE)
+        is_leaf = root.requires_grad and root.is_leaf
+        tensors.append(root.view_as(root) if is_leaf else root)
+    return tuple(tensors), [root.grad_fn for root in tensors if root.grad_fn is not None]
 
 
 def _is_one_real_number(tensor: torch.Tensor) -> bool:
