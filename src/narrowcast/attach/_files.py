@@ -137,15 +137,18 @@ class FileWatch:
         """Begin; lasts as long as the process."""
         FileWatch.in_force = self
         for owner, name, place in native_writers():
-            writer = getattr(owner, name)
-            setattr(owner, name, functools.wraps(writer)(functools.partial(self._write, place, writer)))
+            setattr(owner, name, self._watched(getattr(owner, name), place))
         sys.addaudithook(self._audit)
 
-    def _write(self, place: int, writer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        path = args[place] if len(args) > place else kwargs.get("filename")
-        if isinstance(path, str | os.PathLike):  # not a buffer
-            self._keep(path)
-        return writer(*args, **kwargs)
+    def _watched(self, writer: Callable[..., Any], place: int) -> Callable[..., Any]:
+        @functools.wraps(writer)
+        def write(*args: Any, **kwargs: Any) -> Any:
+            path = args[place] if len(args) > place else kwargs.get("filename")
+            if isinstance(path, str | os.PathLike):  # not a buffer
+                self._keep(path)
+            return writer(*args, **kwargs)
+
+        return write
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
