@@ -182,8 +182,7 @@ def test_a_traced_module_keeps_no_casts():
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-@pytest.mark.parametrize("compiled", ["step", "optimizer"])
+@pytest.mark.parametrize(("compiled", "policy"), [("step", "bf16"), ("step", "fp16"), ("optimizer", "bf16")])
 def test_a_compiled_training_step_lowers_the_loss(compiled, policy):
     torch._dynamo.reset()
     model, (x, y) = network(), data()

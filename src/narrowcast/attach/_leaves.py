@@ -187,9 +187,9 @@ class Leaves:
         self._lock = threading.RLock()
 
         # By leaf; an entry goes with its leaf.
-        self._hooked: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-        self._overflows: MutableMapping[torch.Tensor, _Overflow] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
-        self._watched: MutableMapping[torch.Tensor, _WatchedParameter] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+        self._hooked: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
+        self._overflows: MutableMapping[torch.Tensor, _Overflow] = WeakIdKeyDictionary()
+        self._watched: MutableMapping[torch.Tensor, _WatchedParameter] = WeakIdKeyDictionary()
 
         # By the id of a leaf, since each pass compares the ids of all of its leaves with them.
         self._in_optimizers: dict[int, weakref.ref[torch.Tensor]] = {}

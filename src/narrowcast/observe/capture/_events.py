@@ -192,8 +192,8 @@ def checked_event(event: Any, where: str) -> Event:
         schema = _START_OF_COMPARISON
     if schema is None:
         return event
-    if kind == "end" and "aside" in event:  # the name in older captures
-        event = {**event, "left_alone": event["aside"]}
+    if kind == "end" and "aside" in event:
+        event.setdefault("left_alone", event["aside"])  # the name in older captures
     try:
         fields: Event = msgspec.convert(event, schema, dec_hook=_number)
         return event | fields
