@@ -207,9 +207,9 @@ class Backward:
         ``p.grad`` may be what the script wants: it has not stepped yet. Not where code in Python would run
         twice that may not be made for it: custom Functions, checkpoints, compiled graphs.
         """
-        if not isinstance(self._scale.value, Dynamic) or is_capturing():
-            return False
         if not self.leaves.may_run_again(leaves, retained=retained) or self._regions.checkpoints:
+            return False
+        if not isinstance(self._scale.value, Dynamic) or is_capturing():
             return False
         # What leaves hold is taken from them meanwhile, and hooks might look at it.
         if _views and any(leaf.grad is not None for leaf in leaves):
@@ -396,6 +396,9 @@ class Backward:
     @contextmanager
     def _retained_unscaled(self, inputs: Any, factor: float) -> Iterator[list[torch.Tensor]]:
         """Unscale gradients of the tensors that keep theirs; what these held before is added afterwards."""
+        if inputs is None and not self._retained:
+            yield []
+            return
         kept = self._kept_in_graph(inputs)
         earlier = [(tensor, gradient_of(tensor)) for tensor in kept]
         for tensor, _ in earlier:

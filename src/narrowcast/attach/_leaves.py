@@ -74,7 +74,7 @@ class PassGradients:
         return not any(map(bool, self.found_inf))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PassFacts:
     """What is known of a backward pass before it runs.
 
@@ -405,6 +405,8 @@ class Leaves:
         if not self._are_as_checked(gradients):
             flags = nonfinite_flags(gradients).read()
             bad = {id(parameter) for parameter, flag in zip(holders, flags, strict=True) if flag}
+        if not bad and not self._overflows:
+            return []
         return [p for p in parameters if id(p) in bad or p in self._overflows]
 
     def _are_as_checked(self, gradients: Iterable[torch.Tensor | None]) -> bool:
