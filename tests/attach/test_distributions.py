@@ -167,7 +167,7 @@ def test_elsewhere_distributions_are_torchs():
 
 @pytest.mark.parametrize("kind", ["categorical", "bernoulli"])
 @pytest.mark.long
-def test_compiled(kind):
+def test_compiled_distributions_take_fp32_probabilities(kind):
     expected = log_probability_and_gradient(kind)
     with Attachment("bf16"):
         found = log_probability_and_gradient(kind, lambda model: torch.compile(model, backend="aot_eager"))

@@ -15,7 +15,7 @@ from narrowcast.attach import (
     _files,
     bring_back,
     folder_of_one,
-    registered,
+    locked_journal,
     restore_files,
     restore_killed,
     set_aside,
@@ -39,8 +39,6 @@ WAYS = {
     "a folder in place of a file": "os.remove('kept'); os.mkdir('kept'); open('kept/a', 'w').write('x')",
     "a link moved on": "os.remove('link'); os.symlink('sub', 'link')",
     "a hard link": "os.link('kept', 'a'); open('a', 'w').write('x')",
-    "sqlite3": "with sqlite3.connect('a') as db: db.execute('create table t (a)')\ndb.close()",
-    "sqlite3, by a URI": "sqlite3.connect('file:%61?mode=rwc', uri=True).execute('create table t (a)')",
     "torch.save": "torch.save([1.0], 'kept')",
     "torch.save, not ASCII": "torch.save([1.0], 'gr\u00fc\u00df'); os.rename('gr\u00fc\u00df', 'kept')",
     "torch.jit.save": "torch.jit.save(torch.jit.script(net), 'kept')",
@@ -49,7 +47,7 @@ WAYS = {
     "safetensors, by name": "import safetensors.numpy as s; s.save_file({}, filename=Path('kept'))",
 }  # fmt: skip
 HEAD = """\
-import json, os, shutil, sqlite3, sys, warnings
+import json, os, shutil, sys, warnings
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
 warnings.simplefilter("ignore")
@@ -126,7 +124,7 @@ def test_files_are_as_before(states, way):
     assert all((outputs / name).is_symlink() or (outputs / name).is_file() for name in new)
 
 
-def test_what_stays(runs):
+def test_locks_caches_and_unchanged_files_stay(runs):
     """Locks, caches and the run's own folder; a file that nothing changed keeps its place too."""
     prepare(runs.work)
     inode = (runs.work / "kept").stat().st_ino
@@ -199,6 +197,9 @@ def test_restoring_that_is_cut_short_goes_on(runs, monkeypatch):
         (runs.work / name).write_text(name)
     script = "open('second', 'w').write('x'); open('first', 'w').write('x'); open('new', 'w').write('x')"
     folder = runs.run(script, watched=True).folder
+    cache = folder / "cache"
+    cache.mkdir()
+    (cache / "runs").symlink_to(folder.parent)
     with (folder / "files.jsonl").open("a") as journal:
         journal.write('{"path": "/cut sho')
     move = shutil.move
@@ -209,18 +210,17 @@ def test_restoring_that_is_cut_short_goes_on(runs, monkeypatch):
         move(source, to)
 
     monkeypatch.setattr(shutil, "move", interrupt)
-    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(folder / "cache"))
-    with folder_of_one(pytest.fail), registered(folder):
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(cache))
+    with locked_journal(folder), folder_of_one(pytest.fail):
         restore_killed(pytest.fail)  # the run goes on
         with pytest.raises(KeyboardInterrupt):
             restore_files(folder)
     monkeypatch.undo()
-    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(folder / "cache"))
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(cache))
     restore_killed(lambda _: None)
     assert [(runs.work / name).read_text() for name in ("first", "second")] == ["first", "second"]
     assert {path.name for path in (folder / OUTPUTS).iterdir()} == {"first", "second", "new"}
     assert not (folder / "files.jsonl").exists()
-    assert not list((folder / "cache/running").glob("*.run"))
 
 
 # What a run writes, keeps open, removes and links.
@@ -347,14 +347,14 @@ def test_a_copy_is_made_again_if_another_run_had_its_turn(tmp_path, monkeypatch)
     file.write_text("of the user")
     copy2 = shutil.copy2
 
-    def slow_copy(source, to):
+    def slow_copy(source, to, **options):
         if not turns:
             turns.append(os.rename(file, tmp_path / "of the other run"))
             (tmp_path / "of the other run").write_text("spoiled")
             file.write_text("of the user")
-            copy2(tmp_path / "of the other run", to)
+            copy2(tmp_path / "of the other run", to, **options)
         else:
-            copy2(source, to)
+            copy2(source, to, **options)
 
     monkeypatch.setattr(shutil, "copy2", slow_copy)
     _files._copy(str(file), str(copy))

@@ -213,7 +213,7 @@ def test_a_compiled_function_promotes_in_its_first_trace():
 
 
 @pytest.mark.filterwarnings("ignore:linalg_det runs in fp32")
-def test_gradients_of_torch_func():
+def test_torch_func_promotes():
     torch.manual_seed(0)
     model, x = Model(several), torch.randn(ROWS, WIDTH)
     parameters = dict(model.named_parameters())

@@ -107,7 +107,7 @@ def test_values_and_gradients_are_those_of_fp32(name, mode, policy):
     lambda *two: two, lambda *two: list(two), lambda *two: dict(zip("ab", two, strict=True)),
     Named, Record, lambda *two: {"inner": [Record(*two)]},
 ], ids=["tuple", "list", "dict", "named", "dataclass", "nested"])  # fmt: skip
-def test_containers(make):
+def test_results_in_containers_are_computed_again(make):
     output, low, _ = returned(lambda low: make(low.softmax(1), low.log_softmax(1)))
     found = tensors_inside(output)
     assert type(output) is type(make(1, 2))

@@ -203,7 +203,7 @@ def skipped_steps(model, x):
     "train",
     [several_optimizers, steps_inside_a_step, steps_in_hooks_of_backward, skipped_steps],
 )
-def test_what_counts_as_a_step(train):
+def test_outermost_steps_count(train):
     skips = train is skipped_steps
     facts = stopped(train, "fp16" if skips else "fp32", stop_after=6)
     assert (facts["steps"], facts["skipped_steps"]) == ((0, 6) if skips else (6, 0))

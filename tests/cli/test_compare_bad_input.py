@@ -248,9 +248,9 @@ def test_an_interrupted_comparison_ends_its_runs(workshop, capsys, sent, in_firs
     saved = [workshop.write(name, f"of the user, {name}") for name in SAVED]
     before = [path.read_bytes() for path in saved]
     home = {"HOME": str(workshop.folder / "home"), "XDG_CACHE_HOME": str(workshop.cache)}
-    words = ("compare", "--policy", "bf16", "--run-dir", "kept", "waits.py", str(saved[1]))
+    words = ("compare", "--policy", "bf16", "waits.py", str(saved[1]))
     process = workshop.start(sys.executable, "-m", "narrowcast", *words, environment=home)
-    file, folder, pids = workshop.cache / "pids", workshop.folder / "kept", []
+    file, pids = workshop.cache / "pids", []
     workshop.cache.mkdir(exist_ok=True)
     try:
         assert wait_until(file.exists)
@@ -258,6 +258,7 @@ def test_an_interrupted_comparison_ends_its_runs(workshop, capsys, sent, in_firs
         assert all(map(is_alive, pids))
         process.send_signal(sent)
         ended = workshop.end(process)
+        (folder,) = (workshop.cache / "runs").iterdir()
         assert (ended.code, ended.stdout) == (code, "")
         assert no_traceback(ended.stderr) == said.format(folder)
         # Nobody can end runs after a SIGKILL: they end as the script does.

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -60,24 +59,19 @@ FAST = ("look.py", "-m package.inner", "errors in a chain")
 
 @pytest.fixture
 def world(workshop):
-    """One program as a script, a module, a package, a folder, a zip file, and behind a link."""
+    """One program as a script, a module, a package, and behind a link."""
     for place in ("", "folder/", "package/"):
         workshop.write(f"{place}beside.py", "")
     workshop.write("look.py", LOOK)
-    workshop.write("folder/__main__.py", LOOK)
     workshop.write("package/__init__.py", "print('the package is imported')")
     workshop.write("package/module.py", LOOK)
     workshop.write("package/inner/__init__.py", "from .. import beside")
     workshop.write("package/inner/__main__.py", LOOK.replace(b"import beside", b"from .. import beside"))
     (workshop.folder / "folder/link.py").symlink_to(workshop.folder / "look.py")
-    with zipfile.ZipFile(workshop.folder / "all.zip", "w") as file:
-        # inspect reads a zip file as UTF-8, whatever its first line says.
-        file.writestr("__main__.py", LOOK.decode("latin-1").replace("latin-1", "utf-8").encode())
-        file.writestr("beside.py", "")
     return workshop
 
 
-WAYS = ("look.py", "folder", "folder/link.py", "all.zip", "-m package.module", "-m package.inner")
+WAYS = ("look.py", "folder/link.py", "-m package.module", "-m package.inner")
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,13 @@ def test_events_and_fields_of_later_versions_of_this_schema_are_kept(path):
     assert read_capture(path).events == (START | {"more": 1}, later)
 
 
+def test_the_end_of_an_older_capture_has_another_name_for_left_alone(path):
+    older = END | {"aside": "the script uses autocast itself"}
+    del older["left_alone"]
+    write(path, START, older)
+    assert read_capture(path).totals()["left_alone"] == "the script uses autocast itself"
+
+
 FIRST = json.dumps(START).encode() + b"\n"
 DEEP = b'{"event": "later", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
 

@@ -50,7 +50,7 @@ def device(format_="bf16"):
 
 
 def end(**changed):
-    ended = {"event": "end", "exit_code": 0, "stopped": False, "aside": None, "wall_s": 41.3}
+    ended = {"event": "end", "exit_code": 0, "stopped": False, "left_alone": None, "wall_s": 41.3}
     counts = {"backwards": 300, "forwards": 310, "steps": 300, "skipped_steps": 0, "final_scale": None}
     peaks = {"peak_resident_bytes": 812 * 2**20, "peak_tensor_bytes": None}
     return ended | counts | peaks | {"settings": SETTINGS, "versions": VERSIONS} | changed

@@ -13,7 +13,7 @@ GPU = CPU | {"device_type": "cuda", "format": "fp16", "because": "this GPU compu
 
 
 def end(**changed):
-    settings = {"steps": 30, "skipped_steps": 0, "final_scale": None, "wall_s": 1.25, "aside": None}
+    settings = {"steps": 30, "skipped_steps": 0, "final_scale": None, "wall_s": 1.25, "left_alone": None}
     return {"event": "end", "exit_code": 0, **settings, **changed}
 
 
@@ -59,7 +59,7 @@ BLOCKS = {
         ],
     ),
     "left to itself": (
-        [end(steps=4, aside="it opens torch.autocast itself")],
+        [end(steps=4, left_alone="it opens torch.autocast itself")],
         [
             "narrowcast: left to the script's own mixed precision",
             "  4 optimizer steps before that, 0 skipped, loss scale off, 1.2 s",

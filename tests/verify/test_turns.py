@@ -85,17 +85,15 @@ def test_slow_steps_take_turns_one_by_one_from_the_start(pair, monkeypatch):
 
 # What scripts do to files at each step, and what they find then: their own files and no others.
 WRITES = r"""
-import json, sqlite3, threading, torch
+import json, threading, torch
 from pathlib import Path
 work = Path(sys.argv[1]); os.chdir(work)
 assert sorted(os.listdir()) == ["kept", "latest.pt", "sub"], os.listdir()
 assert Path("kept").read_text() == "of the user" and torch.load("latest.pt") == "of the user"
-rows = open("rows.txt", "a"); kept = open("kept", "r+"); table = sqlite3.connect("table.db")
-table.execute("create table steps (step integer)")
+rows = open("rows.txt", "a"); kept = open("kept", "r+")
 def writes(step):
     rows.write(f"{step}\n"); rows.flush()
     kept.seek(0); kept.write(f"step {step:06}"); kept.flush()
-    table.execute("insert into steps values (?)", (step,)); table.commit()
     os.makedirs("runs/events", exist_ok=True)
     with open("runs/events/log", "a") as log: log.write(f"{step}\n")
     torch.save(step, "part.pt"); os.replace("part.pt", "latest.pt")
@@ -104,10 +102,9 @@ def writes(step):
 def finds(step):
     steps = list(range(step + 1))
     assert open("rows.txt").read() == open("runs/events/log").read() == "".join(f"{n}\n" for n in steps)
-    assert [row for (row,) in table.execute("select step from steps order by step")] == steps
     assert Path("kept").read_text() == f"step {step:06}" and torch.load("latest.pt") == step
     assert set(os.listdir("sub")) == {"in", *(f"step-{n}.pt" for n in steps[-2:])}, os.listdir("sub")
-    assert sorted(os.listdir()) == ["kept", "latest.pt", "rows.txt", "runs", "sub", "table.db"], os.listdir()
+    assert sorted(os.listdir()) == ["kept", "latest.pt", "rows.txt", "runs", "sub"], os.listdir()
 # Beside the training, as TensorBoard's writer.
 def beside():
     count = 0

@@ -8,13 +8,13 @@ from narrowcast.attach._files import (
     changed_files,
     folder_of_one,
     has_files_to_move,
-    registered,
+    locked_journal,
     restore_files,
     restore_killed,
     set_aside,
 )
+from narrowcast.attach._module_rules import RULE_NOTE
 from narrowcast.attach._recorder import call_site
-from narrowcast.attach._regions import RULE_NOTE
 from narrowcast.attach._run import Observer
 from narrowcast.attach._script import Script, run_script
 from narrowcast.attach._torch_internals import is_functorch_wrapped
@@ -33,7 +33,7 @@ __all__ = [
     "folder_of_one",
     "has_files_to_move",
     "is_functorch_wrapped",
-    "registered",
+    "locked_journal",
     "restore_files",
     "restore_killed",
     "run_attached",

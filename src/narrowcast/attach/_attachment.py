@@ -21,8 +21,9 @@ from narrowcast.attach._backward import Backward
 from narrowcast.attach._files import FileWatch
 from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._regions import Regions
-from narrowcast.attach._run import Observer, Patches, Run, RunningScale, Stopping
-from narrowcast.attach._script import Script, run_script, seed_everything, shift_seeds
+from narrowcast.attach._run import AttachedRun, Observer, Patches, RunningScale, Stopping
+from narrowcast.attach._script import Script, run_script
+from narrowcast.attach._seeds import seed_everything, shift_seeds
 from narrowcast.attach._steps import Steps
 from narrowcast.errors import NarrowcastError, OrderError, not_copied
 from narrowcast.machine import first_line
@@ -70,25 +71,29 @@ class Attachment:
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
         self.at_end: Callable[[], None] = lambda: None
-        self._left_for_good = self._trained_elsewhere = False
+        self._left_for_good = False
+        self._trained_elsewhere = False
         self._seed_shift = seed_shift
         self._patches = Patches()
-        run = Run(
+        run = AttachedRun(
             policy=with_fp32_weights(policy),
             asked_scale=loss_scale,
-            scale=RunningScale(check_loss_scale(Off() if loss_scale is None else loss_scale)),
+            scale=RunningScale(Off() if loss_scale is None else check_loss_scale(loss_scale)),
             recorder=Recorder(writer, tell),
             observer=observer or Observer(),
             stopping=Stopping(stop_after, self._close_before_the_end),
         )
-        self.policy, self.scale, self.recorder = run.policy, run.scale, run.recorder
-        self._observer, self._stopping = run.observer, run.stopping
+        self.policy = run.policy
+        self.scale = run.scale
+        self.recorder = run.recorder
+        self._observer = run.observer
+        self._stopping = run.stopping
         self._regions = Regions(run)
         self._backward = Backward(run, self._regions)
         self._steps = Steps(run, self._backward.leaves, self._regions)
         capture = None if writer is None else writer.path
         settings = (self.policy, loss_scale, capture, stop_after, seed_shift)
-        self._processes = _Processes(self.recorder, settings)
+        self._processes = _ChildProcesses(self.recorder, settings)
 
     def __repr__(self) -> str:
         counts = f"steps={self.recorder.steps}, skipped_steps={self.recorder.skipped_steps}"
@@ -102,8 +107,9 @@ class Attachment:
             raise OrderError("an Attachment is in force already; leave it before entering another one")
         Attachment._in_force = self
         try:
-            for part in (self._regions, self._backward, self._steps):
-                part.install(self._patches)
+            self._regions.install(self._patches)
+            self._backward.install(self._patches)
+            self._steps.install(self._patches)
             self._patches.wrap(multiprocessing.process.BaseProcess, "start", self._processes.start)
             self._patches.wrap(os, "_exit", self._before_exit)
             if self._seed_shift:
@@ -120,8 +126,14 @@ class Attachment:
         Attachment._in_force = None
         if not self._left_for_good:
             self._stopping.cancel()
-        parts = (self._note_what_was_unusual, self._patches.restore, self._regions.uninstall)
-        for part in (*parts, self._steps.uninstall, self._backward.leaves.remove_hooks):
+        undo: tuple[Callable[[], None], ...] = (
+            self._note_what_was_unusual,
+            self._patches.restore,
+            self._regions.uninstall,
+            self._steps.uninstall,
+            self._backward.leaves.remove_hooks,
+        )
+        for part in undo:
             try:
                 part()
             except Exception as error:  # the others, and the report, have to come all the same
@@ -174,12 +186,12 @@ class Attachment:
     @property
     def loss_scale(self) -> float | None:
         """That of the next backward; None if losses are not scaled."""
-        return self.scale.value.scale if self.scale.active else None
+        return self.scale.of_next
 
     @property
     def scale_of_gradients(self) -> float | None:
         """That of the latest backward; None if losses are not scaled."""
-        return self.scale.of_gradients if self.scale.active else None
+        return self.scale.of_gradients
 
     def stop(self) -> None:
         """End the script here by ``SystemExit(0)``, as after ``stop_after`` steps."""
@@ -214,11 +226,10 @@ class Attachment:
                 "mixed precision, module.forward(x) does not"
             )
         self._trained_elsewhere = self._processes.trained()
+        stepped = recorder.steps or recorder.skipped_steps or self._stopping.traced_steps
         if not (self._regions.called_a_module or self._trained_elsewhere or self._processes.started):
             recorder.note("no module with parameters was called, so nothing ran in mixed precision")
-        elif recorder.backwards and not (
-            recorder.steps or recorder.skipped_steps or self._stopping.traced_steps or self.exit_code
-        ):
+        elif recorder.backwards and not stepped and not self.exit_code:
             recorder.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
 
 
@@ -289,6 +300,7 @@ def _entered(attachment: Attachment) -> Iterator[None]:
         yield
         attachment.exit_code = 0
     except SystemExit as error:
+        # As Python ends: with 0 for None, and 1 for a message.
         attachment.exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     except KeyboardInterrupt:
@@ -309,7 +321,7 @@ def _entered(attachment: Attachment) -> Iterator[None]:
 _OF_LIBRARIES = ("torch.utils.data.", "multiprocessing.managers", "torch._inductor.")
 
 
-class _Processes:
+class _ChildProcesses:
     """Attach in processes that a script spawns, which inherit nothing; a forked process inherits everything.
 
     ``start`` wraps that of ``multiprocessing``, which every kind of process uses.
@@ -335,15 +347,17 @@ class _Processes:
 
     def start(self, original: Callable[..., None], process: Any) -> None:
         target = getattr(process, "_target", None)
-        library = (getattr(target, "__module__", None) or "").startswith(_OF_LIBRARIES)
-        if library or self._recorder.left_alone is not None:
+        module = getattr(target, "__module__", None) or ""
+        if module.startswith(_OF_LIBRARIES) or self._recorder.left_alone is not None:
             original(process)
             return
-        counts = multiprocessing.RawArray("q", 2)
+        counts = multiprocessing.RawArray("q", 2)  # steps taken and skipped
         self._counts.append(counts)
         # None of a plain ``Process`` means the default of the platform.
-        if (getattr(process, "_start_method", None) or multiprocessing.get_start_method()) == "fork":
-            self._recorder.shared, before = counts, self._recorder.shared
+        start_method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
+        if start_method == "fork":
+            before = self._recorder.shared
+            self._recorder.shared = counts
             try:
                 original(process)
             finally:
@@ -371,6 +385,7 @@ def _call_attached(target: Callable[..., Any], settings: tuple[Any, ...], *args:
     Its capture is ``capture-processN.jsonl`` beside its parent's; it is deleted again if it records nothing.
     """
     policy, loss_scale, capture, stop_after, seed_shift, files, number, counts = settings
+    # What the parent has recorded and replaced does not reach this process.
     writer = None
     if capture is not None:
         writer = CaptureWriter(capture.with_stem(f"{capture.stem}-process{number}"))

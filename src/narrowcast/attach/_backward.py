@@ -15,10 +15,18 @@ from typing import Any, Self
 import torch
 from torch.nn.modules import module as module_hooks
 
-from narrowcast.attach._leaves import Leaves, PassGradients, gradient_of, gradients_left_in, true_gradient
+from narrowcast.attach._leaves import (
+    Leaves,
+    PassFacts,
+    PassGradients,
+    add_to_earlier,
+    gradient_of,
+    gradients_left_in,
+    true_gradient,
+)
 from narrowcast.attach._recorder import call_site
 from narrowcast.attach._regions import Regions
-from narrowcast.attach._run import Call, Nesting, Patches, Run
+from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
 from narrowcast.attach._torch_internals import (
     NO_GRAPH_TASK,
     graph_task_id,
@@ -40,23 +48,29 @@ _OF_TORCH_FUNC = (
 
 
 class Backward:
-    """Replaces ``torch.autograd.backward`` and ``grad``, and wraps the hooks that see gradients."""
+    """Replaces ``torch.autograd.backward`` and ``grad``, and wraps the hooks that see gradients.
 
-    def __init__(self, run: Run, regions: Regions) -> None:
+    Attributes:
+        leaves: the leaves that scaled passes reach.
+        before_modules: whether a pass differentiated what no module computed.
+        frees_graph: whether the pass that runs now only frees a graph, and has no gradients.
+    """
+
+    in_force: Backward | None = None
+
+    def __init__(self, run: AttachedRun, regions: Regions) -> None:
         self._scale = run.scale
         self._recorder = run.recorder
         self._observer = run.observer
         self._stopping = run.stopping
         self._regions = regions
         self._nesting = Nesting()
-        self._returning: dict[int, float] = {}
+        self._returning: dict[int, float] = {}  # number of each pass of ``grad`` -> its loss scale
         self._retained: list[weakref.ref[torch.Tensor]] = []
         self._nested_leaves: list[torch.Tensor] = []
-        self.frees_graph = False
         self.leaves = Leaves(run.scale, run.recorder)
-        self.before_modules = False  # a pass differentiated what no module computed
-
-    in_force: Backward | None = None
+        self.before_modules = False
+        self.frees_graph = False
 
     def install(self, patches: Patches) -> None:
         self._torch_backward: Any = torch.autograd.backward
@@ -117,43 +131,51 @@ class Backward:
         inputs: Any = None,
     ) -> None:
         """``torch.autograd.backward`` from scaled losses, leaves getting true gradients."""
+        as_in_fp32 = functools.partial(
+            self._torch_backward, tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+        )
         roots = _as_tuple(tensors)
         enclosing = graph_task_id()
-        outermost = enclosing == NO_GRAPH_TASK
-        scaled = self._scale.active
-        site, loss = "", None
-        if outermost:
-            self.before_modules = self.before_modules or not self._regions.called_a_module
-            if scaled or self._recorder.keeps_losses:
-                site, loss = call_site(), _one_number(roots)
-            self._recorder.saw_backward(loss, site)
-            self._observer.backward_begins(roots)
-
-        # The pass that encloses a nested one has scaled the gradients that it starts from.
-        factor = self._scale.value.scale if outermost else self._factor_of(enclosing)
-        if factor is None or (outermost and not scaled):
-            self._torch_backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-            return
-        if not all(isinstance(root, torch.Tensor) for root in roots):
-            raise UnsupportedError(_OF_EDGE)
-
-        # A leaf gets a graph node, on which a hook can be put.
-        roots = tuple(root.view_as(root) if root.requires_grad and root.is_leaf else root for root in roots)
-        nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-        seeds = _as_seeds(grad_tensors, len(roots))
-        if not outermost:
+        if enclosing != NO_GRAPH_TASK:
+            # The pass that encloses this one has scaled the gradients that it starts from.
+            factor = self._factor_of(enclosing)
+            if factor is None:
+                as_in_fp32()
+                return
+            roots, nodes = _with_nodes(roots)
+            seeds = _as_seeds(grad_tensors, len(roots))
             options = (retain_graph, create_graph, grad_variables, inputs)
-            run = functools.partial(self._torch_backward, roots, seeds, *options)
-            self._nested_pass(run, nodes, factor)
+            self._nested_pass(functools.partial(self._torch_backward, roots, seeds, *options), nodes, factor)
             return
 
+        if not self._regions.called_a_module:
+            self.before_modules = True
+        scaled = self._scale.active
+        site = ""
+        loss = None
+        if scaled or self._recorder.keeps_losses:
+            site = call_site()
+            loss = _single_number(roots)
+        self._recorder.saw_backward(loss, site)
+        self._observer.backward_begins(roots)
+        if not scaled:
+            as_in_fp32()
+            return
+
+        roots, nodes = _with_nodes(roots)
+        seeds = _as_seeds(grad_tensors, len(roots))
         leaves, runs_python = self.leaves.reached_from(nodes)
-        number = self._scale.next_backward()
+        facts = PassFacts(
+            number=self._scale.next_backward(),
+            factor=self._scale.value.scale,
+            site=site,
+            loss=None if loss is None else (loss.detach(), loss._version),
+        )
         self.leaves.backward_begins(leaves)
         seen_early = bool(runs_python or _views or self._retained or inputs is not None or create_graph)
         retained = create_graph if retain_graph is None else retain_graph
 
-        def one_pass(factor: float, keeps_graph: bool) -> PassGradients | None:
+        def run_pass(factor: float, keeps_graph: bool) -> PassGradients | None:
             scaled_seeds = _scaled(roots, seeds, factor)
             with (
                 self._numbered(nodes, self.leaves.factors, factor),
@@ -165,17 +187,17 @@ class Backward:
             return together[0] if together else None
 
         if not runs_python and self._may_run_again(leaves, retained):
-            left = self._until_finite(one_pass, leaves, inputs, factor, number, create_graph)
+            left = self._until_finite(run_pass, facts, leaves, inputs, create_graph)
             if not retained:
                 self._free_graph(roots, inputs)
         else:
-            left = one_pass(factor, retained)
+            left = run_pass(facts.factor, retained)
 
         # Only now has DDP reduced what it reduces, so that every rank sees the same.
         if self._nested_leaves:
-            nested, self._nested_leaves = self._nested_leaves, []
-            leaves = list({id(leaf): leaf for leaf in [*leaves, *nested]}.values())
-        self.leaves.backward_ended(leaves, number, factor, loss, site, left)
+            leaves = list({id(leaf): leaf for leaf in [*leaves, *self._nested_leaves]}.values())
+            self._nested_leaves = []
+        self.leaves.backward_ended(leaves, facts, left)
 
     # ---- passes that are run again
 
@@ -187,23 +209,23 @@ class Backward:
         """
         if not self.leaves.may_run_again(leaves, retained=retained) or self._regions.checkpoints:
             return False
-        # What leaves hold is set aside meanwhile, and hooks might look at it.
+        if not isinstance(self._scale.value, Dynamic) or is_capturing():
+            return False
+        # What leaves hold is taken from them meanwhile, and hooks might look at it.
         if _views and any(leaf.grad is not None for leaf in leaves):
             return False
-        known_hooks = all(
-            isinstance(hook, TrueView) or hook == self.leaves.unscale
-            for leaf in leaves
-            for hook in (leaf._backward_hooks or {}).values()
-        )
-        return known_hooks and isinstance(self._scale.value, Dynamic) and not is_capturing()
+        for leaf in leaves:
+            for hook in (leaf._backward_hooks or {}).values():
+                if not isinstance(hook, TrueView) and hook != self.leaves.unscale:
+                    return False
+        return True
 
     def _until_finite(
         self,
-        one_pass: Callable[[float, bool], PassGradients | None],
+        run_pass: Callable[[float, bool], PassGradients | None],
+        facts: PassFacts,
         leaves: Sequence[torch.Tensor],
         inputs: Any,
-        factor: float,
-        number: int,
         makes_graph: bool,
     ) -> PassGradients | None:
         """Run a pass, at lower scales until its gradients are finite; what leaves hold is added afterwards.
@@ -211,22 +233,22 @@ class Backward:
         If they are not finite at a scale of 1 either, they stay so, as in FP32, and the scale falls once.
         """
         holders = [*leaves, *self._kept_in_graph(inputs)]
-        aside = [(tensor, gradient_of(tensor)) for tensor in holders]
+        earlier = [(tensor, gradient_of(tensor)) for tensor in holders]
 
         def gradients_at(scale: float) -> PassGradients:
             for tensor in holders:
                 tensor.grad = None
-            return one_pass(scale, True) or gradients_left_in(leaves)
+            return run_pass(scale, True) or gradients_left_in(leaves)
 
         try:
-            left = gradients_at(factor)
-            if not left.wait_if_finite() and factor > 1.0:
+            left = gradients_at(facts.factor)
+            if not left.wait_if_finite() and facts.factor > 1.0:
                 left = gradients_at(1.0)
                 if left.wait_if_finite():
-                    left = self._lowered(gradients_at, number)
+                    left = self._lowered(gradients_at, facts.number)
         finally:
-            self.leaves.put_together(aside, makes_graph=makes_graph)
-        accumulated = any(before is not None for _, before in aside)
+            add_to_earlier(earlier, makes_graph=makes_graph)
+        accumulated = any(before is not None for _, before in earlier)
         return None if accumulated else left
 
     def _lowered(self, gradients_at: Callable[[float], PassGradients], number: int) -> PassGradients:
@@ -259,27 +281,24 @@ class Backward:
         finally:
             self.frees_graph = False
 
+    # ---- passes inside of others
+
     def _nested_pass(self, run: Callable[[], None], nodes: Sequence[Any], factor: float) -> None:
         """Run a pass that a node of an outer pass begins; the end of that checks its gradients too."""
         self.leaves.unscale_arrived()
         leaves, _ = self.leaves.reached_from(nodes)
-        stands_in = self._stands_in()
-        leaves = [leaf for leaf in leaves if not stands_in(leaf)]
+        # Gradients of stand-ins for tensors of the outer pass are passed on to those, still scaled.
+        if self._regions.begins_recomputed_backward():
+            leaves = [leaf for leaf in leaves if not self._regions.is_stand_in(leaf)]
+        else:
+            # Other Functions may run a pass inside their backward too. There a leaf stands in for a tensor if
+            # it is not a parameter and no outer pass has reached it.
+            leaves = [t for t in leaves if isinstance(t, torch.nn.Parameter) or self.leaves.is_hooked(t)]
         self.leaves.backward_begins(leaves)
         self.leaves.hook(leaves)
         with self._numbered(nodes, self.leaves.factors, factor):
             run()
         self._nested_leaves += leaves
-
-    def _stands_in(self) -> Callable[[torch.Tensor], bool]:
-        """Return which leaves of the nested pass that begins now stand in for tensors of the outer pass.
-
-        Those of a checkpoint are known. Other Functions may run a pass inside their backward too: there a
-        leaf stands in for a tensor if it is not a parameter and no outer pass has reached it.
-        """
-        if self._regions.begins_recomputed_backward():
-            return self._regions.is_stand_in
-        return lambda t: not isinstance(t, torch.nn.Parameter) and not self.leaves.is_hooked(t)
 
     def factor_at_hook(self, at_leaf: bool) -> float | None:
         """Return the factor of the gradients that a hook would see now; None: they are true."""
@@ -288,8 +307,9 @@ class Backward:
         return self._returning.get(task) if at_leaf else self._factor_of(task)
 
     def _factor_of(self, task: int) -> float | None:
-        factor = self.leaves.factors.get(task)
-        return self._returning.get(task) if factor is None else factor
+        if task in self.leaves.factors:
+            return self.leaves.factors[task]
+        return self._returning.get(task)
 
     @contextmanager
     def _numbered(self, nodes: Sequence[Any], table: dict[int, float], factor: float) -> Iterator[None]:
@@ -323,27 +343,32 @@ class Backward:
 
         A scaled pass that overflows is run again unscaled, since no later step could be skipped for it.
         """
+        as_in_fp32 = functools.partial(
+            self._torch_grad, outputs, inputs, grad_outputs, retain_graph, *rest, **options
+        )
         roots = _as_tuple(outputs)
         # A subclass may have no data: torch.compile differentiates such tensors while it traces.
         plain = all(type(root) is torch.Tensor and root.grad_fn is not None for root in roots)
-        given = (outputs, inputs, grad_outputs, retain_graph, *rest)
         if not (self._scale.active and graph_task_id() == NO_GRAPH_TASK and plain):
-            return self._torch_grad(*given, **options)
+            return as_in_fp32()
         if any(is_functorch_wrapped(root) for root in roots):
             self._recorder.note(_OF_TORCH_FUNC)
-            return self._torch_grad(*given, **options)
+            return as_in_fp32()
+
         factor = self._scale.value.scale
         seeds = _scaled(roots, _as_seeds(grad_outputs, len(roots)), factor)
         numbered = self._numbered([root.grad_fn for root in roots], self._returning, factor)
         with numbered, self._retained_unscaled(None, factor) as retained:
             scaled = self._torch_grad(roots, inputs, seeds, True, *rest, **options)
             # Under vmap over this function, all rows are checked together.
-            overflowed = any(nonfinite_flags([without_layers(g) for g in scaled if g is not None]).read())
-            for tensor in retained if overflowed else ():
-                tensor.grad = None
+            found = [without_layers(gradient) for gradient in scaled if gradient is not None]
+            overflowed = any(nonfinite_flags(found).read())
+            if overflowed:
+                for tensor in retained:
+                    tensor.grad = None
         if overflowed:
-            return self._torch_grad(*given, **options)
-        return tuple(None if g is None else true_gradient(g, factor) for g in scaled)
+            return as_in_fp32()
+        return tuple(_true(gradient, factor) for gradient in scaled)
 
     # ---- gradients in the middle of a graph
 
@@ -354,15 +379,26 @@ class Backward:
 
     def _kept_in_graph(self, inputs: Any) -> list[torch.Tensor]:
         """Return the tensors in the middle of a graph that keep their gradients in a pass."""
-        self._retained = [kept for kept in self._retained if kept() is not None]
-        named = [t for t in _as_tuple(inputs) if isinstance(t, torch.Tensor)] if inputs is not None else []
-        kept = {id(t): t for ref in self._retained if (t := ref()) is not None}
-        kept |= {id(t): t for t in named if t.grad_fn is not None}
+        kept: dict[int, torch.Tensor] = {}
+        living = []
+        for reference in self._retained:
+            tensor = reference()
+            if tensor is not None:
+                kept[id(tensor)] = tensor
+                living.append(reference)
+        self._retained = living
+        if inputs is not None:
+            for tensor in _as_tuple(inputs):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    kept[id(tensor)] = tensor
         return list(kept.values())
 
     @contextmanager
     def _retained_unscaled(self, inputs: Any, factor: float) -> Iterator[list[torch.Tensor]]:
         """Unscale gradients of the tensors that keep theirs; what these held before is added afterwards."""
+        if inputs is None and not self._retained:
+            yield []
+            return
         kept = self._kept_in_graph(inputs)
         earlier = [(tensor, gradient_of(tensor)) for tensor in kept]
         for tensor, _ in earlier:
@@ -372,8 +408,12 @@ class Backward:
         finally:
             for tensor, before in earlier:
                 scaled = gradient_of(tensor)
-                true = None if scaled is None else true_gradient(scaled, factor)
-                tensor.grad = before if true is None else true if before is None else before + true
+                if scaled is None:
+                    tensor.grad = before
+                elif before is None:
+                    tensor.grad = true_gradient(scaled, factor)
+                else:
+                    tensor.grad = before + true_gradient(scaled, factor)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -389,32 +429,54 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _as_tuple(tensors: Any) -> tuple[Any, ...]:
-    single = isinstance(tensors, torch.Tensor | torch.autograd.graph.GradientEdge)
+    if isinstance(tensors, torch.Tensor | torch.autograd.graph.GradientEdge):
+        return (tensors,)
     if isinstance(tensors, dict):
         return tuple(tensors.values())
-    return (tensors,) if single else tuple(tensors)
+    return tuple(tensors)
 
 
 def _as_seeds(grad_tensors: Any, count: int) -> list[Any]:
     return [None] * count if grad_tensors is None else list(_as_tuple(grad_tensors))
 
 
-def _one_number(roots: tuple[Any, ...]) -> torch.Tensor | None:
-    if len(roots) != 1 or not isinstance(roots[0], torch.Tensor):
-        return None
-    return roots[0] if roots[0].numel() == 1 and not roots[0].is_complex() else None
+def _with_nodes(roots: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
+    """Return the roots of a pass, a view in place of a leaf, and their graph nodes, which take hooks."""
+    tensors = []
+    for root in roots:
+        if not isinstance(root, torch.Tensor):
+            raise UnsupportedError(_OF_EDGE)
+        is_leaf = root.requires_grad and root.is_leaf
+        tensors.append(root.view_as(root) if is_leaf else root)
+    return tuple(tensors), [root.grad_fn for root in tensors if root.grad_fn is not None]
+
+
+def _is_one_real_number(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and not tensor.is_complex()
+
+
+def _single_number(roots: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return the only root if it is one number, as a loss is."""
+    if len(roots) == 1 and isinstance(roots[0], torch.Tensor) and _is_one_real_number(roots[0]):
+        return roots[0]
+    return None
 
 
 def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) -> list[Any]:
+    """Return the gradients of the roots that a scaled pass starts from."""
     scaled: list[Any] = []
     for root, seed in zip(roots, seeds, strict=False):
         if seed is not None:
             scaled.append(seed * factor)
-        elif root.numel() == 1 and not root.is_complex():
+        elif _is_one_real_number(root):
             scaled.append(torch.ones_like(root) * factor)  # infinite, as any overflow, if root is in fp16
         else:
             scaled.append(None)  # torch raises
     return scaled
+
+
+def _true(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
+    return None if gradient is None else true_gradient(gradient, factor)
 
 
 # ---- hooks
@@ -443,30 +505,34 @@ class TrueView:
 
     def __call__(self, *args: Any) -> Any:
         backward = Backward.in_force
-        if backward is not None and backward.frees_graph:
+        if backward is None:
+            return self.hook(*args)
+        if backward.frees_graph:
             return None  # a pass without gradients
-        factor = None if backward is None else backward.factor_at_hook(self.at_leaf)
+        factor = backward.factor_at_hook(self.at_leaf)
         if factor is None:
             return self.hook(*args)
-        result = self.hook(*_true(args, factor))
+        result = self.hook(*_true_arguments(args, factor))
         return None if result is None else _scaled_like(result, args[self.replaces], factor)
 
 
 _views: weakref.WeakSet[TrueView] = weakref.WeakSet()
 
 
-def _true(value: Any, factor: float) -> Any:
+def _true_arguments(value: Any, factor: float) -> Any:
     """Return an argument of a hook, a gradient or a sequence of them, with true gradients."""
     if isinstance(value, list | tuple):
-        return tuple(_true(one, factor) for one in value)
+        return tuple(_true_arguments(part, factor) for part in value)
     if not isinstance(value, torch.Tensor):
         return value
-    return (value.float() if value.is_floating_point() else value) / factor
+    if value.is_floating_point():
+        value = value.float()
+    return value / factor
 
 
 def _scaled_like(result: Any, like: Any, factor: float) -> Any:
     if isinstance(result, list | tuple) and isinstance(like, list | tuple):
-        return tuple(_scaled_like(r, g, factor) for r, g in zip(result, like, strict=False))
+        return tuple(_scaled_like(part, other, factor) for part, other in zip(result, like, strict=False))
     if isinstance(like, tuple) and len(like) == 1:
         return _scaled_like(result, like[0], factor)
     if isinstance(result, torch.Tensor) and isinstance(like, torch.Tensor):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowcast.attach._run import Call, Patches, Run
+from narrowcast.attach._run import AttachedRun, Call, Patches
 
 _DEVICES = ("cpu", "cuda", "xpu")
 
@@ -21,7 +21,7 @@ _DEVICES = ("cpu", "cuda", "xpu")
 class FastPath:
     """Turn torch's fast path off while regions are opened, and write the zeros that it defines."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: AttachedRun) -> None:
         self._recorder = run.recorder
         self._is_off = False
 

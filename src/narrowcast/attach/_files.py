@@ -1,4 +1,4 @@
-"""Files of the user that the run of a script changes: copied aside before, and put back after.
+"""Files of the user that the run of a script changes: copied before, and put back after.
 
 So ``compare`` leaves them as they were, and each of its runs finds the same files.
 """
@@ -9,6 +9,8 @@ import filecmp
 import functools
 import getpass
 import hashlib
+import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -19,13 +21,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import unquote, urlsplit
+
+import torch
 
 from narrowcast._files import cache_folder, lock
-from narrowcast.attach._run import Call, Patches
-from narrowcast.attach._torch_internals import native_writers
 from narrowcast.errors import FileError, few
 
 JOURNAL = "files.jsonl"
@@ -48,20 +51,61 @@ _CHANGES: dict[str, tuple[tuple[int, int], ...]] = {
     "os.mkdir": ((0, 2),),
     "os.symlink": ((1, 2),),
 }
+_NO_FOLDER = (None, -1)  # what an audit event has where no descriptor of a folder was given
 # Compiled code, which later runs are meant to read, and locks.
 _NO_DATA = (".pyc", ".pyo", ".so", ".pyd", ".lock")
+_OF_THE_SYSTEM = ("/dev/", "/proc/", "/sys/")
 _CACHES_NAMED_BY = (
-    "CUDA_CACHE_PATH", "HF_HOME", "MPLCONFIGDIR", "NUMBA_CACHE_DIR", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "HF_HOME",
+    "MPLCONFIGDIR",
+    "NUMBA_CACHE_DIR",
+    "TORCH_HOME",
+    "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
-)  # fmt: skip
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedPath:
+    """A line of the journal: what a path was before the run changed it.
+
+    Attributes:
+        path: absolute, with links resolved.
+        was: ``"file"``, which may be a link, ``"folder"`` or ``"nothing"``.
+        copy: where the file as it was is kept until it is put back.
+        owner: user and group of a file.
+        mode: permissions of a folder.
+        is_temporary: whether ``tempfile`` made the name, which no other run has.
+    """
+
+    path: str
+    was: str
+    copy: str
+    owner: tuple[int, int] | None = None
+    mode: int | None = None
+    is_temporary: bool = False
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether it is exchanged when runs take turns.
+
+        Folders stay, since what is in them is exchanged, and so do temporary files.
+        """
+        return self.was != "folder" and not self.is_temporary
+
+    @property
+    def own(self) -> str:
+        """Where that which the run wrote is while the run stands still."""
+        return f"{self.copy}.own"
 
 
 class FileWatch:
-    """Copy what this process changes aside, before it does, and log it in a journal for ``restore_files``.
+    """Copy each file before this process changes it, and log it in a journal for ``restore_files``.
 
     So do processes that it starts by fork or multiprocessing. It sees the files that Python opens for
-    writing, truncates, renames, links and removes, those of sqlite3, and what torch and safetensors save.
-    It does not see files that other native code (h5py) or other programs open. Caches, devices, locks stay.
+    writing, truncates, renames, links and removes, and what torch and safetensors save. It does not see files
+    that other native code (h5py, sqlite3) or other programs open. Caches, devices and locks stay.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
 
@@ -77,99 +121,137 @@ class FileWatch:
         self._folder = os.path.realpath(folder)
         self._hidden = f"{_HIDDEN}{uuid.uuid4().hex}"
         self._kept: set[str] = set()
+
+        # Paths that begin so stay: the run's own folder, and caches.
         cwd = os.path.realpath(os.getcwd())
-        caches = (os.path.realpath(each) + os.sep for each in _cache_folders())
-        # Some set HF_HOME to the disk that holds all of their work.
-        caches = (each for each in caches if not f"{cwd}{os.sep}".startswith(each))
-        self._ignored = (self._folder + os.sep, *caches)
+        ignored = [self._folder + os.sep]
+        for cache in _cache_folders():
+            start = os.path.realpath(cache) + os.sep
+            # Some set HF_HOME to the disk that holds all of their work.
+            if not f"{cwd}{os.sep}".startswith(start):
+                ignored.append(start)
+        self._ignored = tuple(ignored)
         Path(folder, JOURNAL).write_text(json.dumps({"cwd": cwd}) + "\n")
 
     def install(self) -> None:
         """Begin; lasts as long as the process."""
         FileWatch.in_force = self
         for owner, name, place in native_writers():
-            Patches().wrap(owner, name, functools.partial(self._write, place))
+            setattr(owner, name, self._watched(getattr(owner, name), place))
         sys.addaudithook(self._audit)
 
-    def _write(self, place: int, writer: Call, *args: Any, **kwargs: Any) -> Any:
-        path = args[place] if len(args) > place else kwargs.get("filename")
-        if isinstance(path, str | os.PathLike):  # not a buffer
-            self._keep(path)
-        return writer(*args, **kwargs)
+    def _watched(self, writer: Callable[..., Any], place: int) -> Callable[..., Any]:
+        @functools.wraps(writer)
+        def write(*args: Any, **kwargs: Any) -> Any:
+            path = args[place] if len(args) > place else kwargs.get("filename")
+            if isinstance(path, str | os.PathLike):  # not a buffer
+                self._keep(path)
+            return writer(*args, **kwargs)
+
+        return write
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "os.truncate" or (event == "open" and isinstance(args[2], int) and args[2] & _WRITES):
+        if event == "open":
+            path, _, flags = args
+            if isinstance(flags, int) and flags & _WRITES:
+                self._keep(path)
+        elif event == "os.truncate":
             self._keep(args[0])  # of a descriptor nothing: it was opened before
         elif event in _CHANGES:
-            for path, folder in _CHANGES[event]:
-                self._keep(args[path], args[folder], follow=False, whole=event == "os.rename")
+            for path_at, folder_at in _CHANGES[event]:
+                self._keep(args[path_at], args[folder_at], follow=False, whole=event == "os.rename")
         elif event in ("tempfile.mkdtemp", "tempfile.mkstemp"):  # come before what creates it
             self._keep(args[0], is_temporary=True)
-        elif event == "sqlite3.connect":
-            name = os.fsdecode(args[0])
-            name = unquote(urlsplit(name).path) if name.startswith("file:") else name
-            for ending in ("", "-journal", "-wal", "-shm"):
-                self._keep(name + ending)
 
     def _keep(
-        self, path: Any, folder: int | None = -1, *, follow: bool = True, whole: bool = False, **facts: Any
+        self,
+        path: Any,
+        folder: int | None = None,
+        *,
+        follow: bool = True,
+        whole: bool = False,
+        is_temporary: bool = False,
     ) -> None:
         """Log what ``path`` is now, once, with a copy of a file; of a ``whole`` folder all that is in it."""
         name = self._name(path, folder, follow=follow)
         if name is None or name in self._kept:
             return
+        copies = place_of_copies(name, self._folder, self._hidden)
+        copy = os.path.join(copies, uuid.uuid4().hex)
         try:
             about = os.lstat(name)
         except OSError:
-            self._log(name, was="nothing", **facts)
+            self._log(ChangedPath(path=name, was="nothing", copy=copy, is_temporary=is_temporary))
             return
-        if stat.S_ISREG(about.st_mode):
-            self._log(name, was="file", owner=(about.st_uid, about.st_gid))
-        elif stat.S_ISLNK(about.st_mode):
-            self._log(name, was="link", target=os.readlink(name))
+        if stat.S_ISREG(about.st_mode) or stat.S_ISLNK(about.st_mode):
+            self._log(ChangedPath(path=name, was="file", copy=copy, owner=(about.st_uid, about.st_gid)))
         elif stat.S_ISDIR(about.st_mode):
-            self._log(name, was="folder", mode=stat.S_IMODE(about.st_mode))
-            for each in os.scandir(name) if whole else ():
-                self._keep(each.path, follow=False, whole=True)
+            self._log(ChangedPath(path=name, was="folder", copy=copy, mode=stat.S_IMODE(about.st_mode)))
+            if whole:
+                for entry in os.scandir(name):
+                    self._keep(entry.path, follow=False, whole=True)
 
     def _name(self, path: Any, folder: int | None, *, follow: bool) -> str | None:
-        """Return the absolute path of a file, links resolved; None if it is to be ignored."""
-        with suppress(TypeError, ValueError, OSError):
-            text = os.fsdecode(path).rstrip("/")
-            if folder not in (None, -1):
-                text = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
-            name = os.path.realpath(text if follow else os.path.dirname(text))
-            name = name if follow else os.path.join(name, os.path.basename(text))
-            ignored = name.endswith(_NO_DATA) or name.startswith(("/dev/", "/proc/", "/sys/"))
-            ignored = ignored or f"{name}{os.sep}".startswith(self._ignored) or "__pycache__" in name
-            ignored = ignored or f"{os.sep}{_HIDDEN}" in name
-            return None if ignored else name
-        return None
+        """Return the absolute path of a file, links resolved; None if it is to be ignored.
 
-    def _log(self, path: str, **facts: Any) -> None:
-        """Write a line of the journal, after the copy of the file that it names."""
-        copies = place_of_copies(path, self._folder, self._hidden)
-        facts["copy"] = os.path.join(copies, uuid.uuid4().hex)
+        ``follow``: whether the last part of the path is resolved too; not where a link itself is changed.
+        """
         try:
-            if facts["was"] == "file":
-                os.makedirs(copies, exist_ok=True)
-                _copy(path, facts["copy"])
+            text = os.fsdecode(path).rstrip("/")
+            if folder not in _NO_FOLDER:
+                text = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
+            if follow:
+                name = os.path.realpath(text)
+            else:
+                name = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
+        except (TypeError, ValueError, OSError):  # a descriptor, or no path that could exist
+            return None
+        return None if self._is_ignored(name) else name
+
+    def _is_ignored(self, name: str) -> bool:
+        if name.endswith(_NO_DATA) or name.startswith(_OF_THE_SYSTEM) or "__pycache__" in name:
+            return True
+        return f"{name}{os.sep}".startswith(self._ignored) or f"{os.sep}{_HIDDEN}" in name
+
+    def _log(self, changed: ChangedPath) -> None:
+        """Write a line of the journal, after the copy of the file that it names."""
+        try:
+            if changed.was == "file":
+                os.makedirs(os.path.dirname(changed.copy), exist_ok=True)
+                _copy(changed.path, changed.copy)
             descriptor = os.open(os.path.join(self._folder, JOURNAL), os.O_WRONLY | os.O_APPEND)
             with open(descriptor, "ab") as journal:
                 # In one piece: other processes write here too. A line of its own, even after one cut short.
-                journal.write(f"\n{json.dumps({'path': path, **facts})}\n".encode())
+                journal.write(f"\n{json.dumps(asdict(changed))}\n".encode())
         except OSError as error:
             why = f"narrowcast cannot copy it to {self._folder} ({error.strerror}), so it stays as it is"
-            raise OSError(error.errno, why, path) from None
-        self._kept.add(path)
+            raise OSError(error.errno, why, changed.path) from None
+        self._kept.add(changed.path)
+
+
+def native_writers() -> list[tuple[Any, str, int]]:
+    """Return what opens files in C++ or Rust, which raises no audit event: owner, name, place of the path.
+
+    ``torch.save``, ``torch.export.save``, ``torch.package`` and ``torch.jit.save`` end in those of torch.
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/serialization.py (_open_zipfile_writer_file)
+    writers: list[tuple[Any, str, int]] = [
+        (torch._C, "PyTorchFileWriter", 0),
+        (torch._C.ScriptModule, "save", 1),
+        (torch._C.ScriptFunction, "save", 1),
+    ]
+    if importlib.util.find_spec("safetensors") is not None:
+        writers.append((importlib.import_module("safetensors"), "serialize_file", 1))
+    return writers
 
 
 def _copy(path: str, to: str) -> None:
     """Copy a file; again if it is another one by then, since another run had its turn meanwhile."""
     while True:
-        before = os.stat(path)
-        shutil.copy2(path, to)
-        if os.path.samestat(before, os.stat(path)):
+        before = os.lstat(path)
+        Path(to).unlink(missing_ok=True)
+        shutil.copy2(path, to, follow_symlinks=False)
+        if os.path.samestat(before, os.lstat(path)):
             return
 
 
@@ -180,6 +262,8 @@ def place_of_copies(path: str, folder: str, hidden: str) -> str:
     folders do not find it.
     """
     inside = os.path.join(folder, _COPIES)
+
+    # The nearest folder that exists tells on which file system the file is or will be.
     parent = os.path.dirname(path)
     while not os.path.isdir(parent):
         parent = os.path.dirname(parent)
@@ -211,40 +295,47 @@ def _cache_folders() -> list[Path]:
 # ---- after the run
 
 
-def changed_files(folder: Path) -> dict[str, dict[str, Any]]:
+def changed_files(folder: Path) -> dict[str, ChangedPath]:
     """Read the journal of a run: path -> its first line, which tells what was there before the run.
 
-    What is in a folder that the run created is not listed. ``is_temporary`` in a line: ``tempfile`` made the
-    name, which no other run has.
+    What is in a folder that the run created is not listed.
     """
-    lines: dict[str, dict[str, Any]] = {}
-    with suppress(OSError):
-        for text in (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):  # truncated
-                line = json.loads(text)
-                path = line.get("path", "")
-                new = (str(each) for each in Path(path).parents if str(each) in lines)
-                if path not in lines and not any(lines[each]["was"] == "nothing" for each in new):
-                    lines[path] = line
-    return lines
+    return _read_journal(folder)[1]
 
 
-def _moves(line: dict[str, Any]) -> bool:
-    """Return whether what a line of the journal names is exchanged when runs take turns.
+def _read_journal(folder: Path) -> tuple[str, dict[str, ChangedPath]]:
+    """Return the folder in which the run started, and what ``changed_files`` returns."""
+    cwd = "/"
+    changed: dict[str, ChangedPath] = {}
+    try:
+        text = (folder / JOURNAL).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return cwd, changed
+    for line in text.splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:  # empty, or cut short by a kill
+            continue
+        if "cwd" in fields:
+            cwd = fields["cwd"]
+            continue
+        entry = ChangedPath(**fields)
+        if entry.path not in changed and not _is_in_a_new_folder(entry.path, changed):
+            changed[entry.path] = entry
+    return cwd, changed
 
-    Folders stay, since what is in them is exchanged, and so do temporary files: no other run has their names.
-    """
-    return line["was"] != "folder" and not line.get("is_temporary")
 
-
-def _own(line: dict[str, Any]) -> str:
-    """Return where that which a run wrote is while the run stands still."""
-    return f"{line['copy']}.own"
+def _is_in_a_new_folder(path: str, changed: dict[str, ChangedPath]) -> bool:
+    for folder in Path(path).parents:
+        parent = changed.get(str(folder))
+        if parent is not None and parent.was == "nothing":
+            return True
+    return False
 
 
 def has_files_to_move(folder: Path) -> bool:
     """Return whether the run in ``folder`` has changed files that another one would see."""
-    return any(path and _moves(line) for path, line in changed_files(folder).items())
+    return any(entry.is_exchanged for entry in changed_files(folder).values())
 
 
 def set_aside(folder: Path) -> str | None:
@@ -256,25 +347,27 @@ def set_aside(folder: Path) -> str | None:
     Returns:
         Why that cannot be; then nothing was moved.
     """
-    lines = changed_files(folder)
-    lines.pop("", None)
-    for path, line in lines.items():
-        if line["was"] == "folder" and (os.path.islink(path) or not os.path.isdir(path)):
-            return f"the script replaces or removes a folder ({Path(path).name})"
-    moved = []
-    try:
-        for path, line in lines.items():
-            if not _moves(line):
-                continue
-            if os.path.lexists(path):
-                os.makedirs(os.path.dirname(line["copy"]), exist_ok=True)
-                os.rename(path, _own(line))
-            moved.append((path, line))
-            _put_back(path, line)
-    except OSError as error:
-        for before, its_line in moved:
-            _bring_back(before, its_line)
-        return f"the script changes a file that cannot be renamed ({Path(path).name}: {error.strerror})"
+    changed = changed_files(folder)
+    for entry in changed.values():
+        if entry.was == "folder" and (os.path.islink(entry.path) or not os.path.isdir(entry.path)):
+            return f"the script replaces or removes a folder ({Path(entry.path).name})"
+
+    # What the run has there makes way for what was there before.
+    moved: list[ChangedPath] = []
+    for entry in changed.values():
+        if not entry.is_exchanged:
+            continue
+        try:
+            if os.path.lexists(entry.path):
+                os.makedirs(os.path.dirname(entry.copy), exist_ok=True)
+                os.rename(entry.path, entry.own)
+            moved.append(entry)
+            _put_back(entry)
+        except OSError as error:
+            for other in moved:
+                _bring_back(other)
+            name = Path(entry.path).name
+            return f"the script changes a file that cannot be renamed ({name}: {error.strerror})"
     (folder / _AWAY).touch()
     return None
 
@@ -286,23 +379,23 @@ def bring_back(folder: Path) -> None:
         FileError: one cannot be renamed; ``restore_files`` knows where each of them is.
     """
     (folder / _AWAY).unlink(missing_ok=True)
-    path = ""
-    try:
-        for path, line in changed_files(folder).items():
-            if path and _moves(line):
-                _bring_back(path, line)
-    except OSError as error:
-        raise FileError(f"cannot put {path} back for the run in {folder}: {error.strerror}") from error
+    for entry in changed_files(folder).values():
+        if not entry.is_exchanged:
+            continue
+        try:
+            _bring_back(entry)
+        except OSError as error:
+            raise FileError(
+                f"cannot put {entry.path} back for the run in {folder}: {error.strerror}"
+            ) from error
 
 
-def _bring_back(path: str, line: dict[str, Any]) -> None:
+def _bring_back(entry: ChangedPath) -> None:
     """Exchange what was there before the run for what the run has there, unless that is nothing."""
-    if line["was"] == "file" and not os.path.lexists(line["copy"]):
-        os.rename(path, line["copy"])
-    elif line["was"] == "link" and os.path.islink(path):
-        os.unlink(path)
-    if os.path.lexists(_own(line)):
-        os.rename(_own(line), path)
+    if entry.was == "file" and not os.path.lexists(entry.copy):
+        os.rename(entry.path, entry.copy)
+    if os.path.lexists(entry.own):
+        os.rename(entry.own, entry.path)
 
 
 def restore_files(folder: Path) -> list[str]:
@@ -316,32 +409,36 @@ def restore_files(folder: Path) -> list[str]:
     Raises:
         FileError: one cannot be moved or put back; its copy stays.
     """
-    lines = changed_files(folder)
-    cwd = lines.pop("", {}).get("cwd", "/")
-    if (folder / _AWAY).exists():  # everything else is in its place, or is another run's
-        in_place = {path: line for path, line in lines.items() if not _moves(line)}
-    else:
-        in_place = lines
-    moved, path = [], ""
+    cwd, changed = _read_journal(folder)
+    in_place = list(changed.values())
+    if (folder / _AWAY).exists():  # everything that is exchanged is in its place, or is another run's
+        in_place = [entry for entry in in_place if not entry.is_exchanged]
+
+    # What the run wrote, wherever that is, and then what was there before.
+    moved = []
+    entry: ChangedPath | None = None
     try:
-        for path, line in in_place.items():
-            if not _is_as_before(path, line) and os.path.lexists(path):
-                _move(path, path, folder / OUTPUTS, cwd)
-                moved.append(path)
-        for path, line in lines.items():
-            if os.path.lexists(_own(line)):
-                _move(_own(line), path, folder / OUTPUTS, cwd)
-                moved.append(path)
-        for path, line in sorted(in_place.items()):  # a folder before what is in it
-            _put_back(path, line)
+        for entry in in_place:
+            if not _is_as_before(entry) and os.path.lexists(entry.path):
+                _move(entry.path, entry.path, folder / OUTPUTS, cwd)
+                moved.append(entry.path)
+        for entry in changed.values():
+            if os.path.lexists(entry.own):
+                _move(entry.own, entry.path, folder / OUTPUTS, cwd)
+                moved.append(entry.path)
+        for entry in sorted(in_place, key=attrgetter("path")):  # a folder before what is in it
+            _put_back(entry)
     except (OSError, shutil.Error) as error:
+        assert entry is not None
         why = getattr(error, "strerror", None) or error
-        place = os.path.dirname(lines[path]["copy"])
         raise FileError(
-            f"cannot put {path} back as it was before the run in {folder}: {why}. Its content is in {place}; "
-            f"{folder / JOURNAL} tells which file it is, and deleting that gives it up"
+            f"cannot put {entry.path} back as it was before the run in {folder}: {why}. Its content is in "
+            f"{os.path.dirname(entry.copy)}; {folder / JOURNAL} tells which file it is, and deleting that "
+            "gives it up"
         ) from error
-    for place in {os.path.dirname(line["copy"]) for line in lines.values()}:
+
+    # The journal goes last: after a kill it says what is left to do.
+    for place in {os.path.dirname(entry.copy) for entry in changed.values()}:
         if os.path.basename(place).startswith((_COPIES, _HIDDEN)):
             shutil.rmtree(place, ignore_errors=True)
     (folder / _AWAY).unlink(missing_ok=True)
@@ -349,19 +446,20 @@ def restore_files(folder: Path) -> list[str]:
     return moved
 
 
-def _is_as_before(path: str, line: dict[str, Any]) -> bool:
-    is_link = os.path.islink(path)
-    if line["was"] == "nothing":
+def _is_as_before(entry: ChangedPath) -> bool:
+    """Return whether there is what was there before the run; its copy, if it has one, is still kept."""
+    path, copy = entry.path, entry.copy
+    if entry.was == "nothing":
         with suppress(OSError):
             os.rmdir(path)  # an empty folder is no output
         return not os.path.lexists(path)
-    if line["was"] == "link":
-        return is_link and os.readlink(path) == line["target"]
-    if line["was"] == "folder":
-        return os.path.isdir(path) and not is_link
-    if not os.path.exists(line["copy"]):  # put back before a kill, or while the run stands still
+    if entry.was == "folder":
+        return os.path.isdir(path) and not os.path.islink(path)
+    if not os.path.lexists(copy):  # put back before a kill, or while the run stands still
         return True
-    return os.path.isfile(path) and not is_link and filecmp.cmp(path, line["copy"], shallow=False)
+    if os.path.islink(path) or os.path.islink(copy):
+        return os.path.islink(path) and os.path.islink(copy) and os.readlink(path) == os.readlink(copy)
+    return os.path.isfile(path) and filecmp.cmp(path, copy, shallow=False)
 
 
 def _move(path: str, name: str, outputs: Path, cwd: str) -> None:
@@ -374,64 +472,54 @@ def _move(path: str, name: str, outputs: Path, cwd: str) -> None:
     shutil.move(path, to)
 
 
-def _put_back(path: str, line: dict[str, Any]) -> None:
-    if line["was"] == "folder":
-        Path(path).mkdir(mode=line["mode"], parents=True, exist_ok=True)
-    elif line["was"] == "link" and not os.path.lexists(path):
-        os.symlink(line["target"], path)
-    elif line["was"] == "file" and (copy := Path(line["copy"])).exists():
-        if os.path.lexists(path):  # as before: only its time may differ
-            shutil.copystat(copy, path)
-            copy.unlink()
-            return
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(copy, path)
+def _put_back(entry: ChangedPath) -> None:
+    """Put back what was there before the run, whose own is out of the way."""
+    path, copy = Path(entry.path), entry.copy
+    if entry.was == "folder":
+        assert entry.mode is not None
+        path.mkdir(mode=entry.mode, parents=True, exist_ok=True)
+        return
+    if entry.was == "nothing" or not os.path.lexists(copy):
+        return
+    if os.path.lexists(path):  # as before: only its time may differ
+        shutil.copystat(copy, path, follow_symlinks=False)
+        os.unlink(copy)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(copy, path)
+    if entry.owner is not None:
         with suppress(PermissionError):
-            os.chown(path, *line["owner"])
+            os.chown(path, *entry.owner, follow_symlinks=False)
 
 
-# ---- after a kill
-
-
-def _register() -> Path:
-    """Return the folder in which runs that go on are named; without a home, one that cannot be made."""
-    return (cache_folder() or Path(os.devnull)) / "running"
+# ---- runs that go on, and runs that were killed
 
 
 @contextmanager
 def folder_of_one(tell: Callable[[str], None]) -> Iterator[None]:
     """Wait for the end of others' runs in the working folder, whose files would pass for the user's."""
     here = hashlib.sha256(os.fsencode(os.getcwd())).hexdigest()[:32]
+    # Ranks of one job run together, as does what a script in a run starts: they would wait for ever.
+    waits = os.environ.get("RANK", "0") == "0" and "NARROWCAST_RUN_DIR" not in os.environ
     with ExitStack() as stack:
-        with suppress(OSError):
-            _register().mkdir(parents=True, exist_ok=True)
-            turn = stack.enter_context((_register() / f"{here}.turn").open("wb"))
-            # Ranks of one job run together, as does what a script in a run starts: they would wait for ever.
-            alone = os.environ.get("RANK", "0") == "0" and "NARROWCAST_RUN_DIR" not in os.environ
-            while alone and not _locked(turn):
+        with suppress(OSError):  # without a folder for the lock, nobody waits
+            turns = (cache_folder() or Path(os.devnull)) / "running"
+            turns.mkdir(parents=True, exist_ok=True)
+            turn = stack.enter_context((turns / f"{here}.turn").open("wb"))
+            while waits and not _locked(turn):
                 tell("waiting for another run in this folder to end")
                 time.sleep(_POLL_S)
-            restore_killed(tell)
+        restore_killed(tell)
         yield
 
 
 @contextmanager
-def registered(folder: Path) -> Iterator[None]:
-    """Name the folder of a run where ``restore_killed`` finds it; a lock tells that the run goes on."""
-    entry = None
-    with ExitStack() as stack:
-        # Without a folder for it, only a kill goes without a remedy.
-        with suppress(OSError):
-            _register().mkdir(parents=True, exist_ok=True)
-            entry = _register() / f"{uuid.uuid4().hex}.run"
-            file = stack.enter_context(entry.open("xb", buffering=0))
-            lock(file)
-            file.write(os.fsencode(folder))
-        try:
-            yield
-        finally:
-            if entry is not None and not (folder / JOURNAL).exists():
-                entry.unlink(missing_ok=True)
+def locked_journal(folder: Path) -> Iterator[None]:
+    """Lock the journal of a run while the run goes on, so that ``restore_killed`` leaves it alone."""
+    with (folder / JOURNAL).open("ab") as journal:
+        with suppress(OSError):  # some file systems have no locks
+            lock(journal)
+        yield
 
 
 def _locked(file: IO[bytes]) -> bool:
@@ -442,20 +530,20 @@ def _locked(file: IO[bytes]) -> bool:
 
 
 def restore_killed(tell: Callable[[str], None]) -> None:
-    """Put back the files of runs that were killed; ``tell`` gets a line for each that had changed some."""
-    entries: list[Path] = []
-    with suppress(OSError):
-        entries = sorted(_register().glob("*.run"))
-    for entry in entries:
-        with suppress(OSError), entry.open("r+b") as file:
-            lock(file)
-            folder = Path(os.fsdecode(file.read()))
+    """Put back the files of runs that were killed; ``tell`` gets a line for each that had changed some.
+
+    It finds those whose folder is in the cache folder. One that ``--run-dir`` named is put back by the next
+    comparison in that folder.
+    """
+    runs = (cache_folder() or Path(os.devnull)) / "runs"
+    for path in sorted([*runs.glob(f"*/{JOURNAL}"), *runs.glob(f"*/*/{JOURNAL}")]):
+        with suppress(OSError), path.open("r+b") as journal:
+            lock(journal)
             try:
-                changed = restore_files(folder)
+                changed = restore_files(path.parent)
             except FileError as error:
                 tell(str(error))
                 continue
-            entry.unlink()
             if changed:
-                where = f"what it had written is in {folder / OUTPUTS}"
+                where = f"what it had written is in {path.parent / OUTPUTS}"
                 tell(f"a run was killed; files are as before it now, and {where}: {few(changed, 5)}")

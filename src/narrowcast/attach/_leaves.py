@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._run import RunningScale
@@ -31,13 +32,7 @@ from narrowcast.attach._torch_internals import (
     register_hook_first,
 )
 from narrowcast.errors import UnsupportedError
-from narrowcast.gradients import (
-    NonfiniteFlags,
-    by_device_and_dtype,
-    multiply_and_check,
-    nonfinite_flags,
-    parameters_of,
-)
+from narrowcast.gradients import by_device_and_dtype, multiply_and_check, nonfinite_flags, parameters_of
 
 _READ_EVERY = 64  # backwards without a step between them
 _SAMPLES = 16_384  # values compared of a tensor, evenly spaced
@@ -54,88 +49,46 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 @dataclass(slots=True)
-class _Hook:
-    """A leaf that has the unscaling hook."""
-
-    leaf: weakref.ref[torch.Tensor]
-
-
-@dataclass(slots=True)
 class PassGradients:
     """What a backward pass left in its leaves.
 
     Attributes:
         leaves: those that hold a gradient.
         gradients: theirs, in the same order.
-        check: whether each gradient is not finite; or, for each device, whether one of its gradients is not,
-            as a 0-dim tensor above 0. It stays on the device until it is read.
+        found_inf: 0-dim tensors, at least one for each device, above 0 if a gradient there is not finite.
+            They stay on the device until they are read.
     """
 
     leaves: list[torch.Tensor]
     gradients: list[torch.Tensor]
-    check: NonfiniteFlags | list[torch.Tensor]
+    found_inf: list[torch.Tensor]
 
     def are_finite(self) -> bool | None:
         """Return whether all are finite; None where reading that would wait for a device."""
-        if isinstance(self.check, NonfiniteFlags):
-            on_host = all(norms.device.type == "cpu" for _, norms in self.check.norms_by_group)
-            return not any(self.check.read()) if on_host else None
-        on_host = all(found_inf.device.type == "cpu" for found_inf in self.check)
-        return not any(map(bool, self.check)) if on_host else None
+        if any(flag.device.type != "cpu" for flag in self.found_inf):
+            return None
+        return self.wait_if_finite()
 
     def wait_if_finite(self) -> bool:
         """Return whether all are finite; waits for the device."""
-        flags = self.check.read() if isinstance(self.check, NonfiniteFlags) else map(bool, self.check)
-        return not any(flags)
+        return not any(map(bool, self.found_inf))
 
 
-@dataclass(slots=True)
-class _Unread:
-    """The check of a pass, which has not been read yet. It keeps no gradient alive.
+@dataclass(slots=True, kw_only=True)
+class PassFacts:
+    """What is known of a backward pass before it runs.
 
     Attributes:
-        backward: number of the pass.
+        number: in the order of outermost passes.
         factor: its loss scale.
         site: the line of the script that called it.
-        loss: its loss, and the version of that; None unless it is one number.
-        leaves: those that hold a gradient.
-        gradients: theirs, in the same order.
-        versions: those of the gradients.
-        check: as in ``PassGradients``.
+        loss: its loss, without its graph, and the version of that; None unless it is one number.
     """
 
-    backward: int
+    number: int
     factor: float
     site: str
     loss: tuple[torch.Tensor, int] | None
-    leaves: list[weakref.ref[torch.Tensor]]
-    gradients: list[weakref.ref[torch.Tensor]]
-    versions: list[int]
-    check: NonfiniteFlags | list[torch.Tensor]
-
-    def leaves_that_overflowed(self) -> list[torch.Tensor]:
-        """Return the leaves whose gradient was not finite; waits for the device."""
-        if isinstance(self.check, NonfiniteFlags):
-            flags = self.check.read()
-        elif any(map(bool, self.check)):
-            flags = self._flags_now()
-        else:
-            return []
-        bad = [leaf() for leaf, flag in zip(self.leaves, flags, strict=True) if flag]
-        return [leaf for leaf in bad if leaf is not None]
-
-    def _flags_now(self) -> list[bool]:
-        """Look for gradients that are not finite. One that is gone or has changed counts as one of them."""
-        flags = [True] * len(self.gradients)
-        unchanged: dict[int, torch.Tensor] = {}
-        for position, reference in enumerate(self.gradients):
-            gradient = reference()
-            if gradient is not None and gradient._version == self.versions[position]:
-                unchanged[position] = gradient
-        now = nonfinite_flags(list(unchanged.values())).read()
-        for position, flag in zip(unchanged, now, strict=True):
-            flags[position] = flag
-        return flags
 
     def loss_was_finite(self) -> bool:
         """Return False if the loss is known to have been NaN or infinite."""
@@ -146,23 +99,65 @@ class _Unread:
 
 
 @dataclass(slots=True)
-class _Overflow:
-    """A gradient of ``leaf`` was not finite, and has not been dropped since.
+class _UnreadPass:
+    """A pass whose check has not been read yet. It keeps no gradient alive.
 
     Attributes:
-        backward: number of the first backward pass that left such a gradient.
+        facts: of the pass.
+        leaves: those that hold a gradient.
+        gradients: theirs, in the same order.
+        versions: those of the gradients.
+        found_inf: as in ``PassGradients``.
+    """
+
+    facts: PassFacts
+    leaves: list[weakref.ref[torch.Tensor]]
+    gradients: list[weakref.ref[torch.Tensor]]
+    versions: list[int]
+    found_inf: list[torch.Tensor]
+
+    def leaves_that_overflowed(self) -> list[torch.Tensor]:
+        """Return the leaves whose gradient was not finite; waits for the device.
+
+        A gradient that is gone or has changed since counts as one of them, if any was.
+        """
+        if not any(map(bool, self.found_inf)):
+            return []
+        overflowed = []
+        unchanged_leaves = []
+        unchanged_gradients = []
+        for leaf_ref, gradient_ref, version in zip(self.leaves, self.gradients, self.versions, strict=True):
+            leaf = leaf_ref()
+            gradient = gradient_ref()
+            if leaf is None:
+                continue
+            if gradient is None or gradient._version != version:
+                overflowed.append(leaf)
+            else:
+                unchanged_leaves.append(leaf)
+                unchanged_gradients.append(gradient)
+        flags = nonfinite_flags(unchanged_gradients).read()
+        overflowed += [leaf for leaf, flag in zip(unchanged_leaves, flags, strict=True) if flag]
+        return overflowed
+
+
+@dataclass(slots=True)
+class _Overflow:
+    """A gradient of a leaf was not finite, and has not been dropped since.
+
+    Attributes:
+        number: of the first backward pass that left such a gradient.
         site: the line of the script that called it.
         skipped: whether an optimizer skipped a step because of it.
     """
 
-    leaf: weakref.ref[torch.Tensor]
-    backward: int
+    number: int
     site: str
     skipped: bool = False
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedParameter:
     """A parameter in no optimizer, as it was when a backward pass ended.
 
     Attributes:
@@ -171,7 +166,6 @@ class _Watched:
         gradient: its gradient and the version of that; None if it had none.
     """
 
-    leaf: weakref.ref[torch.Tensor]
     version: int
     values: torch.Tensor | None
     gradient: tuple[weakref.ref[torch.Tensor], int] | None
@@ -192,15 +186,17 @@ class Leaves:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._lock = threading.RLock()
 
-        # By the id of a leaf.
-        self._hooks: dict[int, _Hook] = {}
-        self._overflows: dict[int, _Overflow] = {}
-        self._watched: dict[int, _Watched] = {}
+        # By leaf; an entry goes with its leaf.
+        self._hooked: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
+        self._overflows: MutableMapping[torch.Tensor, _Overflow] = WeakIdKeyDictionary()
+        self._watched: MutableMapping[torch.Tensor, _WatchedParameter] = WeakIdKeyDictionary()
+
+        # By the id of a leaf, since each pass compares the ids of all of its leaves with them.
         self._in_optimizers: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._owned_leaves: list[int] = []  # ids of the leaves of a pass that optimizers have, all of them
+        self._owned_leaves: list[int] = []  # of the latest pass all of whose leaves optimizers have
         self._an_optimizer_steps = False
 
-        self._unread: list[_Unread] = []
+        self._unread: list[_UnreadPass] = []
         # The gradients that the latest pass left, and their versions: until a step has used them, or one of
         # them turns out not to be finite. A script may give them to other parameters.
         self._checked: tuple[list[torch.Tensor], list[int]] = ([], [])
@@ -232,8 +228,7 @@ class Leaves:
         with self._lock:
             for leaf in leaves:
                 if not self.is_hooked(leaf):
-                    # In this order a Ctrl-C between the two leaves no hook that nobody removes.
-                    self._hooks[id(leaf)] = _Hook(weakref.ref(leaf))
+                    self._hooked[leaf] = None
                     register_hook_first(leaf, self.unscale)
 
     def is_hooked(self, leaf: torch.Tensor) -> bool:
@@ -306,7 +301,8 @@ class Leaves:
 
     def _unscale_together(self) -> PassGradients:
         """Unscale and check the gradients that have arrived."""
-        leaves, self._together = self._together, []
+        leaves = self._together
+        self._together = []
         gradients = list(map(_GRADIENT, leaves))
         if not _NONE.isdisjoint(map(type, gradients)):
             leaves = [leaf for leaf in leaves if leaf.grad is not None]
@@ -324,7 +320,7 @@ class Leaves:
                 if id(gradient) not in kept:
                     unscaled = true_gradient(gradient, self._together_factor)
                     leaf.grad = unscaled
-                    found_inf.append(nonfinite_flags([unscaled]).any(unscaled.device))
+                    found_inf += _found_inf([unscaled])
             gradients = list(map(_GRADIENT, leaves))
 
         inverse = 1.0 / self._together_factor
@@ -365,22 +361,13 @@ class Leaves:
             self._forget_dropped(leaves)
 
     def backward_ended(
-        self,
-        leaves: Sequence[torch.Tensor],
-        backward: int,
-        factor: float,
-        loss: torch.Tensor | None,
-        site: str,
-        left: PassGradients | None,
+        self, leaves: Sequence[torch.Tensor], facts: PassFacts, left: PassGradients | None
     ) -> None:
         """Remember what the leaves hold, before the script can change it.
 
         Args:
             leaves: all that the pass reached.
-            backward: number of the pass.
-            factor: its loss scale.
-            loss: its loss, if that is one number.
-            site: the line of the script that called it.
+            facts: of the pass.
             left: what was unscaled together; None: gradients were unscaled as they arrived.
         """
         self._watch_parameters_without_optimizer(leaves)
@@ -392,15 +379,12 @@ class Leaves:
         finite = left.are_finite()
         if finite:
             return
-        unread = _Unread(
-            backward=backward,
-            factor=factor,
-            site=site,
-            loss=None if loss is None else (loss.detach(), loss._version),
+        unread = _UnreadPass(
+            facts=facts,
             leaves=list(map(weakref.ref, left.leaves)),
             gradients=list(map(weakref.ref, left.gradients)),
             versions=versions,
-            check=left.check,
+            found_inf=left.found_inf,
         )
         with self._lock:
             self._unread.append(unread)
@@ -421,7 +405,9 @@ class Leaves:
         if not self._are_as_checked(gradients):
             flags = nonfinite_flags(gradients).read()
             bad = {id(parameter) for parameter, flag in zip(holders, flags, strict=True) if flag}
-        return [p for p in parameters if id(p) in bad or self._overflow_of(p) is not None]
+        if not bad and not self._overflows:
+            return []
+        return [p for p in parameters if id(p) in bad or p in self._overflows]
 
     def _are_as_checked(self, gradients: Iterable[torch.Tensor | None]) -> bool:
         """Return whether the latest backward pass left exactly these gradients, and found them finite."""
@@ -436,22 +422,22 @@ class Leaves:
 
     def bad_loss(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """Return the line of a backward whose loss was not finite, if these gradients came from it."""
-        backward, site = self._bad_loss
+        number, site = self._bad_loss
         for parameter in parameters:
-            overflow = self._overflow_of(parameter)
-            if overflow is not None and overflow.backward <= backward:
+            overflow = self._overflows.get(parameter)
+            if overflow is not None and overflow.number <= number:
                 return site
         return None
 
     def latest_overflow(self, parameters: Iterable[torch.Tensor]) -> int | None:
         """Return the number of the latest pass that left an overflow in these; None: none did."""
-        overflows = map(self._overflow_of, parameters)
-        return max((overflow.backward for overflow in overflows if overflow is not None), default=None)
+        numbers = [self._overflows[p].number for p in parameters if p in self._overflows]
+        return max(numbers, default=None)
 
     def skipped(self, parameters: Iterable[torch.Tensor]) -> None:
         """Record that an optimizer skipped its step on these gradients, which are still there."""
         for parameter in parameters:
-            overflow = self._overflow_of(parameter)
+            overflow = self._overflows.get(parameter)
             if overflow is not None:
                 overflow.skipped = True
 
@@ -467,69 +453,59 @@ class Leaves:
         if not self._unread:
             return
         with self._lock:
-            unread, self._unread = self._unread, []
-            for one in unread:
-                overflowed = one.leaves_that_overflowed()
+            passes = self._unread
+            self._unread = []
+            for unread in passes:
+                overflowed = unread.leaves_that_overflowed()
                 if not overflowed:
                     continue
                 self.forget_gradients()
-                if one.loss_was_finite():
-                    self._scale.overflowed(one.backward, one.factor)
+                facts = unread.facts
+                if facts.loss_was_finite():
+                    self._scale.overflowed(facts.number, facts.factor)
                 else:
-                    self._bad_loss = (one.backward, one.site)
+                    self._bad_loss = (facts.number, facts.site)
                 for leaf in overflowed:
-                    if self._overflow_of(leaf) is None:
-                        self._overflows[id(leaf)] = _Overflow(weakref.ref(leaf), one.backward, one.site)
-            self._forget_what_is_gone()
-
-    def _forget_what_is_gone(self) -> None:
-        """Keep the tables from growing where each pass has leaves of its own."""
-        for table in (self._hooks, self._overflows, self._watched):
-            if len(table) > 2 * len(self._in_optimizers) + _READ_EVERY:
-                for key in [key for key, entry in table.items() if entry.leaf() is None]:
-                    del table[key]
-
-    def _overflow_of(self, leaf: torch.Tensor) -> _Overflow | None:
-        overflow = self._overflows.get(id(leaf))
-        return overflow if overflow is not None and overflow.leaf() is leaf else None
+                    if leaf not in self._overflows:
+                        self._overflows[leaf] = _Overflow(facts.number, facts.site)
 
     def _forget_dropped(self, leaves: Sequence[torch.Tensor]) -> None:
         """Forget the overflows of gradients that are gone, or that the script zeroed after a skipped step."""
         skipped = []
         for leaf in leaves:
-            overflow = self._overflow_of(leaf)
+            overflow = self._overflows.get(leaf)
             if overflow is None:
                 continue
             if leaf.grad is None:
                 self._forget_overflow(leaf)
             elif overflow.skipped:
                 skipped.append(leaf)
-        still = nonfinite_flags([leaf.grad for leaf in skipped if leaf.grad is not None]).read()
-        for leaf, flag in zip(skipped, still, strict=True):
+        still_bad = nonfinite_flags(list(map(_GRADIENT, skipped))).read()
+        for leaf, flag in zip(skipped, still_bad, strict=True):
             if not flag:
                 self._forget_overflow(leaf)
 
     def _forget_overflow(self, leaf: torch.Tensor) -> None:
-        overflow = self._overflow_of(leaf)
+        overflow = self._overflows.get(leaf)
         if overflow is None:
             return
         if not overflow.skipped:
             # Where the loss was finite, so was the tensor: what it holds now came from its gradient.
-            loss_was_finite = overflow.backward != self._bad_loss[0]
+            loss_was_finite = overflow.number != self._bad_loss[0]
             if loss_was_finite and not bool(torch.isfinite(leaf.detach()).all()):
                 raise UnsupportedError(_OVERFLOW_BY_HAND.format(shape=tuple(leaf.shape)))
             self._recorder.note(_UNUSED.format(overflow.site), at_once=True)
-            self._scale.discarded(overflow.backward)
-        del self._overflows[id(leaf)]
+            self._scale.discarded(overflow.number)
+        del self._overflows[leaf]
 
     def note_unused(self) -> None:
         """Note, at the end, overflows that no optimizer has met and that the script has not dropped."""
         self.read()
         for overflow in self._overflows.values():
-            if not overflow.skipped and overflow.leaf() is not None:
+            if not overflow.skipped:
                 self._recorder.note(_UNUSED.format(overflow.site))
 
-    # ---- gradients that are set aside while a pass may run again
+    # ---- passes that are run again
 
     def may_run_again(self, leaves: Sequence[torch.Tensor], *, retained: bool) -> bool:
         """Return whether a pass may be run again if its gradients overflow, as far as leaves are concerned.
@@ -545,31 +521,15 @@ class Leaves:
             return False
         return not any(map(_POST_HOOKS, leaves))
 
-    def put_together(
-        self, aside: Sequence[tuple[torch.Tensor, torch.Tensor | None]], *, makes_graph: bool
-    ) -> None:
-        """Add what a pass left to the gradients that were set aside, as the autograd engine adds them."""
-        for tensor, before in aside:
-            new = gradient_of(tensor)
-            if before is None:
-                continue
-            if new is None:
-                tensor.grad = before
-            elif makes_graph or (before.layout is not torch.strided and new.layout is torch.strided):
-                tensor.grad = before + new
-            else:
-                with torch.no_grad():
-                    tensor.grad = before.add_(new)
-
     # ---- updates by hand
 
     def _own(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Record that these are parameters of optimizers, or follow some."""
+        """Record that these are parameters of optimizers."""
         for parameter in parameters:
             key = id(parameter)
             if key not in self._in_optimizers:
                 self._in_optimizers[key] = weakref.ref(parameter, functools.partial(self._disown, key))
-                self._watched.pop(key, None)
+                self._watched.pop(parameter, None)
 
     def _own_what_optimizers_have(self) -> None:
         """Look again at the optimizers: a script may make one, or add parameters to one, at any time."""
@@ -606,7 +566,7 @@ class Leaves:
                 # done only while no optimizer is known to update parameters.
                 values = None if self._an_optimizer_steps else leaf_sample(leaf)
                 gradient = None if leaf.grad is None else (weakref.ref(leaf.grad), leaf.grad._version)
-                self._watched[id(leaf)] = _Watched(weakref.ref(leaf), leaf._version, values, gradient)
+                self._watched[leaf] = _WatchedParameter(leaf._version, values, gradient)
 
     def _refuse_updates_by_hand(self, leaves: Sequence[torch.Tensor]) -> None:
         """Refuse parameters in no optimizer that changed after they had got a gradient from a scaled pass."""
@@ -614,13 +574,13 @@ class Leaves:
         if not changed:
             return
         self._own_what_optimizers_have()  # one may have been made since, after a trial run
-        changed = [leaf for leaf in changed if id(leaf) not in self._in_optimizers]
-        if changed and not self._follow_an_optimizer(changed):
-            raise UnsupportedError(_BY_HAND.format(shape=tuple(changed[0].shape)))
+        for leaf in changed:
+            if id(leaf) not in self._in_optimizers:
+                raise UnsupportedError(_BY_HAND.format(shape=tuple(leaf.shape)))
 
     def _was_changed(self, leaf: torch.Tensor) -> bool:
-        before = self._watched.get(id(leaf))
-        if before is None or before.leaf() is not leaf:
+        before = self._watched.get(leaf)
+        if before is None:
             return False
         # After an update a script drops or changes the gradient; an embedding that was renormalised in place
         # in a forward (``max_norm``) keeps it.
@@ -635,26 +595,15 @@ class Leaves:
         now = leaf_sample(leaf)
         return now is not None and not torch.allclose(now, before.values, 0.0, 0.0, equal_nan=True)
 
-    def _follow_an_optimizer(self, changed: Sequence[torch.Tensor]) -> bool:
-        """Return whether parameters are a worker's copy of those that an optimizer updates, as in A3C."""
-        updated = [tensor for kept in self._in_optimizers.values() if (tensor := kept()) is not None]
-        for copy in changed:
-            for tensor in updated:
-                alike = (copy.shape, copy.device) == (tensor.shape, tensor.device)
-                if alike and bool((copy == tensor).all()):
-                    self._own(changed)
-                    return True
-        return False
-
     def remove_hooks(self) -> None:
-        for hook in self._hooks.values():
-            leaf = hook.leaf()
-            if leaf is not None and leaf._backward_hooks:
-                ours = [key for key, function in leaf._backward_hooks.items() if function == self.unscale]
-                for key in ours:
-                    del leaf._backward_hooks[key]
-        for table in (self._hooks, self._overflows, self._watched, self._in_optimizers):
+        for leaf in self._hooked:
+            hooks = leaf._backward_hooks or {}
+            ours = [key for key, function in hooks.items() if function == self.unscale]
+            for key in ours:
+                del hooks[key]
+        for table in (self._hooked, self._overflows, self._watched):
             table.clear()
+        self._in_optimizers.clear()
         self._unread.clear()
         self.forget_gradients()
 
@@ -663,7 +612,13 @@ def gradients_left_in(leaves: Iterable[torch.Tensor]) -> PassGradients:
     """Return the gradients of ``leaves``, and check them."""
     holders = [leaf for leaf in leaves if leaf.grad is not None]
     gradients = list(map(_GRADIENT, holders))
-    return PassGradients(holders, gradients, nonfinite_flags(gradients))
+    return PassGradients(holders, gradients, _found_inf(gradients))
+
+
+def _found_inf(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return for each device and dtype of ``gradients`` whether one of them is not finite; does not wait."""
+    groups = nonfinite_flags(gradients).norms_by_group
+    return [torch.isfinite(norms).logical_not().any() for _, norms in groups]
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -671,6 +626,26 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return tensor.grad
+
+
+def add_to_earlier(earlier: Sequence[tuple[torch.Tensor, torch.Tensor | None]], *, makes_graph: bool) -> None:
+    """Add what a pass left in tensors to the gradients that they held before, as the autograd engine does.
+
+    Args:
+        earlier: the tensors, each with the gradient that it held before the pass.
+        makes_graph: whether the pass ran with ``create_graph=True``.
+    """
+    for tensor, before in earlier:
+        if before is None:
+            continue
+        new = gradient_of(tensor)
+        if new is None:
+            tensor.grad = before
+        elif makes_graph or (before.layout is not torch.strided and new.layout is torch.strided):
+            tensor.grad = before + new
+        else:
+            with torch.no_grad():
+                tensor.grad = before.add_(new)
 
 
 def _averages_over_processes() -> bool:
@@ -698,17 +673,23 @@ def _dense_and_apart(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     Gradients of two leaves may lie in one memory, as those of ``a`` and ``b`` in ``torch.cat([a, b])``.
     """
-    dense = [g for g in gradients if g.layout is torch.strided]
+    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
     in_memory = Counter(gradient.untyped_storage().data_ptr() for gradient in dense)
-    apart = [g for g in dense if in_memory[g.untyped_storage().data_ptr()] == 1]
-    return [gradient for gradient in apart if gradient.dtype is torch.float32]
+    apart = []
+    for gradient in dense:
+        alone = in_memory[gradient.untyped_storage().data_ptr()] == 1
+        if alone and gradient.dtype is torch.float32:
+            apart.append(gradient)
+    return apart
 
 
 def leaf_sample(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return a copy of some values, evenly spaced; None of a sparse tensor and of None."""
     if tensor is None or tensor.layout != torch.strided:
         return None
-    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
     values = values.reshape(-1)
     return values[:: max(1, values.numel() // _SAMPLES)].clone()
 

@@ -35,8 +35,15 @@ class Recorder:
     """Count what happens and write it to the capture, late enough that no step waits for a device.
 
     A killed run loses at most the events that came less than a second after the last written one. Without a
-    writer, only counts and notes are kept. ``left_alone`` is why narrowcast does nothing more for this
-    script; None while it does.
+    writer, only counts and notes are kept.
+
+    Attributes:
+        devices: for each type of device, the format of its regions and why.
+        backwards: outermost backward passes; ``forwards``: outermost calls of modules.
+        module_calls: calls of every module, those inside of others too.
+        left_alone: why narrowcast does nothing more for this script; None while it does.
+        in_python: whether it belongs to ``nc.attached``, which has arguments in place of options.
+        shared: steps taken and skipped, for the process that started this one.
     """
 
     def __init__(self, writer: CaptureWriter | None, tell: Callable[[str], None]) -> None:
@@ -44,20 +51,23 @@ class Recorder:
         self._tell = tell
         self._lock = threading.RLock()
         self._started = time.perf_counter()
-        self._last_step_of: dict[int, float] = {}
-        self._last_flush = self._started
+        self._last_step_of: dict[int, float] = {}  # number of an optimizer -> when it stepped
+
+        # Events that are to be written, and whether one of them is read from a device.
         self._unwritten: list[dict[str, Any]] = []
         self._waits_for_device = False
+        self._last_flush = self._started
+
         self.devices: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
         self.backwards = 0
         self.forwards = 0
-        self.module_calls = 0  # of every module, those inside of others too
+        self.module_calls = 0
         self.steps = 0
         self.skipped_steps = 0
         self.left_alone: str | None = None
-        self.in_python = False  # of nc.attached, which has arguments in place of options
-        self.shared: Any = None  # steps taken and skipped, for the process that started this one
+        self.in_python = False
+        self.shared: Any = None
 
     @property
     def keeps_losses(self) -> bool:
@@ -82,7 +92,9 @@ class Recorder:
         """Record an outermost backward, called at ``site``; ``loss`` is None unless it is one number."""
         with self._lock:
             self.backwards += 1
-            value = _reading(loss) if loss is not None and self.keeps_losses else None
+            if loss is None or not self.keeps_losses:
+                return
+            value = _reading(loss)
             if value is not None:
                 self._add("loss", backward=self.backwards, site=site, value=value)
 
@@ -96,15 +108,22 @@ class Recorder:
             self.steps += not skipped
             self.skipped_steps += skipped
             if self.shared is not None:
-                self.shared[skipped] += 1
+                self.shared[int(skipped)] += 1
             if self._writer is None:
                 return
             now = time.perf_counter()
-            before, of_any = self._last_step_of.get(optimizer), max(self._last_step_of.values(), default=now)
+            last_of_any = max(self._last_step_of.values(), default=now)
+            last = self._last_step_of.get(optimizer)
             self._last_step_of[optimizer] = now
-            passed = {"interval_s": None if before is None else now - before, "backward": self.backwards}
-            self._add("step", optimizer=optimizer, skipped=skipped, scale=scale, **passed)
-            if now - of_any > _FLUSH_EVERY_S:
+            self._add(
+                "step",
+                optimizer=optimizer,
+                skipped=skipped,
+                scale=scale,
+                interval_s=None if last is None else now - last,
+                backward=self.backwards,
+            )
+            if now - last_of_any > _FLUSH_EVERY_S:
                 self.flush()  # the next event is far
 
     def paused(self, seconds: float, waited_s: float) -> None:
@@ -115,7 +134,8 @@ class Recorder:
         with self._lock:
             self._started += seconds
             self._last_flush += seconds
-            self._last_step_of = {which: at + seconds for which, at in self._last_step_of.items()}
+            for optimizer in self._last_step_of:
+                self._last_step_of[optimizer] += seconds
             self._add("pause", waited_s=waited_s)
 
     def _add(self, event: str, **values: Any) -> None:
@@ -124,7 +144,8 @@ class Recorder:
             return
         now = time.perf_counter()
         self._unwritten.append({"event": event, **values, "time_s": now - self._started})
-        self._waits_for_device = self._waits_for_device or any(map(callable, values.values()))
+        if any(map(callable, values.values())):
+            self._waits_for_device = True
         patience_s = _FLUSH_EVERY_S if self._waits_for_device else _FLUSH_PLAIN_EVERY_S
         if now - self._last_flush > patience_s or len(self._unwritten) >= _FLUSH_EVERY:
             self.flush()
@@ -143,7 +164,9 @@ class Recorder:
             if text not in self.notes:
                 self.notes.append(text)
                 event: dict[str, Any] = {"event": "note", "text": text}
-                self._write_at_once(event | {"told": True} if told else event)
+                if told:
+                    event["told"] = True
+                self._write_at_once(event)
                 if at_once:
                     self._tell(text)
 
@@ -157,7 +180,7 @@ class Recorder:
         """Write the events since the last flush; reads losses from the device."""
         with self._lock:
             if self._waits_for_device and is_capturing():
-                return
+                return  # a CUDA graph is being recorded, where reading is an error
             if self._writer and self._unwritten:
                 self._writer.write(*map(_read, self._unwritten))
             self._unwritten.clear()
@@ -173,6 +196,8 @@ class Recorder:
     def close(self, **more: Any) -> dict[str, Any]:
         """Flush, write the ``end`` event with ``more``, which a run is summarized by, and return it."""
         self.flush()
+
+        # What cannot be read on this machine is said in a note.
         peaks = read_each(
             {
                 "peak_resident_bytes": _peak_resident_bytes,
@@ -180,14 +205,18 @@ class Recorder:
                 "peak_tensor_bytes": lambda: torch.cuda.memory_stats().get("allocated_bytes.all.peak"),
             }
         )
-        settings, found = arithmetic_settings(), versions()
-        for name, value in (peaks | settings | found).items():
+        settings = arithmetic_settings()
+        software = versions()
+        for name, value in (peaks | settings | software).items():
             if str(value).startswith(UNREADABLE):
                 self.note(f"{name} is {value}")
+        for name, value in peaks.items():
+            if isinstance(value, str):  # why it is unreadable
+                peaks[name] = None
         facts = {
             "event": "end",
             **more,
-            "aside": self.left_alone,
+            "left_alone": self.left_alone,
             "wall_s": time.perf_counter() - self._started,
             "backwards": self.backwards,
             "forwards": self.forwards,
@@ -195,8 +224,8 @@ class Recorder:
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "settings": settings,
-            "versions": found,
-            **{name: None if isinstance(value, str) else value for name, value in peaks.items()},
+            "versions": software,
+            **peaks,
         }
         if self._writer:
             self._writer.write(facts)
@@ -215,17 +244,23 @@ def _reading(loss: torch.Tensor) -> Reading | None:
 
 
 def _read(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event with its values, which are read from the device here."""
+    values = dict(event)
     try:
-        return {name: value() if callable(value) else value for name, value in event.items()}
+        for name, value in event.items():
+            if callable(value):
+                values[name] = value()
     except Exception as error:  # CUDA raises at each reading once a kernel of the script has failed
         return {"event": "note", "text": f"a {event['event']} could not be read: {first_line(error)}"}
+    return values
 
 
 def _peak_resident_bytes() -> int:
     """Return the peak of this process. On Linux ``getrusage`` starts with the peak of the parent instead."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -249,9 +284,11 @@ def call_site() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         owner = _owner(path)
-        if owner == "script" or (owner == "library" and not nearest):
+        if owner == "script":
+            return f"{_shown_path(path)}:{frame.f_lineno}"
+        if owner == "library" and not nearest:
             nearest = f"{_shown_path(path)}:{frame.f_lineno}"
-        frame = None if owner == "script" else frame.f_back
+        frame = frame.f_back
     return nearest or "unknown"
 
 
@@ -269,4 +306,6 @@ def _owner(path: str) -> str:
 @lru_cache(maxsize=4096)
 def _shown_path(path: str) -> str:
     file = Path(path)
-    return (file.relative_to(_STARTED_IN) if file.is_relative_to(_STARTED_IN) else Path(file.name)).as_posix()
+    if file.is_relative_to(_STARTED_IN):
+        return file.relative_to(_STARTED_IN).as_posix()
+    return file.name

@@ -1,6 +1,6 @@
 """Autocast regions under a script: the outermost call of each module that holds parameters.
 
-Also the rules for modules, and what activation checkpoints need to know of regions.
+Also what activation checkpoints need to know of regions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from narrowcast.attach._fast_path import FastPath
-from narrowcast.attach._run import Call, Nesting, Patches, Run
+from narrowcast.attach._module_rules import ModuleRules, notes_on_unreached
+from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
 from narrowcast.casting import (
     PROMOTING,
-    Applied,
     DirectResults,
     NotesOfResults,
     PolicyRegion,
@@ -31,7 +30,6 @@ from narrowcast.casting import (
     begin_traced_model,
     call_compiled,
     cast_floating,
-    modules_by_path,
     recomputed_while_traced,
     traced_only_inline,
     with_what_it_wraps,
@@ -39,27 +37,25 @@ from narrowcast.casting import (
 from narrowcast.errors import UnsupportedError, few
 from narrowcast.gradients import is_capturing
 from narrowcast.machine import best_format, known_device_types, slow_formats
-from narrowcast.observe.op_trace import near_module
 from narrowcast.observe.profiling import seconds_between, stamp
-from narrowcast.policy import Policy, Rule, class_names, format_name, resolve, unreached
+from narrowcast.policy import format_name, resolve
 from narrowcast.scaling import Dynamic
 
-RULE_NOTE = "the rule for "
-"""Beginning of the notes on rules that nothing in the script matched."""
 _MANY_CALLS = 500  # a backward pass; torchdiffeq's examples take 50 to 86 in fp32 and 1,500 to 5,000 in bf16
 _SOLVER = (
     "modules were called {:,.0f} times for each backward pass: if an adaptive solver calls them (of an ODE, "
     "as torchdiffeq has), it may take many more steps in a low format than in fp32, as rounding is an error "
     "to it; narrowcast compare counts the calls in both formats"
 )
-_MATMULS = ("mm", "addmm", "bmm", "baddbmm")
-_WHOLE = ": nn.Linear calls linear and @ calls matmul, each decided about as a whole by a rule of that name"
 _FORMAT_WORDS = ("BFloat16", "Half", "dtype", "scalar type")
 
 
-class _Thread(Nesting):
-    """How many of our regions this thread is in, whether it is in an outermost call of a module, and whether
-    the next backward is that of a recomputation.
+class _ThreadCalls(Nesting):
+    """How many of our regions this thread is in.
+
+    Attributes:
+        observed: whether it is in an outermost call of a module.
+        recomputes: whether the next backward is that of a recomputation.
     """
 
     observed = False
@@ -70,22 +66,38 @@ class Regions:
     """Replace ``nn.Module.__call__``, so that a region is closed even if the call raises.
 
     Scripts that use autocast or a GradScaler themselves are left alone from then on.
+
+    Attributes:
+        in_fp32: whether no region is opened for the time being.
+        checkpoints: whether a part of a model is computed again in a backward pass.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: AttachedRun) -> None:
         self._run = run
         self._policy = run.policy
         self._is_fp32 = run.policy.compute == "fp32" and run.policy.is_plain
         self._recorder = run.recorder
         self._observer = run.observer
-        self._thread = _Thread()
+        self._tell_now = functools.partial(run.recorder.note, at_once=True)
+        self._rules = ModuleRules(run.policy)
+        self._fast_path = FastPath(run)
+        self._thread = _ThreadCalls()
+        self.in_fp32 = False
+        self.checkpoints = False
+
+        # By type of device: dtype of the regions (None: it needs none), the region, kernels for its results.
         self._dtypes: dict[str, torch.dtype | None] = {}
+        self._region_on: dict[str, PolicyRegion] = {}
+        self._notes_of_results: dict[str, NotesOfResults] = {}
+
+        # Modules that the script has called, with their names; how many there were of each class.
         self._called: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._titles: Counter[str] = Counter()
         self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._any_compiled = False
-        self._rules = _ModuleRules(run.policy)
-        self._fast_path = FastPath(run)
+        self._training_calls = 0  # outermost ones with gradients, in a low format
+        self._inputs: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque(maxlen=8)  # of the latest calls
+        # By id: leaves that a reentrant checkpoint made of its inputs.
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
 
         # Dynamo calls it while it traces, so that operators promote in that trace already.
@@ -94,13 +106,6 @@ class Regions:
             return self._dtype_on(device_type)
 
         self._dtype_while_traced = dtype_while_traced
-        self.in_fp32 = False
-        self.checkpoints = False  # a part of a model is computed again in a backward pass
-        self._inputs: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque(maxlen=8)  # of the latest calls
-        self._region_on: dict[str, PolicyRegion] = {}
-        self._training_calls = 0  # outermost ones with gradients, in a low format
-        self._tell_now = functools.partial(run.recorder.note, at_once=True)
-        self._notes_of_results: dict[str, NotesOfResults] = {}
 
     def install(self, patches: Patches) -> None:
         self._fast_path.install(patches)
@@ -116,10 +121,8 @@ class Regions:
         for note in missed:
             self._recorder.note(note)
         if any(self._dtypes.values()) and self._recorder.left_alone is None:
-            for rule in unreached(self._policy):
-                if not any(note.startswith(f"{RULE_NOTE}{rule.target} ") for note in missed):
-                    whole = _WHOLE if rule.op in _MATMULS else ""
-                    self._recorder.note(f"{RULE_NOTE}{rule.target} was reached by no call{whole}")
+            for note in notes_on_unreached(self._policy, missed):
+                self._recorder.note(note)
         self._region_on.clear()
         self._fast_path.restore()
         self._notes_of_results.clear()
@@ -137,11 +140,12 @@ class Regions:
 
     def parameter_names(self) -> dict[int, str]:
         """Return the names; the second module of a class is ``Class-2``, in the order of first calls."""
-        return {
-            id(parameter): f"{title}.{name}"
-            for module, title in reversed(list(self._called.items()))
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-        }
+        names = {}
+        # A parameter of several modules has the name of that which was called first.
+        for module, title in reversed(list(self._called.items())):
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                names[id(parameter)] = f"{title}.{name}"
+        return names
 
     @property
     def in_low_format(self) -> bool:
@@ -181,7 +185,9 @@ class Regions:
             return call()
         thread = self._thread
         device_type = parameter.device.type
-        dtype = None if self.in_fp32 or self._is_double(module, parameter) else self._dtype_on(device_type)
+        dtype = None
+        if not self.in_fp32 and not self._is_double(module, parameter):
+            dtype = self._dtype_on(device_type)
         if not thread.observed and module not in self._called:
             self._first_call(module)
 
@@ -194,12 +200,13 @@ class Regions:
         if in_backward or thread.observed:
             return self._in_region(call, module, device_type, dtype)
 
+        # The script itself calls the module.
         thread.observed = True
         try:
             self._observer.called(module, args, kwargs)
             if self._run.scale.active:
                 self._remember_inputs(module, args, kwargs)
-            if self.in_fp32:
+            if self.in_fp32:  # the observer has asked for it
                 dtype = None
             # A script that trains is timed by its steps.
             if self._recorder.backwards or is_capturing():
@@ -217,9 +224,9 @@ class Regions:
     ) -> Any:
         began = stamp(device_type)
         output = self._in_region(call, module, device_type, dtype)
-        lasted = functools.partial(seconds_between, began, stamp(device_type))
-        # That of a GPU is read later, without waiting here.
-        duration_s = lasted() if isinstance(began, float) else lasted
+        duration_s: Any = functools.partial(seconds_between, began, stamp(device_type))
+        if isinstance(began, float):
+            duration_s = duration_s()  # that of a GPU is read later, without waiting here
         self._recorder.saw_forward(duration_s, training=module.training)
         return output
 
@@ -243,11 +250,14 @@ class Regions:
     def _in_region(self, call: Call, module: nn.Module, device_type: str, dtype: torch.dtype | None) -> Any:
         """Call a module in a region of ``dtype`` and cast its outputs to fp32; None: no region."""
         thread = self._thread
+        if dtype is None and not (self.in_fp32 or self._is_fp32):
+            return call()  # an inner module may open a region on another device
         if dtype is None:
-            # If no device has regions, inner modules skip this wrapper as they do in a region: FP32 is the
-            # baseline of speed measurements. Otherwise an inner module may open one on another device.
-            with thread if self.in_fp32 or self._is_fp32 else nullcontext():
+            # Where no device has regions, inner modules skip this wrapper as they do in a region: FP32 is the
+            # baseline of speed measurements.
+            with thread:
                 return call()
+        # What the model returns straight from a sigmoid or a softmax is computed again in fp32.
         depth = thread.depth
         results = DirectResults(functools.partial(self._say_low, module))
         before = results.begin()
@@ -289,6 +299,7 @@ class Regions:
         parameter = next(module.parameters(), None)
         if self._recorder.left_alone is not None or parameter is None:
             return original(module, *args, **kwargs)
+        # Torch's own regions are what Dynamo can trace. That for PROMOTING tells of ours.
         device_type = parameter.device.type
         if torch.is_autocast_enabled(device_type):
             if not torch.is_autocast_enabled(PROMOTING[0]):
@@ -318,12 +329,16 @@ class Regions:
         return self._dtypes[device_type]
 
     def _decide(self, device_type: str) -> torch.dtype | None:
+        """Decide it at the first call on this device, and prepare the region."""
         if device_type not in known_device_types():
-            modules = f"modules on device {device_type!r}"
-            self._recorder.note(f"{modules} stay in fp32: torch has no autocast for it")
+            self._recorder.note(
+                f"modules on device {device_type!r} stay in fp32: torch has no autocast for it"
+            )
             return None
         dtype = resolve(self._policy, device_type)
-        because = best_format(device_type).because if self._policy.compute == "auto" else "as asked"
+        because = "as asked"
+        if self._policy.compute == "auto":
+            because = best_format(device_type).because
         name = format_name(dtype)
         self._recorder.saw_device(device_type, name, because)
         for slow in slow_formats([name, *(rule.compute for rule in self._policy.rules)], device_type):
@@ -357,7 +372,8 @@ class Regions:
             self._compiled.add(module)
             self._any_compiled = True
         self._titles[kind] += 1  # modules that were deleted, and other classes of that name, count too
-        self._called[module] = f"{kind}-{self._titles[kind]}" if self._titles[kind] > 1 else kind
+        number = self._titles[kind]
+        self._called[module] = kind if number == 1 else f"{kind}-{number}"
 
     def note_formats_in_backward(self, error: Exception) -> None:
         """Add to an error about formats that a backward pass raised which models ran in a low format."""
@@ -372,10 +388,13 @@ class Regions:
 
     def bad_input(self) -> str | None:
         """Return the class of a module that lately got NaN or infinity, if the tensor still exists."""
-        kept = ((kind, tensor()) for kind, tensor in list(self._inputs))  # other threads go on
-        dense = ((kind, t.detach()) for kind, t in kept if t is not None and t.layout == torch.strided)
-        bad = (kind for kind, values in dense if not bool(torch.isfinite(values).all()))
-        return next(bad, None)
+        for kind, reference in list(self._inputs):  # other threads go on
+            tensor = reference()
+            if tensor is None or tensor.layout != torch.strided:
+                continue
+            if not bool(torch.isfinite(tensor.detach()).all()):
+                return kind
+        return None
 
     # ---- recomputation
 
@@ -388,7 +407,8 @@ class Regions:
         if torch.compiler.is_dynamo_compiling():
             return original(function, *args, **kwargs)
         self.checkpoints = True
-        depth = self._thread.depth
+        thread = self._thread
+        depth = thread.depth
         first_inputs: set[int] | None = None
 
         @functools.wraps(function)
@@ -397,21 +417,31 @@ class Regions:
             tensors = {id(t): t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad}
             if first_inputs is None:
                 first_inputs = set(tensors)
-            elif stand_ins := {key: weakref.ref(t) for key, t in tensors.items() if key not in first_inputs}:
-                self._thread.recomputes = True  # its own backward follows in this thread
-                living = {key: kept for key, kept in self._stand_ins.items() if kept() is not None}
-                self._stand_ins = living | stand_ins
-            before, self._thread.depth = self._thread.depth, depth
+            else:
+                self._note_stand_ins([t for key, t in tensors.items() if key not in first_inputs])
+            before = thread.depth
+            thread.depth = depth
             try:
                 return function(*inputs, **keywords)
             finally:
-                self._thread.depth = before
+                thread.depth = before
 
         return original(at_depth, *args, **kwargs)
 
+    def _note_stand_ins(self, tensors: list[torch.Tensor]) -> None:
+        if not tensors:
+            return
+        self._thread.recomputes = True  # its own backward follows in this thread
+        for key, reference in list(self._stand_ins.items()):
+            if reference() is None:
+                self._stand_ins.pop(key, None)
+        for tensor in tensors:
+            self._stand_ins[id(tensor)] = weakref.ref(tensor)
+
     def begins_recomputed_backward(self) -> bool:
         """Return whether the backward that begins now in this thread is that of a recomputation."""
-        recomputes, self._thread.recomputes = self._thread.recomputes, False
+        recomputes = self._thread.recomputes
+        self._thread.recomputes = False
         return recomputes
 
     def is_stand_in(self, tensor: torch.Tensor) -> bool:
@@ -452,12 +482,16 @@ def note_formats(error: Exception, model: nn.Module, dtype: torch.dtype) -> None
     if not _is_about_formats(error):
         return
     paths = {id(module): path for path, module in model.named_modules()}
-    trace, path = error.__traceback__, ""
+    path = ""
+    trace = error.__traceback__
     while trace is not None:
         path = paths.get(id(trace.tb_frame.f_locals.get("self")), path)
         trace = trace.tb_next
-    where = f"module {path!r} of {type(model).__name__}" if path else type(model).__name__
-    keep = f'nc.rule.module("{path}*", compute="fp32") keeps it' if path else "rules keep operators"
+    where = type(model).__name__
+    keep = "rules keep operators"
+    if path:
+        where = f"module {path!r} of {where}"
+        keep = f'nc.rule.module("{path}*", compute="fp32") keeps it'
     error.add_note(
         f"narrowcast: raised in {where}, called in {format_name(dtype)}; in a policy, {keep} in fp32 "
         "(docs/policies.md)."
@@ -490,7 +524,8 @@ def _numpy_of(original: Call) -> Call:
 def _refuse_sharded(module: nn.Module) -> None:
     """Refuse to scale losses of FSDP modules and DTensors, whose gradients do not pass leaf hooks."""
     fsdp1 = any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
-    if fsdp1 or any(type(parameter).__name__ == "DTensor" for parameter in module.parameters()):
+    dtensors = any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
+    if fsdp1 or dtensors:
         raise UnsupportedError(
             f"{type(module).__name__} is sharded (FSDP or DTensor parameters), where the gradients of a "
             "scaled loss cannot be unscaled from outside, so fp16 would train on wrong numbers. "
@@ -509,59 +544,3 @@ def _entered_by_the_script(frame: Any) -> bool:
             return bool(module.split(".")[0] != "torch")
         frame = frame.f_back
     return True
-
-
-class _ModuleRules:
-    """The rules of ``policy`` for modules, in force in each model of a script from its first call on.
-
-    A path in a rule starts at the module that the script calls. If the script calls a part first and the
-    whole model later, paths start at the whole model from then on.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._applied: dict[nn.Module, Applied] = {}
-        self._unmatched: dict[Rule, set[str]] = {}
-        self._guesses: dict[Rule, str] = {}
-        self._models: set[str] = set()
-        self._left_out: dict[str, list[str]] = {}  # reason -> layers that do not multiply in fp8
-
-    def attach(self, model: nn.Module) -> None:
-        """Apply the rules to ``model``, which the script calls for the first time."""
-        if not self._policy.names_modules or any(model in set(whole.modules()) for whole in self._applied):
-            return
-        inside = set(model.modules())
-        for part in [part for part in self._applied if part in inside]:
-            self._applied.pop(part).remove()
-        kind = type(model).__name__
-        self._models.add(kind)
-        applied = self._applied[model] = Applied(
-            model,
-            self._policy,
-            opens=False,
-            strict=False,
-            how_to_end="narrowcast run and nc.attached hold it until they end; give them the rules",
-        )
-        for rule in applied.missed:
-            self._unmatched.setdefault(rule, set()).add(kind)
-            if not self._guesses.get(rule):
-                named = ((path, class_names(type(module))) for path, module in modules_by_path(model))
-                self._guesses[rule] = near_module(rule, list(named))
-        for path, why in applied.fp8.left_out.items():
-            self._left_out.setdefault(why, []).append(f"{kind}.{path}" if path else kind)
-
-    def remove(self) -> list[str]:
-        """End the rules; return notes on those that did not apply everywhere."""
-        for applied in self._applied.values():
-            applied.remove()
-        self._applied.clear()
-        if not self._models:
-            return []
-        called = ", ".join(sorted(self._models))
-        missed = [rule for rule, kinds in self._unmatched.items() if kinds == self._models]
-        self._models.clear()
-        why = f"named no module of what the script called ({called})"
-        notes = [f"{RULE_NOTE}{rule.target} {why}{self._guesses[rule]}" for rule in missed]
-        for why, paths in self._left_out.items():
-            notes.append(f"{few(paths)} {'does' if len(paths) == 1 else 'do'} not multiply in fp8: {why}")
-        return notes

@@ -27,7 +27,8 @@ class Patches:
     """Replace attributes of modules and classes; ``restore`` puts back the originals, latest first."""
 
     def __init__(self) -> None:
-        self._undo = ExitStack()  # one that fails does not keep the others
+        # Callbacks that put back originals; one that fails does not keep the others.
+        self._undo = ExitStack()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name`` to ``value``; a name that ``owner`` inherited is deleted again later."""
@@ -102,27 +103,40 @@ class RunningScale:
     as good and backs the scale off once, as ``torch.amp.GradScaler.update`` does once an iteration.
 
     Attributes:
-        of_gradients: the scale of the latest backward; ``value`` may have fallen since.
+        value: the scale and its rule.
+        backward: number of the latest backward, from 1.
     """
 
     def __init__(self, value: LossScale) -> None:
         self.value = value
-        self.of_gradients = value.scale
         self.backward = 0
+        self._scale_of_gradients = value.scale
+        self._lock = threading.Lock()
+
+        # The latest backwards for which the scale has moved, and has fallen.
         self._moved_for = 0
         self._backed_off_for = 0
-        self._lock = threading.Lock()
 
     @property
     def active(self) -> bool:
         """Whether losses are scaled and gradients checked."""
         return not isinstance(self.value, Off)
 
+    @property
+    def of_next(self) -> float | None:
+        """The scale of the next backward; None if losses are not scaled."""
+        return self.value.scale if self.active else None
+
+    @property
+    def of_gradients(self) -> float | None:
+        """The scale of the latest backward, which may have fallen since; None if losses are not scaled."""
+        return self._scale_of_gradients if self.active else None
+
     def next_backward(self) -> int:
         """Return the number of the outermost backward that begins now."""
         with self._lock:
             self.backward += 1
-            self.of_gradients = self.value.scale
+            self._scale_of_gradients = self.value.scale
             return self.backward
 
     def discarded(self, backward: int) -> None:
@@ -147,7 +161,7 @@ class RunningScale:
         """Continue with the scale at which ``backward``, run again, left finite gradients."""
         with self._lock:
             self.value = value
-            self.of_gradients = value.scale
+            self._scale_of_gradients = value.scale
             self._backed_off_for = self._moved_for = backward
 
     def after_step(self, *, overflow: bool) -> None:
@@ -162,16 +176,25 @@ class RunningScale:
 
 
 class Stopping:
-    """End the script after a number of steps, counted as ``Attachment`` describes; 0: never.
+    """End the script after a number of steps, counted as ``Attachment`` describes.
 
-    ``close`` writes everything that must be written, before the process is ended by force.
+    Args:
+        after: the number of steps; 0: never.
+        close: writes everything that must be written, before the process is ended by force.
+
+    Attributes:
+        reached: whether the script was told to end.
+        made_optimizer: whether an optimizer is known, so that backwards and calls do not count.
+        traced_steps: whether compiled code steps, where steps cannot be counted.
     """
 
     def __init__(self, after: int, close: Callable[[], None]) -> None:
         self._after = after
         self._close = close
         self._deadline: threading.Timer | None = None
-        self._forwards = self._backwards = self._steps = 0
+        self._forwards = 0
+        self._backwards = 0
+        self._steps = 0
         self.reached = False
         self.made_optimizer = False
         self.traced_steps = False
@@ -184,7 +207,8 @@ class Stopping:
     def backward_ended(self) -> None:
         """Count an outermost backward."""
         self._backwards += 1
-        if not self.made_optimizer or (self.traced_steps and not self._steps):
+        hides_steps = self.traced_steps and not self._steps
+        if not self.made_optimizer or hides_steps:
             self._stop_if_due(self._backwards)
 
     def forward_ended(self) -> None:
@@ -205,6 +229,7 @@ class Stopping:
         """
         if not self.reached:
             self.reached = True
+            # A script may catch SystemExit, and its threads and exit handlers may go on for ever.
             self._deadline = threading.Timer(_PATIENCE_S, self._end_process)
             self._deadline.daemon = True  # Python does not wait for it
             self._deadline.start()
@@ -226,11 +251,12 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What the parts of one attachment share.
+class AttachedRun:
+    """What the parts of one attachment share. Once ``recorder.left_alone`` is set, every part does nothing.
 
-    ``asked_scale`` is the loss scale that was asked for (None: dynamic in fp16, else off), ``scale`` the one
-    in force. Once ``recorder.left_alone`` is set, every part does nothing.
+    Attributes:
+        asked_scale: the loss scale that was asked for; None: dynamic in fp16, else off.
+        scale: the one in force.
     """
 
     policy: Policy

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from narrowcast.attach._leaves import Leaves, leaf_sample
 from narrowcast.attach._regions import Regions
-from narrowcast.attach._run import Call, Nesting, Patches, Run
+from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
 from narrowcast.attach._unread_steps import UnreadStep, UnreadSteps, must_wait
 from narrowcast.errors import NarrowcastError, ScaleCollapseError, UnsupportedError, few
 from narrowcast.gradients import (
@@ -39,12 +39,16 @@ PATIENCE = 25
 
 _WARN_AT = 20
 _TOLD_SKIPS = 5  # of one optimizer where no loss is scaled; the others are counted
-_MEASURED = 10  # steps in which updates of low weights are counted
+_LOW_DTYPES = {torch.bfloat16, torch.float16}
 _LOW_WEIGHTS = (
-    "{} trains weights that are stored in {}, without fp32 masters: small updates are rounded away. Load the "
-    "model in fp32 (dtype=torch.float32); run computes in the low format all the same"
+    "{} trains weights that are stored in {}, without fp32 masters: small updates are rounded away "
+    "(nc.weights.UpdateMeter measures how many). Load the model in fp32 (dtype=torch.float32); run computes "
+    "in the low format all the same"
 )
-
+_WRAPPED_BEFORE = (
+    "the step of {} was wrapped before narrowcast was attached (a scheduler does that), so it cannot be "
+    "skipped where gradients overflow in fp16: make the optimizer and its scheduler inside the attachment"
+)
 _MOVED = (
     "a step of {} moved parameters before it evaluated its closure for the last time, whose gradients are "
     "not finite, and its first step did not: it can be neither skipped nor undone. Use --policy fp32"
@@ -57,26 +61,11 @@ _USED = (
 
 
 @dataclass(slots=True)
-class _LowWeights:
-    """Values in a low format that had a gradient, and those of them that their steps left as they were."""
-
-    name: str
-    steps: int = 0
-    updates: int = 0
-    swallowed: int = 0
-
-    def text(self) -> str:
-        share = self.swallowed / max(1, self.updates)
-        return f"rounding swallowed {share:.0%} of the updates of {self.name} in its first {self.steps} steps"
-
-
-@dataclass(slots=True)
-class _Record:
+class _OptimizerRecord:
     """What is known of one optimizer.
 
     Attributes:
         name: its class.
-        low_weights: None if none of its weights is stored in a low format without a master.
         number: in the order of first steps, from 0; None before the first.
         taken: steps taken.
         skips: steps skipped.
@@ -87,7 +76,6 @@ class _Record:
     """
 
     name: str
-    low_weights: _LowWeights | None
     number: int | None = None
     taken: int = 0
     skips: int = 0
@@ -103,7 +91,7 @@ class Steps:
     step can.
     """
 
-    def __init__(self, run: Run, leaves: Leaves, regions: Regions) -> None:
+    def __init__(self, run: AttachedRun, leaves: Leaves, regions: Regions) -> None:
         self._scale = run.scale
         self._recorder = run.recorder
         self._stopping = run.stopping
@@ -112,17 +100,23 @@ class Steps:
         self._regions = regions
         self._nesting = Nesting()
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._records: weakref.WeakKeyDictionary[Optimizer, _Record] = weakref.WeakKeyDictionary()
-        self._all_records: list[_Record] = []  # also of optimizers that are gone
+        self._records: weakref.WeakKeyDictionary[Optimizer, _OptimizerRecord] = weakref.WeakKeyDictionary()
+        self._all_records: list[_OptimizerRecord] = []  # also of optimizers that are gone
         self._numbers = itertools.count()
         self._skips = SkipsInARow(PATIENCE)
         self._unread = UnreadSteps()
         self._installed = False
 
+    # ---- wrapping
+
     def install(self, patches: Patches) -> None:
         self._installed = True
         hook_step = Optimizer.profile_hook_step
-        wrapping = functools.wraps(hook_step)(lambda step: self._wrap(hook_step(step)))
+
+        @functools.wraps(hook_step)
+        def wrapping(step: Call) -> Call:
+            return self._wrap(hook_step(step))
+
         patches.replace(Optimizer, "profile_hook_step", staticmethod(wrapping))
         self._backstop = register_optimizer_step_pre_hook(self._before_unwrapped_step)
         patches.wrap(Optimizer, "__init__", self._init)
@@ -168,11 +162,7 @@ class Steps:
         Such a step cannot be skipped: a hook cannot omit it.
         """
         if self._scale.active and not self._nesting.depth:
-            raise UnsupportedError(
-                f"the step of {type(optimizer).__name__} was wrapped before narrowcast was attached (a "
-                "scheduler does that), so it cannot be skipped where gradients overflow in fp16: make the "
-                "optimizer and its scheduler inside the attachment"
-            )
+            raise UnsupportedError(_WRAPPED_BEFORE.format(type(optimizer).__name__))
 
     def _wrap(self, hooked: Call) -> Call:
         @functools.wraps(hooked)
@@ -199,12 +189,15 @@ class Steps:
         step.narrowcast_wraps = hooked  # type: ignore[attr-defined]
         return step
 
+    # ---- one step
+
     def _step(self, hooked: Call, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if self._recorder.left_alone is not None:
             return hooked(optimizer, *args, **kwargs)
         closure = closure_of(args, kwargs)
         if self._nesting.depth == 1 and self._observer.holds_back(optimizer):
             return self._hold_back(optimizer, closure)
+        self._record_of(optimizer)  # notes weights in a low format before the first step
         self._read_flags()
         if closure is not None:  # which may make the first call of a model, and so open the first region
             self._regions.expect_on(p.device.type for p in parameters_of(optimizer))
@@ -213,7 +206,7 @@ class Steps:
         try:
             if closure is None:
                 bad = self._nonfinite(optimizer)
-                result = None if bad else self._call(hooked, optimizer, args, kwargs)
+                result = None if bad else hooked(optimizer, *args, **kwargs)
             else:
                 result, bad = self._step_with_closure(hooked, optimizer, args, kwargs, closure)
         finally:
@@ -241,9 +234,10 @@ class Steps:
             self._unread.begin(optimizer, check)
         if not found:
             return []
+        parameters = check.gradients.parameters
         flags = check.nonfinite().read()
-        bad = [p for p, flag in zip(check.gradients.parameters, flags, strict=True) if flag]
-        return bad or check.gradients.parameters  # another rank's
+        bad = [parameter for parameter, flag in zip(parameters, flags, strict=True) if flag]
+        return bad or parameters  # another rank's
 
     def _step_with_closure(
         self, hooked: Call, optimizer: Optimizer, args: Any, kwargs: Any, closure: Call
@@ -254,7 +248,10 @@ class Steps:
         evaluations, gets another one at a lower loss scale where one overflowed.
         """
         record = self._record_of(optimizer)
-        before = list(map(leaf_sample, parameters_of(optimizer))) if record.moves_first is None else None
+        # Whether a step moves parameters first, as that of SAM does, is seen in the first step.
+        before = None
+        if record.moves_first is None:
+            before = list(map(leaf_sample, parameters_of(optimizer)))
         evaluations = 0
         moved = False
         own_skip: SkipStep | None = None
@@ -264,6 +261,7 @@ class Steps:
             nonlocal evaluations, moved, own_skip
             evaluations += 1
             if evaluations > 1 and record.moves_first is False:
+                # Unlike its first step: from the next one on, what it moves is put back after a skip.
                 record.moves_first = moved = True
             elif before is not None and not moved:
                 moved = evaluations > 1 or _differ(before, parameters_of(optimizer))
@@ -281,12 +279,14 @@ class Steps:
         if skip is not own_skip:
             assert skip is not None
             raise skip  # of an optimizer whose step has called this one's
-        if before is not None and evaluations and skip is None:
+        if skip is not None:
+            return result, skip.nonfinite
+        if before is not None and evaluations:
             record.moves_first = moved
-        return result, [] if skip is None else skip.nonfinite
+        return result, []
 
     def _evaluated(
-        self, closure: Call, optimizer: Optimizer, record: _Record
+        self, closure: Call, optimizer: Optimizer, record: _OptimizerRecord
     ) -> tuple[Any, list[torch.Tensor]]:
         """Evaluate a closure; of LBFGS again, at a lower loss scale, while its gradients overflow."""
         for _ in range(PATIENCE):
@@ -305,47 +305,14 @@ class Steps:
                 parameter.grad = None
         return loss, bad
 
-    def _call(self, hooked: Call, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Step; in a few steps, count the updates of low weights that rounding swallows."""
-        counts = self._record_of(optimizer).low_weights
-        if counts is None or counts.steps == _MEASURED or closure_of(args, kwargs) is not None:
-            return hooked(optimizer, *args, **kwargs)
-        trained = [p for g in optimizer.param_groups if g.get("lr") != 0 for p in g["params"]]
-        before = [(p, leaf_sample(p), leaf_sample(p.grad)) for p in trained if p.element_size() < 4]
-        result = hooked(optimizer, *args, **kwargs)
-        counts.steps += 1
-        for p, values, gradient in before:
-            if values is not None and gradient is not None:
-                counts.updates += int((gradient != 0).sum())
-                counts.swallowed += int(((gradient != 0) & (leaf_sample(p) == values)).sum())
-        if counts.steps == _MEASURED:
-            self._recorder.note(counts.text(), at_once=True)
-        return result
-
-    def _record_of(self, optimizer: Optimizer) -> _Record:
-        record = self._records.get(optimizer)
-        if record is not None:
-            return record
-        name, low_weights = type(optimizer).__name__, None
-        low = {p.dtype for p in parameters_of(optimizer)} & {torch.bfloat16, torch.float16}
-        if low and held_by(optimizer) is None:
-            low_weights = _LowWeights(name)
-            stored = few([*map(format_name, low)])
-            self._recorder.note(_LOW_WEIGHTS.format(name, stored), at_once=True)
-        record = self._records[optimizer] = _Record(name, low_weights)
-        record.evaluates_again = needs_closure(optimizer)
-        if record.evaluates_again or is_torchs_own(optimizer):
-            # All others of torch evaluate their closure once, and first.
-            record.moves_first = record.evaluates_again
-        self._all_records.append(record)
-        return record
-
     def _hold_back(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Omit a step for the observer, which can read the gradients that it would have used."""
         if self._scale.active:
             self._leaves.step_begins(optimizer)
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         bad = []
         if self._scale.active:
             bad = self._leaves.nonfinite_among(parameters_of(optimizer))
@@ -354,64 +321,25 @@ class Steps:
         self._ended(optimizer, bad)
         return loss
 
-    def _saw_step(self, optimizer: Optimizer, *, skipped: bool, unread: bool) -> None:
-        """Record a step; whether it was skipped is not known yet if its flag is ``unread``."""
-        if self._nesting.depth != 1:
-            return
-        record = self._record_of(optimizer)
-        if record.number is None:
-            record.number = next(self._numbers)
-        scale = self._scale.of_gradients if self._scale.active else None
-        self._recorder.saw_step(optimizer=record.number, skipped=skipped, scale=scale)
-        if not unread:
-            self._count(record, skipped=skipped)
+    # ---- counting
 
-    def _count(self, record: _Record, *, skipped: bool) -> None:
-        if not skipped:
-            record.taken += 1
-            record.skips_in_a_row = 0
-            return
-        record.skips += 1
-        record.skips_in_a_row += 1
-        if record.skips_in_a_row == _WARN_AT:
-            scale = self._scale.value.scale
-            at_scale = f", now at a loss scale of {scale:g}" if self._scale.active else ""
-            self._recorder.note(
-                f"{_WARN_AT} steps of {record.name} in a row were skipped: nothing is trained while that "
-                f"lasts, as gradients are not finite{at_scale}",
-                at_once=True,
-            )
+    def _record_of(self, optimizer: Optimizer) -> _OptimizerRecord:
+        record = self._records.get(optimizer)
+        if record is not None:
+            return record
+        record = _OptimizerRecord(type(optimizer).__name__)
+        self._records[optimizer] = record
+        self._all_records.append(record)
 
-    def note_what_was_lost(self) -> None:
-        """Note each optimizer that took no step, though another may have, and updates that rounding lost."""
-        try:
-            self._read_flags()
-        except NarrowcastError as error:  # too late to stop the script
-            self._recorder.note(str(error))
-        if self._scale.active:
-            self._leaves.note_unused()
-        for record in self._all_records:
-            counts = record.low_weights
-            if counts is not None and 0 < counts.steps < _MEASURED:
-                self._recorder.note(counts.text())
-        for record in self._all_records:
-            if record.skips_in_a_row and not record.taken:
-                skips = record.skips_in_a_row
-                self._recorder.note(
-                    f"{record.name} took no step, so what it optimizes is untrained: all {skips} were "
-                    f"skipped, as gradients were not finite. {self._how_to_tell()}"
-                )
-
-    def _how_to_tell(self) -> str:
-        """Return what to type to learn more of gradients that are not finite."""
-        in_fp32 = "narrowcast run --policy fp32 SCRIPT shows whether FP32 has them too"
-        if any(device["format"] == "bf16" for device in self._recorder.devices.values()):
-            return in_fp32
-        return f"{in_fp32}, and narrowcast compare --policy bf16 SCRIPT whether bf16 trains as FP32 does"
-
-    def _names_of(self, parameters: list[torch.Tensor]) -> list[str]:
-        names = self._regions.parameter_names()
-        return [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters]
+        low = {parameter.dtype for parameter in parameters_of(optimizer)} & _LOW_DTYPES
+        if low and held_by(optimizer) is None:
+            stored = few([format_name(dtype) for dtype in low])
+            self._recorder.note(_LOW_WEIGHTS.format(record.name, stored), at_once=True)
+        record.evaluates_again = needs_closure(optimizer)
+        if record.evaluates_again or is_torchs_own(optimizer):
+            # All others of torch evaluate their closure once, and first.
+            record.moves_first = record.evaluates_again
+        return record
 
     def _ended(self, optimizer: Optimizer, bad: list[torch.Tensor], *, unread: bool = False) -> None:
         """Record a step that was taken, or skipped because the gradients of ``bad`` are not finite."""
@@ -432,44 +360,101 @@ class Steps:
             self._tell_of_skip(optimizer, bad, number)
         self._count_skip(optimizer, bad, number)
 
-    def _lower_the_scale(self, optimizer: Optimizer, bad: list[torch.Tensor]) -> None:
-        site = self._leaves.bad_loss(bad)
-        if site is not None:  # the loss scale has no part in it
-            kind = self._regions.bad_input()
-            source = f", and so was an input of {kind}" if kind else ""
-            self._recorder.note(
-                f"the loss at {site} was NaN or infinite itself{source}; the step was skipped, and no loss "
-                "scale mends that",
-                at_once=True,
-            )
-        self._leaves.skipped(parameters_of(optimizer))
-        # The scale fell when the overflow of a pass was read, and falls here for any other.
-        latest = self._leaves.latest_overflow(bad)
-        self._scale.discarded(self._scale.backward if latest is None else latest)
-
-    def _tell_of_skip(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int) -> None:
-        """Say which gradients were not finite in bf16, where a step is skipped for no other reason."""
-        record = self._record_of(optimizer)
-        if record.skips > _TOLD_SKIPS:
+    def _saw_step(self, optimizer: Optimizer, *, skipped: bool, unread: bool) -> None:
+        """Record a step; whether it was skipped is not known yet if its flag is ``unread``."""
+        if self._nesting.depth != 1:
             return
-        last = "; further ones are only counted" if record.skips == _TOLD_SKIPS else ""
-        self._recorder.note(
-            f"step {number}, of {record.name}, was skipped: the gradients of {few(self._names_of(bad), 5)} "
-            f"are not finite{last}",
-            at_once=True,
-        )
+        record = self._record_of(optimizer)
+        if record.number is None:
+            record.number = next(self._numbers)
+        self._recorder.saw_step(optimizer=record.number, skipped=skipped, scale=self._scale.of_gradients)
+        if not unread:
+            self._count(record, skipped=skipped)
+
+    def _count(self, record: _OptimizerRecord, *, skipped: bool) -> None:
+        if not skipped:
+            record.taken += 1
+            record.skips_in_a_row = 0
+            return
+        record.skips += 1
+        record.skips_in_a_row += 1
+        if record.skips_in_a_row == _WARN_AT:
+            note = (
+                f"{_WARN_AT} steps of {record.name} in a row were skipped: nothing is trained while that "
+                "lasts, as gradients are not finite"
+            )
+            if self._scale.active:
+                note += f", now at a loss scale of {self._scale.value.scale:g}"
+            self._recorder.note(note, at_once=True)
 
     def _count_skip(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int) -> None:
         """Raise ScaleCollapseError once too many steps in a row were skipped."""
         since = self._skips.skipped(optimizer, number)
         if since is None:
             return
-        names, scale = self._names_of(bad), self._scale.value.scale
+        names = self._names_of(bad)
+        scale = self._scale.value.scale
         advice = f"{self._how_to_tell()}."
         raise ScaleCollapseError(collapse_message(optimizer, PATIENCE, since, names, scale, advice))
 
+    def _lower_the_scale(self, optimizer: Optimizer, bad: list[torch.Tensor]) -> None:
+        site = self._leaves.bad_loss(bad)
+        if site is not None:  # the loss scale has no part in it
+            what = f"the loss at {site} was NaN or infinite itself"
+            kind = self._regions.bad_input()
+            if kind:
+                what += f", and so was an input of {kind}"
+            self._recorder.note(f"{what}; the step was skipped, and no loss scale mends that", at_once=True)
+        self._leaves.skipped(parameters_of(optimizer))
+        # The scale fell when the overflow of a pass was read, and falls here for any other.
+        number = self._leaves.latest_overflow(bad)
+        if number is None:
+            number = self._scale.backward
+        self._scale.discarded(number)
+
+    # ---- what is said
+
+    def _tell_of_skip(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int) -> None:
+        """Say which gradients were not finite in bf16, where a step is skipped for no other reason."""
+        record = self._record_of(optimizer)
+        if record.skips > _TOLD_SKIPS:
+            return
+        names = few(self._names_of(bad), 5)
+        note = f"step {number}, of {record.name}, was skipped: the gradients of {names} are not finite"
+        if record.skips == _TOLD_SKIPS:
+            note += "; further ones are only counted"
+        self._recorder.note(note, at_once=True)
+
+    def note_what_was_lost(self) -> None:
+        """Note, at the end, each optimizer that took no step, though another may have."""
+        try:
+            self._read_flags()
+        except NarrowcastError as error:  # too late to stop the script
+            self._recorder.note(str(error))
+        if self._scale.active:
+            self._leaves.note_unused()
+        for record in self._all_records:
+            if record.skips_in_a_row and not record.taken:
+                skips = record.skips_in_a_row
+                self._recorder.note(
+                    f"{record.name} took no step, so what it optimizes is untrained: all {skips} were "
+                    f"skipped, as gradients were not finite. {self._how_to_tell()}"
+                )
+
+    def _how_to_tell(self) -> str:
+        """Return what to type to learn more of gradients that are not finite."""
+        in_fp32 = "narrowcast run --policy fp32 SCRIPT shows whether FP32 has them too"
+        if any(device["format"] == "bf16" for device in self._recorder.devices.values()):
+            return in_fp32
+        return f"{in_fp32}, and narrowcast compare --policy bf16 SCRIPT whether bf16 trains as FP32 does"
+
+    def _names_of(self, parameters: list[torch.Tensor]) -> list[str]:
+        names = self._regions.parameter_names()
+        return [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters]
+
+    # ---- steps on a GPU, of which it is known only at the next one whether they were skipped
+
     def _read_flags(self) -> None:
-        """Record earlier steps on a GPU, of which it is known only now whether they were skipped."""
         for step, found in self._unread.read():
             optimizer = step.optimizer()
             if optimizer is None:
@@ -486,19 +471,23 @@ class Steps:
 
     def _saw_late(self, step: UnreadStep, optimizer: Optimizer) -> None:
         """Correct the count of a step that was skipped; refuse to go on after one that was not."""
-        if step.skips and step.counts:
-            self._recorder.steps -= 1
-            self._recorder.skipped_steps += 1
+        if step.skips:
+            if step.counts:
+                self._recorder.steps -= 1
+                self._recorder.skipped_steps += 1
+            return
         bad = step.bad()
-        if not step.skips and not all(bool(torch.isfinite(p.detach()).all()) for p in bad):
+        if not all(bool(torch.isfinite(parameter.detach()).all()) for parameter in bad):
             names = few(self._names_of(bad), 5)
             raise UnsupportedError(_USED.format(step.number, type(optimizer).__name__, names))
 
 
 def _can_check(optimizer: Optimizer) -> bool:
     """Return whether the check knows these gradients; a CUDA graph records no check."""
-    devices = {p.device.type for group in optimizer.param_groups for p in group["params"][:1]}
-    return devices <= {"cpu", "cuda"} and not is_capturing()
+    if is_capturing():
+        return False
+    first_parameters = [group["params"][0] for group in optimizer.param_groups if group["params"]]
+    return all(parameter.device.type in ("cpu", "cuda") for parameter in first_parameters)
 
 
 def _differ(before: list[torch.Tensor | None], parameters: list[torch.Tensor]) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -74,35 +72,13 @@ def register_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any
     """Call ``tensor.register_hook`` on a leaf so that the hook runs before those that it already has.
 
     The engine calls a leaf's hooks in the order of ``_backward_hooks``, and ``register_hook`` cannot prepend.
-    Handles of the reordered hooks keep working, since they go by key. A Ctrl-C loses none of them.
+    Handles of the reordered hooks keep working, since they go by key.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_hook.cpp
     handle: RemovableHandle = _register_hook(tensor, hook)
     hooks = tensor._backward_hooks
     assert hooks is not None
-    earlier = [(key, hooks[key]) for key in hooks if key != handle.id]
-
-    def put_earlier_last() -> None:
-        for key, _ in earlier:
-            hooks.pop(key, None)
-        hooks.update(earlier)
-
-    try:
-        put_earlier_last()
-    except KeyboardInterrupt:
-        put_earlier_last()
-        raise
+    for key in list(hooks):
+        if key != handle.id:
+            hooks[key] = hooks.pop(key)
     return handle
-
-
-def native_writers() -> list[tuple[Any, str, int]]:
-    """Return what opens files in C++ or Rust, which raises no audit event: owner, name, place of the path.
-
-    ``torch.save``, ``torch.export.save``, ``torch.package`` and ``torch.jit.save`` end in those of torch.
-    """
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/serialization.py (_open_zipfile_writer_file)
-    writers: list[tuple[Any, str, int]] = [(torch._C, "PyTorchFileWriter", 0)]
-    writers += [(owner, "save", 1) for owner in (torch._C.ScriptModule, torch._C.ScriptFunction)]
-    if importlib.util.find_spec("safetensors") is not None:
-        writers.append((importlib.import_module("safetensors"), "serialize_file", 1))
-    return writers

@@ -90,7 +90,7 @@ def _formats(capture: Capture) -> str:
 
     totals = capture.totals()
     nothing = "nothing ran in mixed precision"
-    if totals["aside"] is not None:
+    if totals["left_alone"] is not None:
         nothing = "left to the script's own mixed precision"
     return f"{nothing} in this process" if totals.get("elsewhere") else nothing
 
@@ -105,7 +105,7 @@ def _policy_words(capture: Capture) -> str:
 
 def _counts(totals: dict[str, Any]) -> str:
     steps = plural(totals["steps"], "optimizer step")
-    if totals["aside"] is not None:
+    if totals["left_alone"] is not None:
         steps += " before that"
     scale = "loss scale off"
     if totals["final_scale"] is not None:

@@ -96,7 +96,7 @@ EVENTS: dict[str, Any] = {
     "end": _record(
         exit_code=_Whole | None,
         stopped=bool,  # after as many steps as were asked for
-        aside=str | None,  # why the script's own mixed precision was left in charge
+        left_alone=str | None,  # why the script's own mixed precision was left in charge
         wall_s=_Seconds | None,
         backwards=_Count | None,
         forwards=_Count | None,
@@ -190,6 +190,8 @@ def checked_event(event: Any, where: str) -> Event:
         schema = _START_OF_COMPARISON
     if schema is None:
         return event
+    if kind == "end" and "aside" in event:
+        event.setdefault("left_alone", event["aside"])  # the name in older captures
     try:
         fields: Event = msgspec.convert(event, schema, dec_hook=_number)
         return event | fields

@@ -26,7 +26,7 @@ from narrowcast.attach import (
     changed_files,
     folder_of_one,
     has_files_to_move,
-    registered,
+    locked_journal,
     restore_files,
     set_aside,
 )
@@ -336,7 +336,7 @@ def why_unseen(folder: Path, *, advice: str, verb: str | None) -> str | None:
         capture = read_capture(folder / RUN)
     except FileError:
         return "the run left no record of itself"
-    left_alone = capture.totals()["aside"]
+    left_alone = capture.totals()["left_alone"]
     if left_alone is not None:
         return f"{left_alone}: {advice}"
     if verb is not None and any("started processes" in note["text"] for note in capture.of("note")):
@@ -388,7 +388,7 @@ class LiveRun(ExitStack):
         self.changes_files = self._files_made_way = False
         self._title, self._tell, self._full = title, tell, ""
         # Files are restored last, once the process has ended that changes them.
-        self.enter_context(registered(self.folder))
+        self.enter_context(locked_journal(self.folder))
         self.callback(lambda: written(restore_files(self.folder)))
         try:
             self._process = processes.start(settings.write())

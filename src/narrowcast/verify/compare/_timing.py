@@ -411,7 +411,7 @@ class TimedPairs:
 
 def _check_comparable(capture: Capture) -> None:
     """Refuse a run that does in mixed precision what it does in FP32, or nothing."""
-    left_alone = capture.totals()["aside"]
+    left_alone = capture.totals()["left_alone"]
     if left_alone is not None:
         raise UnsupportedError(
             f"{left_alone}, so its FP32 and its mixed run would be the same. Compare it without that (most "

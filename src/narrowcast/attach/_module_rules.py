@@ -1,0 +1,101 @@
+"""Rules for modules under a script, from the first call of each model on; notes on rules without effect."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from narrowcast.casting import Applied, modules_by_path
+from narrowcast.errors import few
+from narrowcast.observe.op_trace import near_module
+from narrowcast.policy import Policy, Rule, class_names, unreached
+
+RULE_NOTE = "the rule for "
+"""Beginning of the notes on rules that nothing in the script matched."""
+
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+_WHOLE = ": nn.Linear calls linear and @ calls matmul, each decided about as a whole by a rule of that name"
+
+
+def notes_on_unreached(policy: Policy, already_said: list[str]) -> list[str]:
+    """Return a note on each rule that no call reached, unless one of ``already_said`` names the rule."""
+    notes = []
+    for rule in unreached(policy):
+        begin = f"{RULE_NOTE}{rule.target} "
+        if any(note.startswith(begin) for note in already_said):
+            continue
+        note = f"{begin}was reached by no call"
+        if rule.op in _MATMULS:
+            note += _WHOLE
+        notes.append(note)
+    return notes
+
+
+class ModuleRules:
+    """The rules of ``policy`` for modules, in force in each model of a script from its first call on.
+
+    A path in a rule starts at the module that the script calls. If the script calls a part first and the
+    whole model later, paths start at the whole model from then on.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._applied: dict[nn.Module, Applied] = {}
+
+        # For the notes at the end: classes of the models, those in which a rule matched no module, a hint to
+        # what the rule may have meant, and reason -> layers that do not multiply in fp8.
+        self._models: set[str] = set()
+        self._unmatched: dict[Rule, set[str]] = {}
+        self._guesses: dict[Rule, str] = {}
+        self._left_out: dict[str, list[str]] = {}
+
+    def attach(self, model: nn.Module) -> None:
+        """Apply the rules to ``model``, which the script calls for the first time."""
+        if not self._policy.names_modules:
+            return
+        if any(model in set(whole.modules()) for whole in self._applied):
+            return
+        # The script has called parts of this model before.
+        inside = set(model.modules())
+        for part in list(self._applied):
+            if part in inside:
+                self._applied.pop(part).remove()
+
+        kind = type(model).__name__
+        self._models.add(kind)
+        applied = Applied(
+            model,
+            self._policy,
+            opens=False,
+            strict=False,
+            how_to_end="narrowcast run and nc.attached hold it until they end; give them the rules",
+        )
+        self._applied[model] = applied
+        for rule in applied.missed:
+            self._unmatched.setdefault(rule, set()).add(kind)
+            if not self._guesses.get(rule):
+                named = [(path, class_names(type(module))) for path, module in modules_by_path(model)]
+                self._guesses[rule] = near_module(rule, named)
+        for path, why in applied.fp8.left_out.items():
+            layer = f"{kind}.{path}" if path else kind
+            self._left_out.setdefault(why, []).append(layer)
+
+    def remove(self) -> list[str]:
+        """End the rules; return notes on those that did not apply everywhere."""
+        for applied in self._applied.values():
+            applied.remove()
+        self._applied.clear()
+        if not self._models:
+            return []
+        called = ", ".join(sorted(self._models))
+        notes = []
+        for rule, kinds in self._unmatched.items():
+            if kinds == self._models:
+                guess = self._guesses[rule]
+                notes.append(
+                    f"{RULE_NOTE}{rule.target} named no module of what the script called ({called}){guess}"
+                )
+        self._models.clear()
+        for why, paths in self._left_out.items():
+            verb = "does" if len(paths) == 1 else "do"
+            notes.append(f"{few(paths)} {verb} not multiply in fp8: {why}")
+        return notes

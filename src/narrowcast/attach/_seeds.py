@@ -1,0 +1,62 @@
+"""Seeds of Python, NumPy and torch: set before a script starts, and shifted in a repeat of its run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from narrowcast.attach._run import Nesting, Patches
+
+_TOO_LARGE_FOR_NUMPY = 2**32
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's (if it is installed) and torch's random numbers, from 0 to 2**32 - 1."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        importlib.import_module("numpy.random").seed(seed)
+
+
+def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
+    """Add ``by`` to every integer that seeds Python's, NumPy's or torch's global generators from now on.
+
+    Generators that the script creates, and seeds that it passes to libraries (``random_state=0``), stay as
+    they are: they often determine how data is split, which must be the same in every run. ``note`` is called
+    with a note for the user, each time a seed was shifted.
+    """
+    # torch.seed, which takes a seed from the clock, is among them because it calls the others.
+    owners: list[tuple[Any, str]] = [(random, "seed")]
+    for owner in (torch, torch.random):
+        owners += [(owner, "manual_seed"), (owner, "seed")]
+    for device in (torch.cuda, torch.mps, torch.xpu):
+        owners += [(device, name) for name in ("manual_seed", "manual_seed_all") if hasattr(device, name)]
+    if importlib.util.find_spec("numpy") is not None:
+        owners.append((importlib.import_module("numpy.random"), "seed"))
+    nesting = Nesting()  # torch's seed function calls CUDA's with the seed that it was given
+
+    def shifted_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        seed = None
+        if kwargs:
+            seed = next(iter(kwargs.values()))
+        elif args:
+            seed = args[0]
+
+        if isinstance(seed, Integral) and not nesting.depth:
+            note("a repeat adds its number to the seeds that the script sets, so that it draws other numbers")
+            shifted = (int(seed) + by) % _TOO_LARGE_FOR_NUMPY
+            if kwargs:
+                kwargs = {next(iter(kwargs)): shifted}
+            else:
+                args = (shifted, *args[1:])
+        with nesting:
+            return original(*args, **kwargs)
+
+    for owner, name in owners:
+        patches.wrap(owner, name, shifted_seed)
