@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from narrowcast.migrate import migrate_text
@@ -60,7 +60,7 @@ def kept(draw):
 
 def apex_training(draw, amp):
     """A loop that trains by apex, in one of many spellings."""
-    level = draw(st.sampled_from(['"O1"', "'O2'", '"O0"', "args.level", '"O3"']))
+    level = draw(st.sampled_from(['"O1"', "'O1'", "args.level"]))
     guard = draw(st.sampled_from([None, "args.amp", "use_apex"]))
     start = [f"model, optimizer = {amp}.initialize(model, optimizer, opt_level={level}){draw(COMMENTS)}"]
     scaled = [f"with {amp}.scale_loss(loss, optimizer) as scaled:{draw(COMMENTS)}", ">scaled.backward()"]
@@ -73,6 +73,7 @@ def apex_training(draw, amp):
     text = draw(st.sampled_from(["x", 'x, """a\n  b\n"""', "x,\n    1"]))
     loop = [
         "for x, y in batches:",
+        f">optimizer.zero_grad(){draw(COMMENTS)}",
         f">out = model({text}){draw(COMMENTS)}",
         *([f">{kept(draw)}"] if draw(st.booleans()) else []),
         ">loss = criterion(out, y)",
@@ -101,7 +102,8 @@ def programs(draw):
     """A program, with its own indentation and line ends."""
     lines, amp, autocast, scaler = draw(imports())
     made = []
-    for _ in range(draw(st.integers(0, 2))):
+    # Beside a scaler of torch apex's calls are kept, which is drawn now and then.
+    if amp is None or draw(st.integers(0, 3)) == 0:
         made.append(native_training(draw, autocast, scaler))
     if amp is not None:
         made.append(apex_training(draw, amp))
@@ -141,6 +143,7 @@ def test_what_is_made_parses_keeps_other_lines_and_is_stable(count):
 def check(text, target):
     ast.parse(text)
     outcome = migrate_text(text, target)
+    event("rewritten" if "scale_loss" in text and "scale_loss" not in outcome.text else "kept or native")
     ast.parse(outcome.text)
     assert kept_lines(outcome.text) == kept_lines(text)
     again = migrate_text(outcome.text, target)

@@ -229,7 +229,8 @@ TO_NARROWCAST = {
         'import torch\nimport narrowcast as nc\ns = nc.GradScaler("cuda")\n',
     ),
     "a script that falls back to a CPU, where torch's turn themselves off": (
-        "import torch\nd = 'cuda' if torch.cuda.is_available() else 'cpu'\ns = torch.cuda.amp.GradScaler(4.0)\n"
+        "import torch\nd = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+        "s = torch.cuda.amp.GradScaler(4.0)\n"
         "a = torch.autocast('cuda')\nb = torch.autocast('cuda', enabled=on)\nc = torch.autocast(d)\n",
         "import torch\nimport narrowcast as nc\nd = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
         's = nc.GradScaler("cuda", 4.0, enabled=torch.cuda.is_available())\n'
