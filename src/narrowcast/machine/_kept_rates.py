@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from narrowcast.machine._rates import Budget
 
 # Raise it whenever rows get another meaning: other shapes, other fields, another way to time.
 CACHE_FORMAT = 3
-# What reading a file raises that is no JSON, or holds something else.
-_DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
 
 
 def key_of_machine(facts: dict[str, Any], budget: Budget) -> dict[str, Any]:
@@ -53,7 +50,7 @@ def read_rates(folder: Path, key: dict[str, Any]) -> tuple[dict[str, Any] | None
         return None, None
     except OSError as error:
         return None, f"{path} cannot be read ({error.strerror})"
-    except _DAMAGED:
+    except (ValueError, KeyError, TypeError):  # no JSON, or something else in it
         return None, unusable
 
 
@@ -70,20 +67,3 @@ def keep_rates(folder: Path | None, key: dict[str, Any], rates: dict[str, Any]) 
         why = error.strerror or error
         return f"{path.parent}: {why}; set NARROWCAST_CACHE_DIR to a folder that can be written"
     return None
-
-
-def latest_rows_of_cpu(folder: Path, cpu: dict[str, Any], torch_version: str) -> list[dict[str, Any]]:
-    """Return the rows that were kept last for this CPU, number of threads and torch; [] without any.
-
-    Whatever else the machine had then, and however long measuring might take.
-    """
-    with suppress(OSError):
-        paths = sorted((folder / "rates").glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in reversed(paths):
-            with suppress(*_DAMAGED):
-                kept = json.loads(path.read_bytes())
-                key = kept["key"]
-                is_of_machine = key.get("cache_format") == CACHE_FORMAT
-                if is_of_machine and key["cpu"] == cpu and key["torch"]["version"] == torch_version:
-                    return list(kept["rates"]["devices"][0]["rows"])
-    return []

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable
-
-import torch
 
 from narrowcast._files import cache_folder
 from narrowcast.machine._auto import best_format, read_auto_rates, speed_in_words
-from narrowcast.machine._environment import cpu_capabilities, known_to_be_slow
-from narrowcast.machine._facts import cpu_facts
-from narrowcast.machine._kept_rates import latest_rows_of_cpu
+from narrowcast.machine._environment import known_to_be_slow
 from narrowcast.machine._rates import Rate
 
 # Within this, two formats are as fast as each other: the spread of a quiet machine is a few percent.
@@ -22,11 +17,15 @@ def slow_formats(formats: Iterable[str], device_type: str, rates: list[Rate] | N
     """Return a sentence for each of ``formats`` that is slower than fp32 on this machine, with what to use.
 
     Decided by the largest matmul and convolution among ``rates`` that was measured steadily or cut short,
-    unless a larger one may be fast; by default those that ``doctor`` kept for this CPU. Where they do not
-    show that the largest is fast, what is known of this kind of CPU is said.
+    unless a larger one may be fast; on a CPU by default those that decide ``auto``. Where they do not show
+    that the largest is fast, what is known of this kind of CPU is said.
     """
     if rates is None:
-        rates = kept_rates_of_cpu() if device_type == "cpu" else []
+        rates = []
+        if device_type == "cpu":
+            kept, _ = read_auto_rates("cpu", cache_folder())
+            if kept is not None:
+                rates = [Rate(**row) for row in kept["rows"]]
     sentences = []
     for format_name in dict.fromkeys(formats):
         if format_name in ("bf16", "fp16"):
@@ -106,18 +105,3 @@ def _how_slow(rate: Rate) -> str:
     assert speed is not None
     assert shape is not None
     return f"{speed_in_words(speed)} in {rate.kind}s of {' x '.join(map(str, shape))}"
-
-
-def kept_rates_of_cpu() -> list[Rate]:
-    """Return the rates of this CPU that ``doctor`` kept last; without any, those that decide ``auto``."""
-    folder = cache_folder()
-    rows = []
-    # Those of doctor have every format and several sizes.
-    if folder is not None:
-        facts = cpu_facts(cpu_capabilities(), architecture=platform.machine())
-        rows = latest_rows_of_cpu(folder, facts, str(torch.__version__))
-    if not rows:
-        of_auto, _ = read_auto_rates("cpu", folder)
-        if of_auto is not None:
-            rows = of_auto["rows"]
-    return [Rate(**row) for row in rows]
