@@ -124,6 +124,13 @@ def test_each_number_that_is_missing_has_its_reason(tmp_path):
     assert "Matmuls: none that took time in 2 watched steps." in explain_text(found)
 
 
+def test_a_problem_is_a_sentence_instead_of_the_table(tmp_path):
+    found = found_in(tmp_path, made_captures.explained_events()) | {
+        "problem": "the script uses autocast itself"
+    }
+    assert explain_text(found) == "train.py --epochs 3: the script uses autocast itself."
+
+
 def test_a_capture_of_something_else_or_cut_short_is_refused(tmp_path):
     made_captures.one_run(tmp_path)
     with pytest.raises(FileError, match="is not the capture of narrowcast explain"):

@@ -59,11 +59,10 @@ def _values(examination: dict[str, Any]) -> dict[str, Any]:
 def _instructions(known: Mapping[str, bool | None]) -> dict[str, list[str]]:
     """Return the names of instructions that a CPU has, lacks, and of which nothing is known."""
     names: dict[str, list[str]] = {_HAS: []}
-    heads = {True: _HAS, False: _LACKS, None: _NOT_KNOWN}
-    for head in heads.values():
-        for name, has_it in known.items():
-            if heads[has_it] == head:
-                names.setdefault(head, []).append(name)
+    for head, value in ((_HAS, True), (_LACKS, False), (_NOT_KNOWN, None)):
+        of_head = [name for name, has_it in known.items() if has_it is value]
+        if of_head:
+            names[head] = of_head
     return names
 
 

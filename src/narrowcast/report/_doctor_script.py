@@ -155,7 +155,7 @@ def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
     elif limit is None:
         yield "no limit", {}
     else:
-        yield "limit", {"others": _faster_others(found, limit)}
+        yield "limit", {}
 
     if together["not_faster"] is not None:
         # It says what the matmuls gained in this script too, and how much the profiler slowed a step down.
@@ -167,16 +167,6 @@ def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
         longer = found[run]["step_s"] / found[run]["plain_step_s"]
         if longer > _MUCH_LONGER:
             yield "slowed", {"run": name, "longer": longer}
-
-
-def _faster_others(found: dict[str, Any], limit: float) -> tuple[float, float] | None:
-    """Return the times of other operators where they explain a step faster than matmuls alone allow."""
-    speedup = found["together"]["speedup"]
-    before_s = found["fp32"]["shares"]["other_ops"] * found["fp32"]["plain_step_s"]
-    after_s = found["mixed"]["shares"]["other_ops"] * found["mixed"]["plain_step_s"]
-    if speedup is None or speedup <= limit or before_s <= after_s:
-        return None
-    return before_s, after_s
 
 
 def _changes(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:

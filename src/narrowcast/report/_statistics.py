@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from narrowcast.observe.capture import Capture, TimedRun, student_975, times_s
+from narrowcast.observe.capture import Capture, TimedRun, student_975
 from narrowcast.report._text import plural
 
 # Of a run's losses, how many a final loss is the mean of.
@@ -18,8 +18,6 @@ _ENOUGH_SEEDS = 3
 # Losses of one seed count where they are far apart, of runs with so many losses, or so many times FP32's.
 _FEWEST_LOSSES = 10
 _MANY_TIMES = 10.0
-_TOO_UNEVEN = 4.0
-_FEWEST_TIMES = 10
 _MANY_SKIPPED = 0.1
 _MORE_CALLS = 1.2
 
@@ -254,7 +252,7 @@ def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]])
 # ---- doubts
 
 
-def doubts(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun], kind: str | None) -> list[str]:
+def doubts(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun]) -> list[str]:
     """List reasons to doubt a comparison, each a line for its notes."""
     runs = [*fp32, *mixed]
     notes = []
@@ -265,7 +263,6 @@ def doubts(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun], kind: str | None
                 "missing"
             )
     notes += _other_work(runs)
-    notes += _uneven_times(runs, kind)
     notes += many_skipped(mixed)
     notes += _other_calls(fp32, mixed)
     notes += _not_repeatable(fp32)
@@ -279,23 +276,6 @@ def _other_work(runs: Iterable[TimedRun]) -> list[str]:
     return [
         f"the runs took different numbers of steps ({min(steps)} to {max(steps)}), so they did not do the "
         "same work: does the script resume from what it saved, or stop when it is good enough?"
-    ]
-
-
-def _uneven_times(runs: Iterable[TimedRun], kind: str | None) -> list[str]:
-    most = 1.0
-    for run in runs:
-        ordered = sorted(times_s(run.capture, kind))
-        if len(ordered) < _FEWEST_TIMES:
-            continue
-        tenth = len(ordered) // 10
-        # Clocks may find that a call took no time at all.
-        most = max(most, ordered[-1 - tenth] / max(ordered[tenth], 1e-9))
-    if most <= _TOO_UNEVEN:
-        return []
-    return [
-        f"times varied {most:.0f}-fold within a run (10th to 90th percentile): the machine was busy "
-        "or the steps differ, so do not trust the ratio of their medians"
     ]
 
 

@@ -37,9 +37,9 @@ from narrowcast.report._statistics import (
     mean,
     steps_by_site,
 )
-from narrowcast.report._text import measured_speed, percent_change, plural, site_name, speed_text
+from narrowcast.report._text import measured_speed, percent_change, speed_text
 
-NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
+_NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
 _NOTHING_RAN = "no module with parameters was called in a run that ended"
 _SCHEMA = 1
 _WORST_FIRST = ("fail", "cannot tell", "pass")
@@ -86,7 +86,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     if kind is None:
         right = f"cannot tell: {_NOTHING_RAN}"
     elif _never_steps(fp32, mixed):
-        right = f"no: {NOTHING_TRAINED}"
+        right = f"no: {_NOTHING_TRAINED}"
     elif kind == "inference":
         right = _of_outputs(checks["output"])
     else:
@@ -105,8 +105,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     if early is not None:
         notes.append(early)
     notes += _of_turns(ratio["speedup"], fp32, mixed, kind)
-    notes += _other_losses(checks["loss"])
-    notes += doubts(fp32.whole, mixed.whole, kind)
+    notes += doubts(fp32.whole, mixed.whole)
 
     result: dict[str, Any] = json_ready(
         {
@@ -461,19 +460,3 @@ def _of_turns(speedup: float | None, fp32: _Side, mixed: _Side, kind: str | None
         return []
     medians = speed_text(of_medians)
     return [f"{speed_text(speedup)} comes from steps that took turns; the medians alone would say {medians}"]
-
-
-def _other_losses(loss: Mapping[str, Any] | None) -> list[str]:
-    """Name each loss that is not judged, since another phase of the script has more steps."""
-    if loss is None or loss["site"] is None:
-        return []
-    sites = loss["sites"]
-    most = max(sites, key=lambda site: sites[site]["steps"])
-    notes = []
-    for site, of_site in sites.items():
-        if not of_site["judged"]:
-            notes.append(
-                f"the loss at {site_name(site)} ({plural(of_site['steps'], 'step')}) is not judged, since "
-                f"that at {site_name(most)} has more ({sites[most]['steps']})"
-            )
-    return notes

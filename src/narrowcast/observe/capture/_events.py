@@ -121,9 +121,9 @@ EVENTS: dict[str, Any] = {
         at_step=_Count,
         loss_scale=Number | None,
         cosine=Number | None,
-        error_over_noise_interval=NotRequired[list[Number] | None],
+        error_over_noise_interval=list[Number] | None,
         worst_parameter=_record(name=str, **_RATIOS) | None,
-        is_lost=NotRequired[bool],  # what fails is lost, not rounded; older captures do not have it
+        is_lost=bool,  # what fails is lost, not rounded
         parameters=list[_PARAMETER],  # type: ignore[valid-type]
         verdict=_Verdict,
         reason=str,
