@@ -265,15 +265,21 @@ class Handle:
         latest = _latest_here()
         if latest is not None:
             latest._close_region()
-        self._region = LastingRegion(casts.policy, dict.fromkeys(_device_types(models), casts.half))
-
-        # A model that was initialized before follows the latest too.
-        for model in dict.fromkeys(models):
-            for handle in handles.values():
-                handle._release(model)
-            self._applied[model] = Applied(model, casts.policy, admits=self._admits)
+        try:
+            self._region = LastingRegion(casts.policy, dict.fromkeys(_device_types(models), casts.half))
+            self._apply_to(models)
+        except BaseException:
+            self._deactivate()
+            raise
         _replace(casts.functions)
         handles[id(casts.policy.rules)] = self
+
+    def _apply_to(self, models: list[torch.nn.Module]) -> None:
+        for model in dict.fromkeys(models):
+            # A model that was initialized before follows the latest too.
+            for handle in handles.values():
+                handle._release(model)
+            self._applied[model] = Applied(model, self.casts.policy, admits=self._admits)
 
     def is_active(self) -> bool:
         """Return whether it casts."""
