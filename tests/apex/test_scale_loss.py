@@ -110,7 +110,7 @@ def test_delayed_gradients_of_two_scales_are_not_added():
 
 
 @LEVELS
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_step_that_is_left_out_touches_nothing(level, settings, bad, capsys):
     model, optimizer = start(level, **settings)
     amp._amp_state.verbosity = 1

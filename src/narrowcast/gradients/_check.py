@@ -353,6 +353,7 @@ def _clip_on_host(
     gradients: OptimizerGradients, scaling: Scaling, max_norm: float, total: TotalNorm, *, defer: bool
 ) -> GradientCheck:
     """Clip where reading a number costs nothing: gradients are multiplied only if that changes them."""
+    # Everything is decided from two numbers, the norm and the factor that clips it.
     groups = _process_groups(gradients, scaling)
     inverse = scaling.inverse()
     norm = total.norm * inverse if scaling.scales else total.norm

@@ -230,6 +230,7 @@ class Iteration:
 
     def clip_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
         state = self.state("clip_grad_norm_", optimizer)
+        # Memory that is kept from step to step.
         flat = self._flat_copies.get(optimizer)
         if flat is None:
             flat = self._flat_copies[optimizer] = FlatCopies()
@@ -289,6 +290,7 @@ class Iteration:
     ) -> None:
         state.check = check
         state["stage"] = stage
+        # torch's own entry, empty where it has none: scripts read it, and update counts on it.
         flags = {}
         if check.any_checked:
             flags[check.found_inf.device] = check.found_inf
@@ -325,6 +327,8 @@ class Iteration:
                 raise OrderError(f"{type(optimizer).__name__} needs a closure: step it by itself")
         states = [self.state("step", optimizer) for optimizer in optimizers]
         checks = [self._check_for_step(o, state) for o, state in zip(optimizers, states, strict=True)]
+
+        # One flag decides for all of them.
         device = checks[0].found_inf.device
         found_inf = torch.stack([check.found_inf.to(device, non_blocking=True) for check in checks]).amax()
         skipped = _check.known_on_host(found_inf)
@@ -337,6 +341,8 @@ class Iteration:
         # First: of an optimizer that weights.hold holds it may raise.
         skips_itself = _torch_internals.takes_grad_scale(optimizer)
         check = state.check
+
+        # Neither unscaled nor clipped before: here is the one check of this step.
         if state["stage"] is OptState.READY:
             gradients = self._gradients(optimizer)
             scaling = self._scaling()
@@ -492,6 +498,7 @@ class Iteration:
                 raise SkipStep(loss)
             return loss
 
+        # An optimizer may evaluate it many times; the last one decides.
         returned, skip = step_or_restore(optimizer, optimizer.step, args, kwargs, evaluate)
         if not checks:
             raise OrderError(f"{type(optimizer).__name__}.step never called its closure")
@@ -529,7 +536,7 @@ class Iteration:
     ) -> StepResult:
         """End the step of an optimizer: report it, now or once the host can know its flag."""
         state["stage"] = OptState.STEPPED
-        state.check = None
+        state.check = None  # which holds the gradients
         result = StepResult(
             found_inf=found_inf if skipped is None else skipped,
             scale=self._loss_scale.copied(),

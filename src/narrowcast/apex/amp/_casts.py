@@ -265,6 +265,8 @@ class Handle:
         latest = _latest_here()
         if latest is not None:
             latest._close_region()
+
+        # Where a model cannot be followed, as one of nc.apply, nothing is to cast.
         try:
             self._region = LastingRegion(casts.policy, dict.fromkeys(_device_types(models), casts.half))
             self._apply_to(models)

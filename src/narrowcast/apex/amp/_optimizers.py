@@ -99,6 +99,7 @@ class PreparedOptimizer:
         gradients = self.gradients
         if not self.properties.master_weights:
             return
+        # Embeddings and norms in float32 may be all that it has at first.
         if gradients.masters is None and any(p.dtype in LOW_DTYPES for p in gradients.leaves):
             gradients.masters = Masters(hold(self.optimizer, originals=originals))
         if gradients.masters is not None:
@@ -140,6 +141,7 @@ class PreparedOptimizer:
         return inner(*args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # What apex would silently do wrong.
         if self.in_block:
             raise AmpError(
                 f"{self._name}.step() came inside a scale_loss block, where gradients are scaled: call it "
@@ -159,6 +161,8 @@ class PreparedOptimizer:
             self.gradients.drop_masters_gradients()
             mark_as_stepped(self.optimizer)
             return None
+
+        # What may be stepped on is unscaled, and comes from blocks that named the optimizer.
         if self.gradients.delayed_scale is not None:
             raise AmpError(
                 f"{self._name}.step() came while gradients are scaled by {self.gradients.delayed_scale:g}, "
