@@ -63,7 +63,9 @@ class Scaling:
 
     def number(self) -> float:
         """Return the factor as a number; waits for the device."""
-        return float(self.factor) if self.on_host is None else self.on_host
+        if self.on_host is not None:
+            return self.on_host
+        return float(self.factor)
 
     def inverse(self) -> torch.Tensor:
         factor, device_type = self.factor, self.factor.device.type
@@ -166,7 +168,9 @@ class GradientCheck:
 
 def known_on_host(found_inf: torch.Tensor) -> bool | None:
     """Return whether a gradient was not finite, or None if that needs a host sync."""
-    return bool(found_inf) if found_inf.device.type == "cpu" else None
+    if found_inf.device.type != "cpu":
+        return None
+    return bool(found_inf)
 
 
 # ---- unscaling and checking
@@ -299,7 +303,9 @@ def _over_ranks(found_inf: torch.Tensor, gradients: OptimizerGradients, scaling:
 
 def _process_groups(gradients: OptimizerGradients, scaling: Scaling) -> list[Any]:
     """Return the process groups that decide together on these gradients."""
-    groups: list[Any] = [] if scaling.process_group is None else [scaling.process_group]
+    groups: list[Any] = []
+    if scaling.process_group is not None:
+        groups.append(scaling.process_group)
     for placement in gradients.meshes or ():
         if placement is not None:
             for group in (*placement.sharded, *placement.copied):

@@ -169,7 +169,10 @@ class Iteration:
         if any(iteration.stepping for iteration in _ITERATIONS):
             return None
         state = self.states.get(id(optimizer))
-        return OptState.READY if state is None else state["stage"]
+        if state is None:
+            return OptState.READY
+        stage: OptState = state["stage"]
+        return stage
 
     def scale_was_read(self) -> None:
         """The script knows the scale, and may unscale by hand: watch its optimizers no longer."""
@@ -581,12 +584,15 @@ def call_step(
         return optimizer.step(*args, **kwargs)
 
     grad_scale = check.divisor
-    if scale_of_script is not None:
-        grad_scale = scale_of_script if grad_scale is None else grad_scale * scale_of_script
+    if grad_scale is None:
+        grad_scale = scale_of_script
+    elif scale_of_script is not None:
+        grad_scale = grad_scale * scale_of_script
     target.grad_scale = grad_scale
+    target.found_inf = found_inf
     # Given found_inf, torch's fused optimizers take back the step that they counted, in one more pass.
-    is_known_to_be_finite = skipped is False
-    target.found_inf = None if is_known_to_be_finite and is_torchs_own else found_inf
+    if skipped is False and is_torchs_own:
+        target.found_inf = None
     try:
         return optimizer.step(*args, **kwargs)
     finally:

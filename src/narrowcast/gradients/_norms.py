@@ -84,7 +84,7 @@ def _power(norms: Sequence[torch.Tensor], order: float, device: torch.device) ->
     over ranks treat NaN in different ways.
     """
     norm = norm_of_norms([norm.reshape(1) for norm in norms], order, device)
-    if device.type != "mps":
-        norm = norm.double()
-    power = norm if order == math.inf else norm**order
+    power = norm if device.type == "mps" else norm.double()
+    if order != math.inf:
+        power = power**order
     return torch.nan_to_num(power, nan=math.inf, posinf=math.inf)

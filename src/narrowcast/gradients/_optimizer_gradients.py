@@ -82,13 +82,13 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
 
 def _norms(members: list[torch.Tensor]) -> torch.Tensor:
     """Return a norm of each non-empty tensor, of one device and dtype, that is finite if the tensor is."""
-    on_host = members[0].device.type == "cpu"
-    norms = torch.stack(_torch_internals.norms_in_own_dtype(members, 2.0 if on_host else math.inf))
-    if on_host:
-        for position, norm in enumerate(norms.tolist()):
-            if not math.isfinite(norm):
-                # The squares of finite numbers may overflow. Their largest magnitude cannot.
-                norms[position] = members[position].abs().max()
+    if members[0].device.type != "cpu":
+        return torch.stack(_torch_internals.norms_in_own_dtype(members, math.inf))
+    norms = torch.stack(_torch_internals.norms_in_own_dtype(members, 2.0))
+    for position, norm in enumerate(norms.tolist()):
+        if not math.isfinite(norm):
+            # The squares of finite numbers may overflow. Their largest magnitude cannot.
+            norms[position] = members[position].abs().max()
     return norms
 
 
@@ -301,7 +301,9 @@ def parameter_labels(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.T
             if index < len(names):
                 yield parameter, names[index]
                 continue
-            shape = "unknown" if torch.nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
+            shape = "unknown"
+            if not torch.nn.parameter.is_lazy(parameter):
+                shape = str(tuple(parameter.shape))
             yield parameter, f"group {number}, parameter {index}, shape {shape}"
 
 

@@ -207,7 +207,9 @@ def _dtype_for(cast: str, arguments: Any, casts: Casts, devices: tuple[str, ...]
     if cast == FLOAT:
         return torch.float32
     dtypes = [tensor.dtype for tensor in tensors_inside(arguments) if _is_castable(tensor, devices)]
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    if not dtypes:
+        return torch.float32
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _is_castable(tensor: torch.Tensor, devices: tuple[str, ...]) -> bool:

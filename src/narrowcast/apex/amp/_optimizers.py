@@ -431,8 +431,9 @@ def _take_apart(parameters: Iterable[torch.Tensor]) -> _Gradients:
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            # DDP writes the next gradient into the same part of its bucket.
-            apart.append((parameter, gradient.clone() if is_view(gradient) else gradient))
+            if is_view(gradient):
+                gradient = gradient.clone()  # DDP writes the next one into the same part of its bucket
+            apart.append((parameter, gradient))
             parameter.grad = None
     return apart
 

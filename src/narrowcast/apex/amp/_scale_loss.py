@@ -76,7 +76,9 @@ class LossScaler:
 
     @property
     def _unskipped(self) -> int:
-        return self.value.good_steps if isinstance(self.value, Dynamic) else self._good_blocks
+        if isinstance(self.value, Dynamic):
+            return self.value.good_steps
+        return self._good_blocks
 
     @_unskipped.setter
     def _unskipped(self, count: int) -> None:
@@ -88,7 +90,9 @@ class LossScaler:
     def after_block(self, *, overflow: bool) -> None:
         """Update the scale, once for each ``scale_loss`` block whose gradients were checked."""
         self.value = self.value.after_step(overflow=overflow)
-        self._good_blocks = 0 if overflow else self._good_blocks + 1
+        self._good_blocks += 1
+        if overflow:
+            self._good_blocks = 0
 
 
 def loss_scalers_for(
@@ -249,7 +253,9 @@ def _update(
     # An overflow in one of them skips the step of all, as in apex.
     for one, (_, of_sum) in zip(named, flags, strict=True):
         if overflow:
-            change = f"stays at {scale}" if scale == scale_before else f"reducing loss scale to {scale}"
+            change = f"reducing loss scale to {scale}"
+            if scale == scale_before:
+                change = f"stays at {scale}"
             one.skip = f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change}"
         elif of_sum > 0 and one.skip is None:
             one.skip = (
@@ -373,7 +379,9 @@ def state_dict(destination: Any = None) -> Any:
     or into a new ``OrderedDict``: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
     """
     _require_initialized("state_dict")
-    state = OrderedDict() if destination is None else destination
+    state = destination
+    if state is None:
+        state = OrderedDict()
     for number, scaler in enumerate(process_state.loss_scalers):
         state[f"loss_scaler{number}"] = {
             "loss_scale": scaler.loss_scale(),
