@@ -119,7 +119,7 @@ def initialize(
     for model in model_list:
         originals |= cast_model(model, wanted)
     for optimizer in optimizer_list:
-        PreparedOptimizer(optimizer_of(optimizer), wanted, scalers, originals, model_list)
+        PreparedOptimizer(optimizer_of(optimizer), wanted, scalers, originals)
 
     process_state.opt_properties = wanted
     process_state.loss_scalers = scalers

@@ -14,9 +14,6 @@ import torch
 from narrowcast.apex.amp._levels import Properties
 from narrowcast.apex.amp._optimizers import (
     PreparedOptimizer,
-    Versions,
-    active,
-    any_not_zero,
     optimizer_of,
     prepared,
 )
@@ -143,8 +140,7 @@ def scale_loss(
     Raises:
         AmpError: wrong use, as a block before ``amp.initialize`` or within another one, gradients that are
             scaled by another scale, a loss that is scaled already, or a backward pass from the wrong loss or
-            after the block. The next step or block of an optimizer raises it too if gradients came in a block
-            that did not name it.
+            after the block.
         SettingError: a parameter that two of the optimizers share.
         UnsupportedError: ``delay_overflow_check=True``.
 
@@ -176,9 +172,9 @@ def scale_loss(
     else:
         scaled.register_hook(backward.see)  # type: ignore[no-untyped-call]
     try:
-        with _opened(named, scale) as gradients_before:
+        with _opened(named, scale):
             yield scaled
-            backward.check({one: gradients_before.get(one, {}) for one in named})
+            backward.check(named)
             overflows = _end_block(named, scale, delay_unscale=delay_unscale)
     finally:
         backward.is_over = True
@@ -187,13 +183,9 @@ def scale_loss(
 
 
 @contextmanager
-def _opened(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[dict[PreparedOptimizer, Versions]]:
-    """Begin a block of these optimizers; where it raises, restore their gradients.
-
-    Yields the gradients that every optimizer of ``amp`` had before the block, where they may get scaled ones.
-    """
+def _opened(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[None]:
+    """Begin a block of these optimizers; where it raises, restore their gradients."""
     begun: list[PreparedOptimizer] = []
-    gradients_before: dict[PreparedOptimizer, Versions] = {}
     try:
         for one in named:
             if one.in_block:
@@ -201,14 +193,11 @@ def _opened(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[dict[P
                     "a scale_loss block came within another one of the same optimizer, which would unscale "
                     "its gradients twice: end the first block before"
                 )
-            one.check_that_models_have_its_parameters()
             one.refresh()
             one.gradients.begin(scale)
             one.in_block = True
             begun.append(one)
-        if scale != 1.0:
-            gradients_before.update((one, one.gradients.versions()) for one in active)
-        yield gradients_before
+        yield
     except BaseException:
         for one in begun:
             one.gradients.abandon()
@@ -216,10 +205,6 @@ def _opened(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[dict[P
     finally:
         for one in begun:
             one.in_block = False
-        # A loss that goes through the parameters of an optimizer that the block does not name.
-        for one, versions in gradients_before.items():
-            if one not in named and one.gradients.written_since(versions):
-                one.gradients.scaled_by_others = scale
 
 
 def _end_block(
@@ -299,13 +284,13 @@ class _BackwardPass:
             )
         self.was_seen = True
 
-    def check(self, before: Mapping[PreparedOptimizer, Versions]) -> None:
-        """Raise if gradients were written since ``before`` and the scaled loss did not go backward."""
+    def check(self, named: Sequence[PreparedOptimizer]) -> None:
+        """Raise if gradients came in the block and the scaled loss did not go backward."""
         if self.was_seen:
             return
-        for one, versions in before.items():
-            # zero_grad() writes too.
-            if any_not_zero(one.gradients.written_since(versions)):
+        for one in named:
+            # Those from before the block stand apart, except those of delayed blocks.
+            if one.gradients.delayed_scale is None and one.gradients.has_gradients():
                 raise AmpError(
                     "gradients came in a scale_loss block whose own loss did not go backward: they are not "
                     f"scaled, and would be divided by {self.scale:g}: call backward of what the block "
