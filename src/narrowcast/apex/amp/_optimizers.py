@@ -144,19 +144,21 @@ class PreparedOptimizer:
             return inner(*args, **kwargs)
 
 
-def optimizer_of(given: Any) -> torch.optim.Optimizer:
-    """Return ``given``, or the optimizer inside a wrapper as apex's LARC is; else raise ``AmpError``.
+def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
+    """Return ``optimizer``, or the optimizer inside a wrapper as apex's LARC is; else raise ``AmpError``.
 
     Such a wrapper changes the gradients of ``param_groups`` in its ``step``, then calls that of ``optim``:
     the gradients that it finds there are unscaled, and under O2 those of the masters, if ``optim`` is
     prepared.
     """
-    if isinstance(given, torch.optim.Optimizer):
-        return given
-    inside = getattr(given, "optim", None)
-    if isinstance(inside, torch.optim.Optimizer) and callable(getattr(given, "step", None)):
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    inside = getattr(optimizer, "optim", None)
+    if isinstance(inside, torch.optim.Optimizer) and callable(getattr(optimizer, "step", None)):
         return inside
-    raise AmpError(f"expected a torch.optim.Optimizer, got {type(given).__name__}: give the optimizer itself")
+    raise AmpError(
+        f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}: give the optimizer itself"
+    )
 
 
 def prepared(optimizer: torch.optim.Optimizer) -> PreparedOptimizer | None:
@@ -168,8 +170,8 @@ def prepared(optimizer: torch.optim.Optimizer) -> PreparedOptimizer | None:
 def check_optimizers(optimizers: Sequence[Any]) -> None:
     """Refuse what is no optimizer, and an optimizer that was initialized before."""
     seen: set[int] = set()
-    for given in optimizers:
-        optimizer = optimizer_of(given)
+    for optimizer_or_wrapper in optimizers:
+        optimizer = optimizer_of(optimizer_or_wrapper)
         if prepared(optimizer) is not None or id(optimizer) in seen:
             raise AmpError(
                 f"this {type(optimizer).__name__} was given to amp.initialize before: give each optimizer "
@@ -326,7 +328,7 @@ class BlockGradients:
     def low_gradients_hidden(self) -> Iterator[None]:
         """Hide the gradients that the masters have taken over from a step, which would add them again."""
         self._follow_cleared_gradients()
-        hidden = [(one.low, one.low.grad) for one in self._taken]
+        hidden = [(taken.low, taken.low.grad) for taken in self._taken]
         for low, _ in hidden:
             low.grad = None
         try:
@@ -338,20 +340,20 @@ class BlockGradients:
 
     def _drop_taken_gradients(self) -> None:
         self._follow_cleared_gradients()
-        for one in self._taken:
-            one.low.grad = None
+        for taken in self._taken:
+            taken.low.grad = None
         self._taken = []
 
     def _follow_cleared_gradients(self) -> None:
         """Clear the gradients of masters if those of their weights were cleared since."""
         kept = []
-        for one in self._taken:
-            if one.low.grad is None:
-                one.master.grad = None
+        for taken in self._taken:
+            if taken.low.grad is None:
+                taken.master.grad = None
                 continue
-            kept.append(one)
-            was_changed = one.low.grad is one.gradient and version_of(one.gradient) != one.version
-            if was_changed and one.master.grad is not None and not self._said_no_effect:
+            kept.append(taken)
+            was_changed = taken.low.grad is taken.gradient and version_of(taken.gradient) != taken.version
+            if was_changed and taken.master.grad is not None and not self._said_no_effect:
                 self._said_no_effect = True
                 maybe_print(
                     f"amp: gradients of this {type(self._optimizer).__name__}'s half weights were changed "

@@ -159,7 +159,7 @@ def scale_loss(
         )
     scaler = _scaler_for(named, loss_id)
     # Plain float32 training, as under O0.
-    if not any(one.scales for one in named):
+    if not any(optimizer.scales for optimizer in named):
         yield loss.float()
         return
 
@@ -187,24 +187,24 @@ def _opened(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[None]:
     """Begin a block of these optimizers; where it raises, restore their gradients."""
     begun: list[PreparedOptimizer] = []
     try:
-        for one in named:
-            if one.in_block:
+        for optimizer in named:
+            if optimizer.in_block:
                 raise AmpError(
                     "a scale_loss block came within another one of the same optimizer, which would unscale "
                     "its gradients twice: end the first block before"
                 )
-            one.refresh()
-            one.gradients.begin(scale)
-            one.in_block = True
-            begun.append(one)
+            optimizer.refresh()
+            optimizer.gradients.begin(scale)
+            optimizer.in_block = True
+            begun.append(optimizer)
         yield
     except BaseException:
-        for one in begun:
-            one.gradients.abandon()
+        for optimizer in begun:
+            optimizer.gradients.abandon()
         raise
     finally:
-        for one in begun:
-            one.in_block = False
+        for optimizer in begun:
+            optimizer.in_block = False
 
 
 def _end_block(
@@ -212,14 +212,14 @@ def _end_block(
 ) -> list[torch.Tensor]:
     """Unscale the gradients of a block, unless that is delayed; return the flags of each optimizer."""
     # All are checked before the first is changed.
-    for one in named:
-        one.gradients.check_graph()
+    for optimizer in named:
+        optimizer.gradients.check_graph()
     overflows = []
-    for one in named:
+    for optimizer in named:
         if delay_unscale:
-            one.gradients.delay_unscale(scale)
+            optimizer.gradients.delay_unscale(scale)
         else:
-            overflows.append(one.gradients.unscale(scale))
+            overflows.append(optimizer.gradients.unscale(scale))
     return overflows
 
 
@@ -236,14 +236,14 @@ def _update(
     scale = scaler.loss_scale()
 
     # An overflow in one of them skips the step of all, as in apex.
-    for one, (_, of_sum) in zip(named, flags, strict=True):
+    for optimizer, (_, of_sum) in zip(named, flags, strict=True):
         if overflow:
             change = f"reducing loss scale to {scale}"
             if scale == scale_before:
                 change = f"stays at {scale}"
-            one.skip = f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change}"
-        elif of_sum > 0 and one.skip is None:
-            one.skip = (
+            optimizer.skip = f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change}"
+        elif of_sum > 0 and optimizer.skip is None:
+            optimizer.skip = (
                 "Skipping step, gradients from before the scale_loss block are not finite: clear them "
                 "with zero_grad()"
             )
@@ -288,9 +288,9 @@ class _BackwardPass:
         """Raise if gradients came in the block and the scaled loss did not go backward."""
         if self.was_seen:
             return
-        for one in named:
+        for optimizer in named:
             # Those from before the block stand apart, except those of delayed blocks.
-            if one.gradients.delayed_scale is None and one.gradients.has_gradients():
+            if optimizer.gradients.delayed_scale is None and optimizer.gradients.has_gradients():
                 raise AmpError(
                     "gradients came in a scale_loss block whose own loss did not go backward: they are not "
                     f"scaled, and would be divided by {self.scale:g}: call backward of what the block "
@@ -312,11 +312,11 @@ def _prepared_optimizers(optimizers: Any) -> list[PreparedOptimizer] | None:
     known: list[PreparedOptimizer] = []
     unknown: list[Any] = []
     for optimizer in optimizer_list:
-        one = prepared(optimizer_of(optimizer))
-        if one is None:
+        prepared_optimizer = prepared(optimizer_of(optimizer))
+        if prepared_optimizer is None:
             unknown.append(optimizer)
         else:
-            known.append(one)
+            known.append(prepared_optimizer)
     # After initialize(enabled=False) no optimizer is known, and scripts call scale_loss all the same.
     if not known and not process_state.opt_properties.enabled:
         return None
@@ -326,7 +326,7 @@ def _prepared_optimizers(optimizers: Any) -> list[PreparedOptimizer] | None:
             "scaled: initialize it with its model, and name in scale_loss what amp.initialize returned"
         )
     if len(known) > 1:
-        check_apart([one.optimizer for one in known])
+        check_apart([prepared_optimizer.optimizer for prepared_optimizer in known])
     return known
 
 
