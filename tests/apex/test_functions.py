@@ -12,6 +12,7 @@ from listed_calls import FUNCTIONAL, TENSOR, TORCH
 from narrowcast.apex import amp
 from narrowcast.apex.amp import _rules, lists
 from narrowcast.errors import AmpError, PolicyError
+from narrowcast.policy import base_of, resolved
 
 
 @pytest.fixture(autouse=True)
@@ -164,3 +165,10 @@ def test_interpolation_in_every_mode(mode):
     assert F.interpolate(x, size=2, mode=mode).dtype == torch.float32
     assert torch.nn.Upsample(size=2, mode=mode)(x).dtype == torch.float32
     assert F.adaptive_avg_pool2d(x, 2).dtype == torch.float16
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_hot_operators_have_no_kernel_in_python(device):
+    policy, _ = _rules.plan("fp16", [device], {})
+    kernels = {base_of(op) for op in resolved(policy, device, "fp16").kernels()}
+    assert not {"linear", "matmul", "bmm", "addmm", "mm", "add", "mul", "div", "relu", "dropout"} & kernels

@@ -110,7 +110,7 @@ def test_delayed_gradients_of_two_scales_are_not_added():
 
 
 @LEVELS
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_step_that_is_left_out_touches_nothing(level, settings, bad, capsys):
     model, optimizer = start(level, **settings)
     amp._amp_state.verbosity = 1
@@ -279,16 +279,13 @@ def test_what_comes_in_the_wrong_order_or_place_is_refused():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("delayed", [False, True])
-def test_another_loss_backward_in_the_block_is_refused(level, delayed):
+def test_another_loss_backward_in_the_block_is_refused(level):
     model, optimizer = start(level)
-    backward(model, optimizer, delay_unscale=delayed)
+    backward(model, optimizer)
     loss = loss_of(model)
     said = "would be divided by 65536: call backward of what the block yields"
     with pytest.raises(AmpError, match=said), amp.scale_loss(loss, optimizer):
         loss.backward()
-    if delayed:
-        return
     assert torch.equal(gradient(optimizer), X)
     backward(model, optimizer)
     assert torch.equal(gradient(optimizer), 2 * X)
@@ -340,39 +337,6 @@ def test_a_loss_is_scaled_once():
         pytest.fail("the block was entered")
     backward(model, optimizer)
     assert torch.equal(gradient(optimizer), 2 * X)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("how", ["optimizer", "model", "zeros"])
-def test_gradients_of_a_block_that_names_others_are_refused(level, how):
-    models = [torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale=16.0)
-    generator, discriminator = models
-    first, second = optimizers
-    x = torch.ones(1, 4)
-
-    def block(loss, optimizer):
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-
-    # The generator's loss goes through the discriminator, as in adversarial training.
-    block(discriminator(generator(x)).float().sum(), first)
-    first.step()
-    with pytest.raises(AmpError, match="block that did not name it, and are scaled by 16"):
-        second.step()
-    with pytest.raises(AmpError, match="name it in that block"):
-        block(discriminator(x).float().sum(), second)
-    if how == "optimizer":
-        second.zero_grad()
-        discriminator(x).float().sum().backward()  # by hand, and unscaled
-        second.step()
-        second.zero_grad()
-    else:
-        discriminator.zero_grad(set_to_none=how == "model")
-    block(discriminator(x).float().sum(), second)
-    assert torch.equal(next(amp.master_params(second)).grad, x)
-    second.step()
 
 
 def test_a_block_keeps_no_graph():
@@ -508,15 +472,6 @@ def test_gradients_with_a_graph_are_refused(level):
     assert model.weight.grad is None
     backward(model, optimizer)
     assert torch.equal(gradient(optimizer), X)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_parameters_replaced_after_initialize_are_refused(level):
-    """As fully_shard replaces them."""
-    model, optimizer = start(level)
-    model.weight = torch.nn.Parameter(model.weight.detach().clone())
-    with pytest.raises(AmpError, match="1 parameters of this SGD were replaced in the models after"):
-        backward(model, optimizer)
 
 
 @LEVELS

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import narrowcast as nc
 from ended_apex import end_apex
 from narrowcast.apex import amp
+from narrowcast.errors import PolicyError
 
 
 def product(size=4):
@@ -77,6 +78,16 @@ def test_deactivated_casts_end_in_models_and_outside():
     assert model(torch.ones(2, 4)).dtype == product().dtype == torch.float32
     with pytest.raises(AttributeError, match=r"_amp_state\.handle\._deactivate\(\)"):
         amp.shutdown()
+
+
+def test_a_model_with_a_policy_is_refused_and_nothing_casts():
+    model = small_model()
+    with nc.apply(model, "bf16"):
+        model(torch.ones(2, 4))
+        with pytest.raises(PolicyError, match="has a policy already"):
+            initialize(model)
+    assert product().dtype == torch.float32
+    assert initialize(model)(torch.ones(2, 4)).dtype == torch.float16
 
 
 def _in_the_child(results):

@@ -169,7 +169,10 @@ class Iteration:
         if any(iteration.stepping for iteration in _ITERATIONS):
             return None
         state = self.states.get(id(optimizer))
-        return OptState.READY if state is None else state["stage"]
+        if state is None:
+            return OptState.READY
+        stage: OptState = state["stage"]
+        return stage
 
     def scale_was_read(self) -> None:
         """The script knows the scale, and may unscale by hand: watch its optimizers no longer."""
@@ -230,6 +233,7 @@ class Iteration:
 
     def clip_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
         state = self.state("clip_grad_norm_", optimizer)
+        # Memory that is kept from step to step.
         flat = self._flat_copies.get(optimizer)
         if flat is None:
             flat = self._flat_copies[optimizer] = FlatCopies()
@@ -289,6 +293,7 @@ class Iteration:
     ) -> None:
         state.check = check
         state["stage"] = stage
+        # torch's own entry, empty where it has none: scripts read it, and update counts on it.
         flags = {}
         if check.any_checked:
             flags[check.found_inf.device] = check.found_inf
@@ -325,6 +330,8 @@ class Iteration:
                 raise OrderError(f"{type(optimizer).__name__} needs a closure: step it by itself")
         states = [self.state("step", optimizer) for optimizer in optimizers]
         checks = [self._check_for_step(o, state) for o, state in zip(optimizers, states, strict=True)]
+
+        # One flag decides for all of them.
         device = checks[0].found_inf.device
         found_inf = torch.stack([check.found_inf.to(device, non_blocking=True) for check in checks]).amax()
         skipped = _check.known_on_host(found_inf)
@@ -337,6 +344,8 @@ class Iteration:
         # First: of an optimizer that weights.hold holds it may raise.
         skips_itself = _torch_internals.takes_grad_scale(optimizer)
         check = state.check
+
+        # Neither unscaled nor clipped before: here is the one check of this step.
         if state["stage"] is OptState.READY:
             gradients = self._gradients(optimizer)
             scaling = self._scaling()
@@ -492,6 +501,7 @@ class Iteration:
                 raise SkipStep(loss)
             return loss
 
+        # An optimizer may evaluate it many times; the last one decides.
         returned, skip = step_or_restore(optimizer, optimizer.step, args, kwargs, evaluate)
         if not checks:
             raise OrderError(f"{type(optimizer).__name__}.step never called its closure")
@@ -529,7 +539,7 @@ class Iteration:
     ) -> StepResult:
         """End the step of an optimizer: report it, now or once the host can know its flag."""
         state["stage"] = OptState.STEPPED
-        state.check = None
+        state.check = None  # which holds the gradients
         result = StepResult(
             found_inf=found_inf if skipped is None else skipped,
             scale=self._loss_scale.copied(),
@@ -574,12 +584,15 @@ def call_step(
         return optimizer.step(*args, **kwargs)
 
     grad_scale = check.divisor
-    if scale_of_script is not None:
-        grad_scale = scale_of_script if grad_scale is None else grad_scale * scale_of_script
+    if grad_scale is None:
+        grad_scale = scale_of_script
+    elif scale_of_script is not None:
+        grad_scale = grad_scale * scale_of_script
     target.grad_scale = grad_scale
+    target.found_inf = found_inf
     # Given found_inf, torch's fused optimizers take back the step that they counted, in one more pass.
-    is_known_to_be_finite = skipped is False
-    target.found_inf = None if is_known_to_be_finite and is_torchs_own else found_inf
+    if skipped is False and is_torchs_own:
+        target.found_inf = None
     try:
         return optimizer.step(*args, **kwargs)
     finally:

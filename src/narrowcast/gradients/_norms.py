@@ -19,8 +19,10 @@ def norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.de
     """Return the norm of norms, which are 1-dim tensors on any device."""
     if not stacks:
         return torch.zeros((), device=device)
-    there = [stack.to(device, non_blocking=True) for stack in stacks]
-    norms = there[0] if len(there) == 1 else torch.cat(there)
+    on_device = [stack.to(device, non_blocking=True) for stack in stacks]
+    norms = on_device[0]
+    if len(on_device) > 1:
+        norms = torch.cat(on_device)
     total: torch.Tensor = torch.linalg.vector_norm(norms, order)
     return total
 
@@ -52,8 +54,8 @@ def norm_over_ranks(
             norms_by_placement[meshes[position]][position] = norm
     powers = []
     for norms in norms_by_placement.values():
-        in_order = [norms[position] for position in sorted(norms)]
-        powers.append(_power(in_order, order, device))
+        positions_in_order = sorted(norms)
+        powers.append(_power([norms[position] for position in positions_in_order], order, device))
 
     # Parts of one gradient add up over the ranks of a group. Copies have to agree.
     ranks_differ = torch.zeros((), dtype=torch.bool, device=device)
@@ -66,10 +68,12 @@ def norm_over_ranks(
             split_groups = (sharded_group,) if placement is None else placement.sharded
             is_split = group in split_groups
             largest = of_ranks.amax()
-            powers[index] = of_ranks.sum() if is_split and order != math.inf else largest
+            powers[index] = largest
             if not is_split:
                 differ = largest > of_ranks.amin() * (1 + _SAME)
                 ranks_differ = ranks_differ | (differ & torch.isfinite(largest))
+            elif order != math.inf:
+                powers[index] = of_ranks.sum()
 
     total = torch.stack(powers)
     if order == math.inf:
@@ -84,7 +88,7 @@ def _power(norms: Sequence[torch.Tensor], order: float, device: torch.device) ->
     over ranks treat NaN in different ways.
     """
     norm = norm_of_norms([norm.reshape(1) for norm in norms], order, device)
-    if device.type != "mps":
-        norm = norm.double()
-    power = norm if order == math.inf else norm**order
+    power = norm if device.type == "mps" else norm.double()
+    if order != math.inf:
+        power = power**order
     return torch.nan_to_num(power, nan=math.inf, posinf=math.inf)

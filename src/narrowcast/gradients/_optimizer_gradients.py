@@ -82,13 +82,13 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
 
 def _norms(members: list[torch.Tensor]) -> torch.Tensor:
     """Return a norm of each non-empty tensor, of one device and dtype, that is finite if the tensor is."""
-    on_host = members[0].device.type == "cpu"
-    norms = torch.stack(_torch_internals.norms_in_own_dtype(members, 2.0 if on_host else math.inf))
-    if on_host:
-        for position, norm in enumerate(norms.tolist()):
-            if not math.isfinite(norm):
-                # The squares of finite numbers may overflow. Their largest magnitude cannot.
-                norms[position] = members[position].abs().max()
+    if members[0].device.type != "cpu":
+        return torch.stack(_torch_internals.norms_in_own_dtype(members, math.inf))
+    norms = torch.stack(_torch_internals.norms_in_own_dtype(members, 2.0))
+    for position, norm in enumerate(norms.tolist()):
+        if not math.isfinite(norm):
+            # The squares of finite numbers may overflow. Their largest magnitude cannot.
+            norms[position] = members[position].abs().max()
     return norms
 
 
@@ -193,6 +193,7 @@ def gradients_of(
         ScaleError: a gradient is in fp16 without ``allow_fp16``.
         UnsupportedError: a DTensor gradient that is not yet reduced.
     """
+    # Plain tensors mostly: each question is asked once of all gradients, and answered in C.
     parameters = parameters_of(optimizer)
     gradients = list(map(_GRAD, parameters))
     classes = set(map(type, gradients))
@@ -200,6 +201,8 @@ def gradients_of(
         classes.remove(type(None))
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = list(map(_GRAD, parameters))
+
+    # The local parts of DTensors, and the values of sparse gradients.
     values, meshes = gradients, None
     if not classes <= {torch.Tensor, torch.nn.Parameter}:
         values, meshes = _local_parts(gradients)
@@ -292,12 +295,15 @@ def lost_eps(optimizer: torch.optim.Optimizer) -> float | None:
 def parameter_labels(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield each parameter with its name, or its position if the optimizer was given no names."""
     for number, group in enumerate(optimizer.param_groups):
+        # From SGD(model.named_parameters()).
         names: Sequence[str] = group.get("param_names", ())
         for index, parameter in enumerate(group["params"]):
             if index < len(names):
                 yield parameter, names[index]
                 continue
-            shape = "unknown" if torch.nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
+            shape = "unknown"
+            if not torch.nn.parameter.is_lazy(parameter):
+                shape = str(tuple(parameter.shape))
             yield parameter, f"group {number}, parameter {index}, shape {shape}"
 
 
@@ -314,6 +320,7 @@ def _fp16_message(
 ) -> str:
     narrow = [p for p in parameters if p.grad is not None and p.grad.dtype is torch.float16]
     labels = few(labels_of(optimizer, narrow, names), 5)
+    # The parameters are in fp32, and the script asked for gradients in fp16.
     if all(parameter.dtype is not torch.float16 for parameter in narrow):
         return (
             f"expected gradients in fp32, got fp16 for {labels}, as grad_dtype says: leave that at the "

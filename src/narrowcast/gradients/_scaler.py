@@ -52,7 +52,6 @@ class TorchNames:
 
     Accelerate puts a scale on its device by ``_lazy_init_scale_growth_tracker``; training scripts write a
     floor into ``_scale`` and overwrite flags in ``_per_optimizer_states``. Each behaves as torch's does.
-    torch's getters and setters of factors and interval, which are inherited, use the first three.
     """
 
     _loss_scale: DeviceScale
@@ -68,6 +67,7 @@ class TorchNames:
                 "not call: override unscale_ or step, or use on_step and on_skip"
             )
 
+    # Inherited getters and setters use these three.
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
     _growth_interval = _setting("growth_interval")
@@ -451,6 +451,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             self._loss_scale.set(value)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Flags and gradients of an iteration that has begun belong to this scaler's optimizers.
         if self._enabled and self._iteration.states:
             raise OrderError(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "

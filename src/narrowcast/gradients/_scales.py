@@ -83,7 +83,9 @@ class DeviceScale:
         """Return the factor: a number if the host knows it, else a copy on its device."""
         if self.factor is None or not self.scales:
             return self.settings.scale
-        return self.number() if self.on_host else self.factor.clone()
+        if self.on_host:
+            return self.number()
+        return self.factor.clone()
 
     @property
     def scales(self) -> bool:

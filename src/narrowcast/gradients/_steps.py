@@ -280,10 +280,10 @@ class Outcomes:
         """Report earlier steps. A whole forward pass lies between, so their flags have arrived."""
         while self.pending and not is_capturing():
             step = self.pending.popleft()
-            found, scale, *differs = step.read()
-            step.result.settle(skipped=found > 0)
+            found_inf, scale, *ranks_differ = step.read()
+            step.result.settle(skipped=found_inf > 0)
             step.learn_scale(scale)
-            self.report(step.optimizer(), step.result, step.number, ranks_differ=any(differs))
+            self.report(step.optimizer(), step.result, step.number, ranks_differ=any(ranks_differ))
 
     def report(
         self,

@@ -79,23 +79,17 @@ def parts():
 
 
 def large_norms():
-    """Finite gradients whose norm overflows fp32, on the last rank: all clip by the same one, in fp64."""
+    """Finite gradients whose squares overflow fp32, on the last rank alone."""
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([weight], 1.0)
     scaler = nc.GradScaler(init_scale=1.0, process_group=dist.group.WORLD, sharded=True)
     scaler.scale(weight.sum()).backward()
-    weight.grad.fill_(3e38 if is_last() else 1e38)
+    weight.grad.fill_(3e38 if is_last() else 1.0)
     scaler.unscale_(optimizer)
-    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.clip_grad_norm_(optimizer, 1.0)
     result = scaler.step(optimizer)
     scaler.update()
-    total = math.sqrt(4 * 3e38**2 + 4 * (dist.get_world_size() - 1) * 1e38**2)
-    mine = (3e38 if is_last() else 1e38) / total
-    return {
-        "norm_off": abs(float(norm) / total - 1),
-        "skipped": result.skipped,
-        "weight_off": float((weight.detach() / -mine - 1).abs().max()),
-    }
+    return {"skipped": result.skipped, "moved": bool(weight.detach().any()), "scale": scaler.get_scale()}
 
 
 def copies_that_differ():

@@ -207,7 +207,9 @@ def _dtype_for(cast: str, arguments: Any, casts: Casts, devices: tuple[str, ...]
     if cast == FLOAT:
         return torch.float32
     dtypes = [tensor.dtype for tensor in tensors_inside(arguments) if _is_castable(tensor, devices)]
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    if not dtypes:
+        return torch.float32
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _is_castable(tensor: torch.Tensor, devices: tuple[str, ...]) -> bool:
@@ -265,15 +267,23 @@ class Handle:
         latest = _latest_here()
         if latest is not None:
             latest._close_region()
-        self._region = LastingRegion(casts.policy, dict.fromkeys(_device_types(models), casts.half))
 
-        # A model that was initialized before follows the latest too.
-        for model in dict.fromkeys(models):
-            for handle in handles.values():
-                handle._release(model)
-            self._applied[model] = Applied(model, casts.policy, admits=self._admits)
+        # Where a model cannot be followed, as one of nc.apply, nothing is to cast.
+        try:
+            self._region = LastingRegion(casts.policy, dict.fromkeys(_device_types(models), casts.half))
+            self._apply_to(models)
+        except BaseException:
+            self._deactivate()
+            raise
         _replace(casts.functions)
         handles[id(casts.policy.rules)] = self
+
+    def _apply_to(self, models: list[torch.nn.Module]) -> None:
+        for model in dict.fromkeys(models):
+            # A model that was initialized before follows the latest too.
+            for handle in handles.values():
+                handle._release(model)
+            self._applied[model] = Applied(model, self.casts.policy, admits=self._admits)
 
     def is_active(self) -> bool:
         """Return whether it casts."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.apex.amp._casts import Handle, planned_casts
+from narrowcast.apex.amp._casts import Casts, Handle, planned_casts
 from narrowcast.apex.amp._levels import DISABLED, Properties, properties
 from narrowcast.apex.amp._models import cast_model, check_models
 from narrowcast.apex.amp._optimizers import PreparedOptimizer, check_optimizers, optimizer_of
@@ -106,16 +106,20 @@ def initialize(
     check_models(model_list, wanted)
     check_optimizers(optimizer_list)
     scalers = loss_scalers_for(wanted, num_losses, min_loss_scale, max_loss_scale)
-    casts = planned_casts(wanted.half_type, model_list) if wanted.patch_torch_functions else None
+    casts: Casts | None = None
+    if wanted.patch_torch_functions:
+        casts = planned_casts(wanted.half_type, model_list)
     _report(wanted)
 
+    handle: Handle | None = None
+    if casts is not None:
+        handle = Handle(casts, model_list)
     # Masters start from the float32 weights of before the cast.
-    handle = None if casts is None else Handle(casts, model_list)
     originals: dict[torch.Tensor, torch.Tensor] = {}
     for model in model_list:
         originals |= cast_model(model, wanted)
     for optimizer in optimizer_list:
-        PreparedOptimizer(optimizer_of(optimizer), wanted, scalers, originals, model_list)
+        PreparedOptimizer(optimizer_of(optimizer), wanted, scalers, originals)
 
     process_state.opt_properties = wanted
     process_state.loss_scalers = scalers
@@ -146,11 +150,15 @@ def _as_given(models: Any, optimizers: Any) -> Any:
 
 
 def _report(wanted: Properties) -> None:
-    weights = "as they are" if wanted.cast_model_type is None else _word(wanted.cast_model_type)
+    weights = "as they are"
+    if wanted.cast_model_type is not None:
+        weights = _word(wanted.cast_model_type)
     functions = "as they come"
     if wanted.patch_torch_functions:
         functions = f"{_word(wanted.half_type)} or float32 by the lists"
-    scale = wanted.loss_scale if wanted.loss_scale == "dynamic" else f"{wanted.loss_scale:g}"
+    scale = wanted.loss_scale
+    if not isinstance(scale, str):
+        scale = f"{scale:g}"
     maybe_print(f"amp: {wanted.opt_level}: weights {weights}, functions {functions}, loss scale {scale}")
 
 

@@ -75,8 +75,10 @@ def cast_model(model: torch.nn.Module, properties: Properties) -> dict[torch.Ten
     if inputs is not None:
         outputs = outputs or torch.float32
         if inputs in LOW_DTYPES:
-            kept = is_batch_or_instance_norm if properties.keep_batchnorm_fp32 else None
-            originals = lower(model, inputs, keep_fp32=kept)
+            if properties.keep_batchnorm_fp32:
+                originals = lower(model, inputs, keep_fp32=is_batch_or_instance_norm)
+            else:
+                originals = lower(model, inputs, keep_fp32=None)
         else:
             model.to(inputs)
         # On every module, since scripts also save and load parts of a model.
@@ -159,7 +161,10 @@ def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metada
         if live is None or live.dtype not in LOW_DTYPES or value is None or value.requires_grad:
             continue
         masters = _masters_by_weight.get(id(live))
-        state[prefix + name] = value.to(torch.float32) if masters is None else masters.full_value(live)
+        if masters is None:
+            state[prefix + name] = value.to(torch.float32)
+        else:
+            state[prefix + name] = masters.full_value(live)
 
 
 def _load_masters(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from narrowcast.weights import hold, version_of
 _STASH = "_amp_stash"
 # Methods that scripts of apex call before they load masters from a checkpoint.
 _MAKE_MASTERS = ("_amp_lazy_init", "_lazy_init_maybe_master_weights")
-active: weakref.WeakSet[PreparedOptimizer] = weakref.WeakSet()
 
 
 # ---- the optimizer
@@ -51,7 +49,6 @@ class PreparedOptimizer:
         properties: Properties,
         loss_scalers: list[Any],
         originals: Mapping[torch.Tensor, torch.Tensor],
-        models: Sequence[torch.nn.Module],
     ) -> None:
         self.optimizer = optimizer
         self.properties = properties
@@ -59,12 +56,6 @@ class PreparedOptimizer:
         self.gradients = BlockGradients(optimizer)
         self.skip: str | None = None
         self.in_block = False
-        # For one comparison with the parameters that the models have at the first block.
-        self._models = [weakref.ref(model) for model in models]
-        self._ids_at_start: set[int] = set()
-        for model in models:
-            self._ids_at_start.update(map(id, model.parameters()))
-
         setattr(optimizer, _STASH, self)
         for name in _MAKE_MASTERS:
             setattr(optimizer, name, self.refresh)
@@ -72,7 +63,6 @@ class PreparedOptimizer:
         # Before the masters, whose holder puts its own zero_grad in front.
         self._wrap("zero_grad", self._zero_grad)
         self.refresh(originals)
-        active.add(self)
 
         eps = lost_eps(optimizer)
         if eps is not None:
@@ -99,29 +89,11 @@ class PreparedOptimizer:
         gradients = self.gradients
         if not self.properties.master_weights:
             return
+        # Embeddings and norms in float32 may be all that it has at first.
         if gradients.masters is None and any(p.dtype in LOW_DTYPES for p in gradients.leaves):
             gradients.masters = Masters(hold(self.optimizer, originals=originals))
         if gradients.masters is not None:
             gradients.masters.refresh()
-
-    def check_that_models_have_its_parameters(self) -> None:
-        """Refuse parameters that were replaced in the models since ``initialize``; check once."""
-        if not self._models:
-            return
-        ids_now: set[int] = set()
-        for reference in self._models:
-            model = reference()
-            if model is not None:
-                ids_now.update(map(id, model.parameters()))
-        self._models = []
-
-        lost = {id(p) for p in self.gradients.leaves} & self._ids_at_start - ids_now
-        if lost and ids_now - self._ids_at_start:
-            raise AmpError(
-                f"{len(lost)} parameters of this {self._name} were replaced in the models after "
-                "amp.initialize, as fully_shard and FullyShardedDataParallel do, so that it would train "
-                "nothing there: use DistributedDataParallel, or narrowcast.Stepper with fully_shard"
-            )
 
     # ---- replacements of the optimizer's own methods
 
@@ -140,6 +112,7 @@ class PreparedOptimizer:
         return inner(*args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # What apex would silently do wrong.
         if self.in_block:
             raise AmpError(
                 f"{self._name}.step() came inside a scale_loss block, where gradients are scaled: call it "
@@ -159,30 +132,33 @@ class PreparedOptimizer:
             self.gradients.drop_masters_gradients()
             mark_as_stepped(self.optimizer)
             return None
+
+        # What may be stepped on is unscaled.
         if self.gradients.delayed_scale is not None:
             raise AmpError(
                 f"{self._name}.step() came while gradients are scaled by {self.gradients.delayed_scale:g}, "
                 "left so by scale_loss(..., delay_unscale=True): leave delay_unscale out for the last "
                 "backward pass before a step, or call zero_grad() to drop them"
             )
-        self.gradients.check_own()
         with self.gradients.low_gradients_hidden():
             return inner(*args, **kwargs)
 
 
-def optimizer_of(given: Any) -> torch.optim.Optimizer:
-    """Return ``given``, or the optimizer inside a wrapper as apex's LARC is; else raise ``AmpError``.
+def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
+    """Return ``optimizer``, or the optimizer inside a wrapper as apex's LARC is; else raise ``AmpError``.
 
     Such a wrapper changes the gradients of ``param_groups`` in its ``step``, then calls that of ``optim``:
     the gradients that it finds there are unscaled, and under O2 those of the masters, if ``optim`` is
     prepared.
     """
-    if isinstance(given, torch.optim.Optimizer):
-        return given
-    inside = getattr(given, "optim", None)
-    if isinstance(inside, torch.optim.Optimizer) and callable(getattr(given, "step", None)):
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    inside = getattr(optimizer, "optim", None)
+    if isinstance(inside, torch.optim.Optimizer) and callable(getattr(optimizer, "step", None)):
         return inside
-    raise AmpError(f"expected a torch.optim.Optimizer, got {type(given).__name__}: give the optimizer itself")
+    raise AmpError(
+        f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}: give the optimizer itself"
+    )
 
 
 def prepared(optimizer: torch.optim.Optimizer) -> PreparedOptimizer | None:
@@ -194,8 +170,8 @@ def prepared(optimizer: torch.optim.Optimizer) -> PreparedOptimizer | None:
 def check_optimizers(optimizers: Sequence[Any]) -> None:
     """Refuse what is no optimizer, and an optimizer that was initialized before."""
     seen: set[int] = set()
-    for given in optimizers:
-        optimizer = optimizer_of(given)
+    for optimizer_or_wrapper in optimizers:
+        optimizer = optimizer_of(optimizer_or_wrapper)
         if prepared(optimizer) is not None or id(optimizer) in seen:
             raise AmpError(
                 f"this {type(optimizer).__name__} was given to amp.initialize before: give each optimizer "
@@ -207,8 +183,6 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
 # ---- gradients of scale_loss blocks
 
 _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
-# By parameter: its gradient, which no later one can be mistaken for while it is kept, and its version.
-Versions = dict[torch.Tensor, tuple[torch.Tensor, int]]
 
 
 @dataclass(slots=True)
@@ -231,14 +205,12 @@ class BlockGradients:
     Attributes:
         masters: None if the optimizer has no half parameters.
         delayed_scale: the scale of gradients that ``delay_unscale`` left scaled; None if there are none.
-        scaled_by_others: the scale of a block that did not name the optimizer, but wrote its gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.masters: Masters | None = None
         self.delayed_scale: float | None = None
-        self.scaled_by_others: float | None = None
         self._apart: _Gradients = []
         self._taken: list[_TakenGradient] = []
         self._said_no_effect = False
@@ -260,7 +232,6 @@ class BlockGradients:
 
     def begin(self, scale: float) -> None:
         """Prepare for the backward pass of a block; refuse gradients that another scale has scaled."""
-        self.check_own()
         if all(parameter.grad is None for parameter in self.leaves):
             self.delayed_scale = None  # the script has cleared what delayed blocks left
         if self.delayed_scale not in (None, scale):
@@ -324,37 +295,12 @@ class BlockGradients:
 
     # ---- misuse
 
-    def versions(self) -> Versions:
-        """Return the present gradients, for ``written_since``."""
-        versions: Versions = {}
+    def has_gradients(self) -> bool:
+        """Return whether a parameter has a gradient that is not 0; waits for the device."""
         for parameter in self.leaves:
-            if parameter.grad is not None:
-                versions[parameter] = (parameter.grad, version_of(parameter.grad))
-        return versions
-
-    def written_since(self, before: Versions) -> list[torch.Tensor]:
-        """Return the gradients that are new, or were written to, since ``before``."""
-        written = []
-        for parameter, (gradient, version) in self.versions().items():
-            gradient_before, version_before = before.get(parameter, (None, 0))
-            if gradient_before is not gradient or version_before != version:
-                written.append(gradient)
-        return written
-
-    def check_own(self) -> None:
-        """Refuse gradients from a block that did not name the optimizer, unless they were cleared since."""
-        if self.scaled_by_others is None:
-            return
-        self._follow_cleared_gradients()
-        taken = {one.low for one in self._taken}
-        left = [p.grad for p in self.leaves if p.grad is not None and p not in taken]
-        if any_not_zero(left):
-            raise AmpError(
-                f"gradients of this {type(self._optimizer).__name__} came in a scale_loss block that did not "
-                f"name it, and are scaled by {self.scaled_by_others:g}: name it in that block, "
-                "scale_loss(loss, [optimizer, other]), or clear them with zero_grad() after the block"
-            )
-        self.scaled_by_others = None
+            if parameter.grad is not None and bool(parameter.grad.detach().any()):
+                return True
+        return False
 
     def check_graph(self) -> None:
         """Refuse gradients that have a graph of their own: their graph would hold the scale."""
@@ -371,7 +317,7 @@ class BlockGradients:
         """Drop what was kept of gradients, which are about to be cleared."""
         self._drop_taken_gradients()
         self._apart = []
-        self.delayed_scale = self.scaled_by_others = None
+        self.delayed_scale = None
 
     def drop_masters_gradients(self) -> None:
         """Set the gradients of masters to None, as a step does."""
@@ -382,7 +328,7 @@ class BlockGradients:
     def low_gradients_hidden(self) -> Iterator[None]:
         """Hide the gradients that the masters have taken over from a step, which would add them again."""
         self._follow_cleared_gradients()
-        hidden = [(one.low, one.low.grad) for one in self._taken]
+        hidden = [(taken.low, taken.low.grad) for taken in self._taken]
         for low, _ in hidden:
             low.grad = None
         try:
@@ -394,20 +340,20 @@ class BlockGradients:
 
     def _drop_taken_gradients(self) -> None:
         self._follow_cleared_gradients()
-        for one in self._taken:
-            one.low.grad = None
+        for taken in self._taken:
+            taken.low.grad = None
         self._taken = []
 
     def _follow_cleared_gradients(self) -> None:
         """Clear the gradients of masters if those of their weights were cleared since."""
         kept = []
-        for one in self._taken:
-            if one.low.grad is None:
-                one.master.grad = None
+        for taken in self._taken:
+            if taken.low.grad is None:
+                taken.master.grad = None
                 continue
-            kept.append(one)
-            was_changed = one.low.grad is one.gradient and version_of(one.gradient) != one.version
-            if was_changed and one.master.grad is not None and not self._said_no_effect:
+            kept.append(taken)
+            was_changed = taken.low.grad is taken.gradient and version_of(taken.gradient) != taken.version
+            if was_changed and taken.master.grad is not None and not self._said_no_effect:
                 self._said_no_effect = True
                 maybe_print(
                     f"amp: gradients of this {type(self._optimizer).__name__}'s half weights were changed "
@@ -417,18 +363,14 @@ class BlockGradients:
         self._taken = kept
 
 
-def any_not_zero(gradients: Iterable[torch.Tensor]) -> bool:
-    """Return whether a gradient has an element that is not 0; waits for the device."""
-    return any(bool(gradient.detach().any()) for gradient in gradients)
-
-
 def _take_apart(parameters: Iterable[torch.Tensor]) -> _Gradients:
     apart = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            # DDP writes the next gradient into the same part of its bucket.
-            apart.append((parameter, gradient.clone() if is_view(gradient) else gradient))
+            if is_view(gradient):
+                gradient = gradient.clone()  # DDP writes the next one into the same part of its bucket
+            apart.append((parameter, gradient))
             parameter.grad = None
     return apart
 

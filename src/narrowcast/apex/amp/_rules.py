@@ -103,10 +103,10 @@ def _listed() -> tuple[dict[Key, str], dict[Key, str]]:
     casts: dict[Key, str] = {}
     edited: dict[Key, str] = {}
     for module, overrides in _OVERRIDES.items():
-        apexs, now = _APEXS_LISTS[module], _casts_by_name(overrides)
-        for name in {**apexs, **now}:
-            before = apexs.get(name, [AS_IS])
-            asked = now.get(name, [AS_IS])
+        casts_before, casts_now = _APEXS_LISTS[module], _casts_by_name(overrides)
+        for name in {**casts_before, **casts_now}:
+            before = casts_before.get(name, [AS_IS])
+            asked = casts_now.get(name, [AS_IS])
 
             # A name that is on another list too was moved there.
             moved_to = [cast for cast in asked if cast not in before]
@@ -163,12 +163,15 @@ def plan(
     casts, edited = _listed()
     for key in edited:
         _check_known(key)
+
+    # Later ones win: what was registered wins over the lists.
     rules: dict[str, str] = {}
     if not all("_cudnn_rnn" in native_table(device) for device in devices):
         rules.update(dict.fromkeys(_RECURRENT_LAYERS, HALF))
     rules |= _rules(edited) | _rules(registered)
     casts |= registered
 
+    # A policy has operators alone.
     whole: dict[Target, WholeCast] = {}
     for (module, name), cast in casts.items():
         target = (MODULES[module], name)

@@ -14,9 +14,6 @@ import torch
 from narrowcast.apex.amp._levels import Properties
 from narrowcast.apex.amp._optimizers import (
     PreparedOptimizer,
-    Versions,
-    active,
-    any_not_zero,
     optimizer_of,
     prepared,
 )
@@ -76,7 +73,9 @@ class LossScaler:
 
     @property
     def _unskipped(self) -> int:
-        return self.value.good_steps if isinstance(self.value, Dynamic) else self._good_blocks
+        if isinstance(self.value, Dynamic):
+            return self.value.good_steps
+        return self._good_blocks
 
     @_unskipped.setter
     def _unskipped(self, count: int) -> None:
@@ -88,7 +87,9 @@ class LossScaler:
     def after_block(self, *, overflow: bool) -> None:
         """Update the scale, once for each ``scale_loss`` block whose gradients were checked."""
         self.value = self.value.after_step(overflow=overflow)
-        self._good_blocks = 0 if overflow else self._good_blocks + 1
+        self._good_blocks += 1
+        if overflow:
+            self._good_blocks = 0
 
 
 def loss_scalers_for(
@@ -139,8 +140,7 @@ def scale_loss(
     Raises:
         AmpError: wrong use, as a block before ``amp.initialize`` or within another one, gradients that are
             scaled by another scale, a loss that is scaled already, or a backward pass from the wrong loss or
-            after the block. The next step or block of an optimizer raises it too if gradients came in a block
-            that did not name it.
+            after the block.
         SettingError: a parameter that two of the optimizers share.
         UnsupportedError: ``delay_overflow_check=True``.
 
@@ -159,7 +159,7 @@ def scale_loss(
         )
     scaler = _scaler_for(named, loss_id)
     # Plain float32 training, as under O0.
-    if not any(one.scales for one in named):
+    if not any(optimizer.scales for optimizer in named):
         yield loss.float()
         return
 
@@ -172,9 +172,9 @@ def scale_loss(
     else:
         scaled.register_hook(backward.see)  # type: ignore[no-untyped-call]
     try:
-        with _opened(named, scale) as gradients_before:
+        with _opened(named, scale):
             yield scaled
-            backward.check({one: gradients_before.get(one, {}) for one in named})
+            backward.check(named)
             overflows = _end_block(named, scale, delay_unscale=delay_unscale)
     finally:
         backward.is_over = True
@@ -183,39 +183,28 @@ def scale_loss(
 
 
 @contextmanager
-def _opened(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[dict[PreparedOptimizer, Versions]]:
-    """Begin a block of these optimizers; where it raises, restore their gradients.
-
-    Yields the gradients that every optimizer of ``amp`` had before the block, where they may get scaled ones.
-    """
+def _opened(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[None]:
+    """Begin a block of these optimizers; where it raises, restore their gradients."""
     begun: list[PreparedOptimizer] = []
-    gradients_before: dict[PreparedOptimizer, Versions] = {}
     try:
-        for one in named:
-            if one.in_block:
+        for optimizer in named:
+            if optimizer.in_block:
                 raise AmpError(
                     "a scale_loss block came within another one of the same optimizer, which would unscale "
                     "its gradients twice: end the first block before"
                 )
-            one.check_that_models_have_its_parameters()
-            one.refresh()
-            one.gradients.begin(scale)
-            one.in_block = True
-            begun.append(one)
-        if scale != 1.0:
-            gradients_before.update((one, one.gradients.versions()) for one in active)
-        yield gradients_before
+            optimizer.refresh()
+            optimizer.gradients.begin(scale)
+            optimizer.in_block = True
+            begun.append(optimizer)
+        yield
     except BaseException:
-        for one in begun:
-            one.gradients.abandon()
+        for optimizer in begun:
+            optimizer.gradients.abandon()
         raise
     finally:
-        for one in begun:
-            one.in_block = False
-        # A loss that goes through the parameters of an optimizer that the block does not name.
-        for one, versions in gradients_before.items():
-            if one not in named and one.gradients.written_since(versions):
-                one.gradients.scaled_by_others = scale
+        for optimizer in begun:
+            optimizer.in_block = False
 
 
 def _end_block(
@@ -223,14 +212,14 @@ def _end_block(
 ) -> list[torch.Tensor]:
     """Unscale the gradients of a block, unless that is delayed; return the flags of each optimizer."""
     # All are checked before the first is changed.
-    for one in named:
-        one.gradients.check_graph()
+    for optimizer in named:
+        optimizer.gradients.check_graph()
     overflows = []
-    for one in named:
+    for optimizer in named:
         if delay_unscale:
-            one.gradients.delay_unscale(scale)
+            optimizer.gradients.delay_unscale(scale)
         else:
-            overflows.append(one.gradients.unscale(scale))
+            overflows.append(optimizer.gradients.unscale(scale))
     return overflows
 
 
@@ -247,12 +236,14 @@ def _update(
     scale = scaler.loss_scale()
 
     # An overflow in one of them skips the step of all, as in apex.
-    for one, (_, of_sum) in zip(named, flags, strict=True):
+    for optimizer, (_, of_sum) in zip(named, flags, strict=True):
         if overflow:
-            change = f"stays at {scale}" if scale == scale_before else f"reducing loss scale to {scale}"
-            one.skip = f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change}"
-        elif of_sum > 0 and one.skip is None:
-            one.skip = (
+            change = f"reducing loss scale to {scale}"
+            if scale == scale_before:
+                change = f"stays at {scale}"
+            optimizer.skip = f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change}"
+        elif of_sum > 0 and optimizer.skip is None:
+            optimizer.skip = (
                 "Skipping step, gradients from before the scale_loss block are not finite: clear them "
                 "with zero_grad()"
             )
@@ -293,13 +284,13 @@ class _BackwardPass:
             )
         self.was_seen = True
 
-    def check(self, before: Mapping[PreparedOptimizer, Versions]) -> None:
-        """Raise if gradients were written since ``before`` and the scaled loss did not go backward."""
+    def check(self, named: Sequence[PreparedOptimizer]) -> None:
+        """Raise if gradients came in the block and the scaled loss did not go backward."""
         if self.was_seen:
             return
-        for one, versions in before.items():
-            # zero_grad() writes too.
-            if any_not_zero(one.gradients.written_since(versions)):
+        for optimizer in named:
+            # Those from before the block stand apart, except those of delayed blocks.
+            if optimizer.gradients.delayed_scale is None and optimizer.gradients.has_gradients():
                 raise AmpError(
                     "gradients came in a scale_loss block whose own loss did not go backward: they are not "
                     f"scaled, and would be divided by {self.scale:g}: call backward of what the block "
@@ -321,11 +312,11 @@ def _prepared_optimizers(optimizers: Any) -> list[PreparedOptimizer] | None:
     known: list[PreparedOptimizer] = []
     unknown: list[Any] = []
     for optimizer in optimizer_list:
-        one = prepared(optimizer_of(optimizer))
-        if one is None:
+        prepared_optimizer = prepared(optimizer_of(optimizer))
+        if prepared_optimizer is None:
             unknown.append(optimizer)
         else:
-            known.append(one)
+            known.append(prepared_optimizer)
     # After initialize(enabled=False) no optimizer is known, and scripts call scale_loss all the same.
     if not known and not process_state.opt_properties.enabled:
         return None
@@ -335,7 +326,7 @@ def _prepared_optimizers(optimizers: Any) -> list[PreparedOptimizer] | None:
             "scaled: initialize it with its model, and name in scale_loss what amp.initialize returned"
         )
     if len(known) > 1:
-        check_apart([one.optimizer for one in known])
+        check_apart([prepared_optimizer.optimizer for prepared_optimizer in known])
     return known
 
 
@@ -373,7 +364,9 @@ def state_dict(destination: Any = None) -> Any:
     or into a new ``OrderedDict``: ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``.
     """
     _require_initialized("state_dict")
-    state = OrderedDict() if destination is None else destination
+    state = destination
+    if state is None:
+        state = OrderedDict()
     for number, scaler in enumerate(process_state.loss_scalers):
         state[f"loss_scaler{number}"] = {
             "loss_scale": scaler.loss_scale(),

@@ -129,6 +129,7 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
                 "the gradient: leave weight_decay at 0 and multiply the parameters by 1 - lr * weight_decay "
                 "before each step, which is the same"
             )
+        # apex's lr has no default, and torch's has.
         params = list(params)
         if lr is None and not all(isinstance(group, dict) and "lr" in group for group in params):
             raise SettingError("FusedSGD needs an lr, or one in each group of parameters")

@@ -113,6 +113,7 @@ def convert_syncbn_model(
             "second: leave it out and give tensors of shape (N, C, ...), in "
             "memory_format=torch.channels_last where that is faster"
         )
+    # Alone, without a group, torch's computes as a plain batch norm on a CPU too.
     if dist.is_available() and dist.is_initialized() and not torch.accelerator.is_available():
         raise UnsupportedError(
             "torch's SyncBatchNorm synchronizes on CUDA and devices like it, and this machine has none: "
