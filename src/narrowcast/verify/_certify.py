@@ -115,14 +115,14 @@ def certify(
         stack.enter_context(torch.enable_grad())
         passes = _Passes(model, loss_fn, policy_value, formats, restore)
         stack.callback(passes.draws.rewind_generators)
-        found = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
+        certificate = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
         if passes.draws.in_attention:
             # Once more, without the kernel in which each format draws dropout of its own.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             passes = _Passes(model, loss_fn, policy_value, formats, restore, _WITHOUT_KERNEL)
             stack.callback(passes.draws.rewind_generators)
-            found = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
-        return found
+            certificate = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
+        return certificate
 
 
 @dataclass(eq=False)

@@ -77,7 +77,7 @@ def fingerprint(value: Any, *, floating: bool = True) -> str:
 
 def some_values(value: Any, most: int = 256) -> list[list[float]]:
     """Return values of each floating tensor in ``value``, at most so many, evenly spaced."""
-    found: list[list[float]] = []
+    values: list[list[float]] = []
     for tensor in tensors_inside(value):
         if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
             continue
@@ -86,8 +86,8 @@ def some_values(value: Any, most: int = 256) -> list[list[float]]:
             continue
         # Evenly spaced, since the first elements may all be padding.
         spacing = max(1, plain.numel() // most)
-        found.append(plain.flatten()[::spacing][:most].double().tolist())
-    return found
+        values.append(plain.flatten()[::spacing][:most].double().tolist())
+    return values
 
 
 @contextmanager

@@ -66,15 +66,15 @@ Collected = dict[Site, list[list[Operation]]]
 
 def together(parts: Iterable[Collected], *, also: Collected | None = None) -> Collected:
     """Join what was collected in several steps, and of ``also`` the sites in modules that no part has."""
-    found: Collected = {}
+    joined: Collected = {}
     for part in parts:
         for site, calls in part.items():
-            found.setdefault(site, []).extend(calls)
+            joined.setdefault(site, []).extend(calls)
     if also is not None:
         for site, calls in also.items():
-            if site.root and site not in found:
-                found[site] = calls
-    return found
+            if site.root and site not in joined:
+                joined[site] = calls
+    return joined
 
 
 class _Unclaimed(threading.local):

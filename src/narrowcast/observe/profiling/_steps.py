@@ -136,14 +136,14 @@ class _OnGpu:
 
 
 def _on_gpu(events: Iterable[Any]) -> _OnGpu:
-    found = _OnGpu()
+    on_gpu = _OnGpu()
     for event in events:
         is_kernel = event.device_type() == torch.profiler.DeviceType.CUDA
         # Annotations of the host appear on the GPU too, around the kernels that it launched.
         if is_kernel and not event.is_user_annotation() and event.duration_ns() > 0:
-            found.intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-            found.kernels_ns[event.linked_correlation_id()] += event.duration_ns()
-    return found
+            on_gpu.intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+            on_gpu.kernels_ns[event.linked_correlation_id()] += event.duration_ns()
+    return on_gpu
 
 
 def union_ns(intervals: Iterable[_Interval], start: int, end: int) -> int:
