@@ -361,8 +361,8 @@ def _by_total(
     # Parameters without a second batch must not hide behind those that have one.
     if judgment.verdict == PASS and without_noise.error > SAME_BATCH_LIMIT * without_noise.gradient:
         reason = (
-            f"{judgment.reason} But for some parameters there was no second batch, and their relative error is "
-            f"above {SAME_BATCH_LIMIT}."
+            f"{judgment.reason} But for some parameters there was no second batch, and their relative error "
+            f"is above {SAME_BATCH_LIMIT}."
         )
         return _Verdict(CANNOT_TELL, reason)
     return judgment
