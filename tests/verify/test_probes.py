@@ -139,30 +139,6 @@ def test_sabotage_of_the_mixed_run_is_never_right(runs, sabotage):
     assert (found["verdict"] == "pass") == (not sabotage), found["reason"]
 
 
-def test_the_gradients_are_those_that_plain_torch_has(runs, tmp_path):
-    """Against the same script without narrowcast: FP32 to the bit, bf16 as under torch.autocast."""
-    net = "nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))"
-    text = trains(net, "x = torch.randn(32, 16)", "loss = nn.functional.mse_loss(net(x), x[:, :1])")
-    certificate = certify_script(runs(text), format="bf16")
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    batches = [torch.randn(32, 16) for _ in range(4)]
-
-    def gradients(x, low=False):
-        net.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            y = net(x)
-        torch.nn.functional.mse_loss(y.float(), x[:, :1]).backward()
-        return torch.cat([p.grad.double().flatten() for p in net.parameters()])
-
-    fp32, mixed = (torch.stack([gradients(batch, low) for batch in batches]) for low in (False, True))
-    error = (mixed - fp32).norm()
-    expected = float(error / (8 * fp32.var(0).sum()).sqrt())
-    assert certificate["error_over_noise"] == pytest.approx(expected, rel=1e-6)
-    assert certificate["relative_error"] == pytest.approx(float(error / fp32.norm()), rel=1e-9)
-    assert (certificate["minibatches"], certificate["averaged"], certificate["samples"]) == (1, 1, 32)
-
-
 def test_at_later_steps_gradients_are_those_of_the_training_before(runs):
     """Against the same loop in plain torch: four batches held back, three steps in bf16, four held back."""
     net = "nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))"
@@ -454,26 +430,6 @@ def test_the_error_of_a_failing_run_names_it_and_the_cause(runs):
 
 # ---- scripts of every kind, each with the verdict that it deserves
 
-ADAM = "torch.optim.Adam(net.parameters(), 1e-3)"
-# A loss of 1e-8 times the usual one, as a weight on an auxiliary loss may make it: gradients of 1e-9.
-TINY = trains(
-    "nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))",
-    "x = torch.randn(256, 32)",
-    "loss = nn.functional.mse_loss(net(x), x[:, :1].sin()) * 1e-8",
-    optimizer=ADAM,
-)
-DROPOUT = trains(
-    "nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Dropout(0.5), nn.Linear(256, 256), nn.ReLU(), "
-    "nn.Dropout(0.5), nn.Linear(256, 10))",
-    "x = torch.randn(64, 32)",
-    "loss = nn.functional.cross_entropy(net(x), x[:, :10].argmax(1))",
-)
-FULL_BATCH = trains(
-    "nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 1))",
-    "loss = nn.functional.mse_loss(net(x), x[:, :1].sin())",
-    before="torch.manual_seed(0); x = torch.randn(512, 32)",
-    optimizer=ADAM,
-)
 WORKERS = """
     import torch
     from torch import nn
@@ -517,13 +473,7 @@ GAN = """
 """
 
 
-def test_gradients_of_1e_9_are_kept_by_a_dynamic_scale(runs):
-    found = certify_script(runs(TINY, policy="fp16"), format="fp16")
-    assert found["verdict"] == "pass", found["reason"]
-    assert found["loss_scale"] == 2.0**16
-
-
-@pytest.mark.parametrize("script", [DROPOUT, WORKERS, GAN], ids=["dropout", "workers", "gan"])
+@pytest.mark.parametrize("script", [WORKERS, GAN], ids=["workers", "gan"])
 def test_what_is_right_in_bf16_passes(script, runs):
     found = certify_script(runs(script), format="bf16")
     assert found["verdict"] == "pass", found["reason"]
@@ -533,13 +483,6 @@ def test_what_is_right_in_bf16_passes(script, runs):
     if script == GAN:
         names = {p["name"].partition(".")[0] for p in found["parameters"]}
         assert names == {"Sequential", "Sequential-2"}
-
-
-def test_a_full_batch_is_judged_by_its_relative_error(runs):
-    found = certify_script(runs(FULL_BATCH), format="bf16")
-    assert (found["error_over_noise"], found["verdict"]) == (None, "pass")
-    assert 1e-4 < found["relative_error"] < 0.05
-    assert "no minibatch noise" in found["reason"]
 
 
 PER_SAMPLE = """

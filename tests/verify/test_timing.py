@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -148,10 +147,8 @@ def test_steps_of_a_process_that_the_script_starts_are_timed(runs):
     settings = TimingSettings(
         target=made.settings.target, policy="bf16", folder=made.settings.folder, time_limit_s=0.1
     )
-    began = time.monotonic()
     timed = TimedPairs(settings, made, lambda event: None)
     timed.time_all()
-    assert time.monotonic() - began < 60
     assert [run.steps for run in timed.spent] == [30, 30]
     assert all(0.4 < run.stepping_s < run.startup_s for run in timed.spent)
 

@@ -235,18 +235,6 @@ def test_what_cannot_take_turns_runs_one_after_the_other(pair, tmp_path, monkeyp
     assert file.is_dir() or file.read_text() == "of the user"
 
 
-def test_an_interrupt_ends_both_runs(pair):
-    told = []
-
-    def interrupt(text):
-        told.append(text)
-        if sum("mixed" in text for text in told) > 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pair(script(steps=2000), progress=interrupt)
-
-
 def test_a_run_that_is_over_its_time_ends(pair):
     why, done = pair(script(steps=2000), limit_s=0.3)
     assert why is None

@@ -137,6 +137,7 @@ class ExponentHistogram:
                 f"expected a tensor in float32 or a narrower floating-point format, got {tensor.dtype}: "
                 "make it one by x.float()"
             )
+        # A hook may run in any mode; counts that were made in inference mode could not be added to later.
         with torch.inference_mode(False), torch.no_grad():
             values: Any = tensor.detach()
             if hasattr(values, "to_local"):
@@ -165,6 +166,7 @@ class ExponentHistogram:
 
     def _read(self) -> Counter[int]:
         """Return the counts of bins that are not empty, in rising order."""
+        # Each device counts for itself, so that adding never waits.
         total = torch.zeros(_NAN + 1, dtype=torch.int64)
         for counts in self._counts.values():
             total += counts.cpu()
@@ -217,6 +219,7 @@ class ExponentHistogram:
         bins = [index for index in self._read() if index < _BINS]
         if not bins:
             return None
+        # As if it only had an exponent, and less if its digits round up past the largest number.
         largest = bins[-1]
         shift = format.max_exponent - (largest // _PLACES + _LOWEST)
         while _outcome(format, largest, shift) == "overflowed":
@@ -246,6 +249,8 @@ def _bins_of(values: torch.Tensor) -> torch.Tensor:
     is_subnormal = magnitude >> _BITS == 0
     exponent = torch.where(is_subnormal, (whole >> _BITS) - 127, (magnitude >> _BITS) - 127 - _LOWEST)
     fraction = torch.where(is_subnormal, whole, magnitude) & _FRACTION
+
+    # Two bins an edge: equal to it, and between it and the next one.
     edges = _edges_on(values.device)
     before = torch.bucketize(fraction, edges, out_int32=True)  # how many edges are smaller
     bins = exponent * _PLACES + before + torch.bucketize(fraction, edges, right=True, out_int32=True)

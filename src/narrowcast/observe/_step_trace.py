@@ -294,9 +294,11 @@ def trace_step(
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"expected a torch.nn.Module or an nc.Stepper, got {type(model).__name__}")
     optimizers = _as_list(optimizer)
-    for given in optimizers:
-        if not isinstance(given, torch.optim.Optimizer):
-            raise SettingError(f"expected a torch.optim.Optimizer, or several, got {type(given).__name__}")
+    for candidate in optimizers:
+        if not isinstance(candidate, torch.optim.Optimizer):
+            raise SettingError(
+                f"expected a torch.optim.Optimizer, or several, got {type(candidate).__name__}"
+            )
     scalers: list[torch.amp.GradScaler] = []
     if scaler is not None:
         if not isinstance(scaler, torch.amp.GradScaler):

@@ -108,20 +108,21 @@ def certify(
     formats = {device: resolve(policy_value, device) for device in devices}
     _check_outside_of_regions(formats)
 
+    # Under inference mode or without gradients there would be no graph to go backward through.
     with ExitStack() as stack:
         restore = stack.enter_context(as_before(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         passes = _Passes(model, loss_fn, policy_value, formats, restore)
         stack.callback(passes.draws.rewind_generators)
-        found = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
+        certificate = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
         if passes.draws.in_attention:
             # Once more, without the kernel in which each format draws dropout of its own.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             passes = _Passes(model, loss_fn, policy_value, formats, restore, _WITHOUT_KERNEL)
             stack.callback(passes.draws.rewind_generators)
-            found = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
-        return found
+            certificate = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
+        return certificate
 
 
 @dataclass(eq=False)
@@ -152,6 +153,7 @@ class _Passes:
     def certificate(
         self, batches: list[Any], policy: str, scale: float | None, minibatches: int
     ) -> Certificate:
+        # Only fp16 needs a loss scale, which is found as a dynamic one finds it: from above.
         searches_scale = scale is None and torch.float16 in self.formats.values()
         sums: dict[str, Batches] = {}
         for name, parameter in self._parameters.items():
@@ -182,6 +184,7 @@ class _Passes:
         measured = []
         for name, parameter in self._parameters.items():
             measured.append(sums[name].measured(name, tuple(parameter.shape), rounding[name]))
+        # Without float64 the exact pass was no more exact than the first.
         rounding_unknown: str | None = None
         if not self.formats.keys().isdisjoint(NO_FLOAT64):
             rounding_unknown = "FP32's rounding could not be measured without float64."
@@ -226,6 +229,7 @@ class _Passes:
             scale /= 2
 
     def _gradients(self, batch: Any, *, mixed: bool = False, scale: float | None = None) -> _Gradients:
+        # Each pass begins at the same buffers and random numbers, whoever keeps the generator.
         self.draws.rewind_generators()
         self.restore()
         if self.states is not None:
@@ -241,6 +245,7 @@ class _Passes:
             self.loss_is_finite = bool(loss.detach().isfinite().all())
             if scale is not None:
                 loss = cast_floating(loss, torch.float32) * scale
+            # Not by ``backward``, which would write to the user's ``.grad``.
             inputs = list(self._parameters.values())
             gradients = torch.autograd.grad(loss, inputs, torch.ones_like(loss), allow_unused=True)
         return dict(zip(self._parameters, gradients, strict=True))
@@ -260,6 +265,7 @@ def _is_finite(gradient: torch.Tensor | None) -> bool:
 
 def _checked_batches(batches: Any) -> list[Any]:
     """Return the batches as a list; refuse one batch in place of a list of them."""
+    # A tensor or a tuple of tensors can be iterated over too, sample by sample, which nobody means.
     is_one_batch = isinstance(batches, torch.Tensor | dict | str)
     if isinstance(batches, tuple):
         is_one_batch = all(isinstance(item, torch.Tensor) for item in batches)

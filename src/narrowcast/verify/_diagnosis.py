@@ -88,44 +88,44 @@ def diagnose(
         ScriptError: the script failed.
         FileError: the folder cannot be written.
     """
-    found = _Diagnosis(target=list(settings.target), policy=settings.policy)
+    diagnosis = _Diagnosis(target=list(settings.target), policy=settings.policy)
     stays_because = stays_in_fp32(settings.policy)
     if stays_because is not None:
-        found.problem = f"mixed precision stays in fp32 here, since {stays_because}"
-        return asdict(found)
+        diagnosis.problem = f"mixed precision stays in fp32 here, since {stays_because}"
+        return asdict(diagnosis)
 
     def keep_note(event: dict[str, Any]) -> None:
         if event["event"] == "note":
-            found.notes.append(event["text"])
+            diagnosis.notes.append(event["text"])
 
     # Profiles first: where there is nothing to compare, no time is spent on timed runs.
     discard_captures(make_run_folder("doctor", asked=settings.folder))
     with ScriptRuns(settings, progress=progress) as runs:
         began = time.monotonic() - spent_s
         timed = TimedPairs(settings, runs, keep_note, untimed_runs=_PROFILES, began=began)
-        found.problem = _profile_both(found, runs)
-        if found.problem is None:
+        diagnosis.problem = _profile_both(diagnosis, runs)
+        if diagnosis.problem is None:
             timed.time_all()
-    if found.problem is not None:
-        return asdict(found)
+    if diagnosis.problem is not None:
+        return asdict(diagnosis)
 
     if not timed.has_times():
-        found.problem = "the script ended before enough steps were timed: let it run longer"
-        if found.unit == "call" and timed.kind() == "training":
-            found.problem = (
+        diagnosis.problem = "the script ended before enough steps were timed: let it run longer"
+        if diagnosis.unit == "call" and timed.kind() == "training":
+            diagnosis.problem = (
                 "its updates are made by hand, without torch.optim, so that its steps cannot be timed"
             )
-        return asdict(found)
+        return asdict(diagnosis)
 
     # Under the profiler steps take longer, so their times are those of the timed runs.
-    data = asdict(found)
+    data = asdict(diagnosis)
     for name in _FORMATS:
         data[name] |= timed.plain_times(name, data[name])
     data["together"] = side_by_side(data, rates, timed.speedup(), why_unknown=timed.why_no_speedup())
     return data
 
 
-def _profile_both(found: _Diagnosis, runs: ScriptRuns) -> str | None:
+def _profile_both(diagnosis: _Diagnosis, runs: ScriptRuns) -> str | None:
     """Profile the script in both formats; return why there is nothing to compare, if so."""
     profiles: dict[str, dict[str, Any]] = {}
     for name in _FORMATS:
@@ -133,15 +133,15 @@ def _profile_both(found: _Diagnosis, runs: ScriptRuns) -> str | None:
         result = read_result(folder)
         problem = _problem(folder, result)
         if result is None or problem is not None:
-            found.fp32 = profiles.get("fp32")
+            diagnosis.fp32 = profiles.get("fp32")
             return problem
         profiles[name] = _profile_of(folder, result)
-        found.device, found.unit = result["profile"]["device"], result["unit"]
-    found.fp32 = profiles["fp32"]
-    found.format = profiles["mixed"]["format"]
-    if found.format in (None, "fp32"):
-        return f"the mixed run too computed in FP32 on {found.device}: there is nothing to compare"
-    found.mixed = profiles["mixed"]
+        diagnosis.device, diagnosis.unit = result["profile"]["device"], result["unit"]
+    diagnosis.fp32 = profiles["fp32"]
+    diagnosis.format = profiles["mixed"]["format"]
+    if diagnosis.format in (None, "fp32"):
+        return f"the mixed run too computed in FP32 on {diagnosis.device}: there is nothing to compare"
+    diagnosis.mixed = profiles["mixed"]
     return None
 
 
@@ -189,7 +189,7 @@ def _problem(folder: Path, result: dict[str, Any] | None) -> str | None:
 
 
 def side_by_side(
-    found: dict[str, Any],
+    diagnosis: dict[str, Any],
     rates: dict[str, Any],
     timed: Estimate | None,
     *,
@@ -211,8 +211,8 @@ def side_by_side(
         only products get faster by either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains
         most here, or null.
     """
-    fp32, mixed = TimedProfile.of(found["fp32"]), TimedProfile.of(found["mixed"])
-    speeds = _speeds(found["format"], found["device"], rates)
+    fp32, mixed = TimedProfile.of(diagnosis["fp32"]), TimedProfile.of(diagnosis["mixed"])
+    speeds = _speeds(diagnosis["format"], diagnosis["device"], rates)
     sizes = _sizes(fp32, mixed, speeds)
 
     # What a step would gain if only its products got faster: by as much as here, or as the machine can.
@@ -249,7 +249,7 @@ def side_by_side(
         together["worth_it"] = worth_it(timed, None)
         together["why_unknown"] = None
     if together["worth_it"] == "no":
-        together["not_faster"] = from_profiles(fp32, mixed, found["format"])._asdict()
+        together["not_faster"] = from_profiles(fp32, mixed, diagnosis["format"])._asdict()
     return together
 
 

@@ -130,6 +130,7 @@ def explain_script(
     """
     with ScriptRuns(settings, progress=progress) as runs:
         folder = runs.start("", "mixed", Purpose.EXPLAIN, watched_steps=steps)
+    # A probe that saw nothing leaves no explanation, and the capture of the run tells why.
     if (folder / EXPLANATION).is_file():
         full = full_disk(folder, EXPLANATION)
         try:
@@ -174,11 +175,13 @@ class ExplainProbe(StepProbe):
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.done:
             return
+        # From the first call of a model on, whose device tells which table of autocast holds.
         if self._trace is None:
             self._device = _device_of(module)
             self._trace = OpTrace(as_policy(self.settings.policy), self._device)
             self._trace.__enter__()
-        if "torch._dynamo" in sys.modules and not self._compiled:  # else nothing is compiled
+        # Compiled code calls other operators than the model does; without Dynamo there is none.
+        if "torch._dynamo" in sys.modules and not self._compiled:
             torch.compiler.set_stance("force_eager")
             self._compiled = "OptimizedModule" in {type(part).__name__ for part in module.modules()}
         self._trace.paths.add_model(module)
@@ -199,6 +202,7 @@ class ExplainProbe(StepProbe):
     def boundary(self) -> None:
         if self._trace is None:
             return
+        # One more than are watched, as the first sets much up.
         self._parts.append(self._trace.take())
         if len(self._parts) > self.settings.watched_steps:
             self._end()

@@ -67,6 +67,7 @@ def fingerprint(value: Any, *, floating: bool = True) -> str:
             digest.update(f"{tuple(tensor.shape)}".encode())
             continue
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        # Conjugates and negations are flags until they are resolved, and strides are no part of the numbers.
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             if not is_functorch_wrapped(plain):
@@ -76,16 +77,17 @@ def fingerprint(value: Any, *, floating: bool = True) -> str:
 
 def some_values(value: Any, most: int = 256) -> list[list[float]]:
     """Return values of each floating tensor in ``value``, at most so many, evenly spaced."""
-    found: list[list[float]] = []
+    values: list[list[float]] = []
     for tensor in tensors_inside(value):
         if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
             continue
         plain = tensor.detach()
         if is_functorch_wrapped(plain):
             continue
+        # Evenly spaced, since the first elements may all be padding.
         spacing = max(1, plain.numel() // most)
-        found.append(plain.flatten()[::spacing][:most].double().tolist())
-    return found
+        values.append(plain.flatten()[::spacing][:most].double().tolist())
+    return values
 
 
 @contextmanager
@@ -95,6 +97,7 @@ def as_before(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     Yields a function that restores buffers and random states, for another pass from the same start: a forward
     may write to a buffer or replace it.
     """
+    # A module's own table, as a forward may replace a buffer by another tensor.
     random = random_states()
     buffers = []
     for module in model.modules():
@@ -111,6 +114,7 @@ def as_before(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
                 each_once(buffer.data).copy_(value)
         set_random_states(random)
 
+    # The user's gradients are taken away meanwhile, so that nothing is added to them.
     try:
         for parameter, _, _ in parameters:
             parameter.grad = None

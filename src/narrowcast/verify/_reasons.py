@@ -113,19 +113,19 @@ class Products(NamedTuple):
     @classmethod
     def of(cls, fp32: TimedProfile, mixed: TimedProfile) -> Products:
         """Match the products of two profiles by size."""
-        found = cls(defaultdict(float), defaultdict(float), defaultdict(float))
+        products = cls(defaultdict(float), defaultdict(float), defaultdict(float))
         low_each_s: dict[Any, float] = {}
         for product in mixed.products:
             if product.is_fp32:
-                found.kept_s[product.kind] += product.time_s
+                products.kept_s[product.kind] += product.time_s
             else:
                 low_each_s[product.size] = product.each_s
 
         for product in fp32.products:
             if product.size in low_each_s:
-                found.fp32_s[product.kind] += product.time_s
-                found.low_s[product.kind] += low_each_s[product.size] * product.count
-        return found
+                products.fp32_s[product.kind] += product.time_s
+                products.low_s[product.kind] += low_each_s[product.size] * product.count
+        return products
 
 
 def from_profiles(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> Reason:

@@ -260,7 +260,7 @@ class _Groups:
         The squared mean is estimated without bias, so it may be negative.
         """
         products = self._products()
-        found = []
+        moments_of_rest = []
         for group_left_out in left_out:
             kept = [group for group in range(len(self.vectors)) if group != group_left_out]
             count = sum([self.counts[group] for group in kept])
@@ -268,8 +268,8 @@ class _Groups:
             # The square of the sum, without each batch's own square, is the products of pairs of batches.
             square_of_sum = float(products[kept][:, kept].sum())
             squared_mean = (square_of_sum - squares) / (count * (count - 1))
-            found.append((squared_mean, squares / count))
-        return found
+            moments_of_rest.append((squared_mean, squares / count))
+        return moments_of_rest
 
     def _products(self) -> torch.Tensor:
         """Return the product of each group's sum with each other's."""

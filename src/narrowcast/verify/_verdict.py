@@ -113,15 +113,15 @@ def certificate_of(
                 lost_names.add(name)
     results = [replace(result, lost=result.name in lost_names) for result in results]
 
-    found = _without_ratios(results, cannot_tell)
-    if found is None:
+    judgment = _without_ratios(results, cannot_tell)
+    if judgment is None:
         of_step = None
         if minibatches > 1:
             of_step = _of_step(results, moments, minibatches, gradients_averaged)
-        found = _by_total(totals, by_noise, without_noise, of_step)
+        judgment = _by_total(totals, by_noise, without_noise, of_step)
         # A single layer whose gradient is lost, which the total of a large model would not show.
-        if lost and (rounding_unknown is None or found.verdict != FAIL):
-            found = _of_lost(lost, rounding_unknown)
+        if lost and (rounding_unknown is None or judgment.verdict != FAIL):
+            judgment = _of_lost(lost, rounding_unknown)
 
     # If no parameter has a second batch, the verdict itself says so.
     notes = _notes(results, None if by_noise is None else without_noise)
@@ -137,8 +137,8 @@ def certificate_of(
         relative_error=totals.relative_error,
         cosine=totals.cosine,
         parameters=tuple(results),
-        verdict=found.verdict,
-        reason=" ".join([found.reason, *notes]),
+        verdict=judgment.verdict,
+        reason=" ".join([judgment.reason, *notes]),
         _moments=moments,
         **fields,
     )
@@ -146,10 +146,10 @@ def certificate_of(
     # What passes says for which batches, which only a finished certificate knows.
     holds_for = up_to(certificate)
     passes_for_step = (certificate.holds_up_to or 0) >= minibatches
-    if found.verdict != PASS or holds_for is None or not passes_for_step:
+    if judgment.verdict != PASS or holds_for is None or not passes_for_step:
         return certificate
     holds = f"Holds for {holds_for}. Larger batches have less noise to hide the error."
-    return replace(certificate, reason=" ".join([found.reason, holds, *notes]))
+    return replace(certificate, reason=" ".join([judgment.reason, holds, *notes]))
 
 
 def _notes(parameters: Sequence[ParameterResult], without_noise: Totals | None) -> list[str]:
@@ -349,23 +349,23 @@ def _by_total(
     # Only what has noise is divided by it; without any, the relative error is all there is.
     relative = (by_noise or totals).relative_error
     if by_noise is not None and not by_noise.no_noise:
-        found = of_step or _with_noise(by_noise.error / by_noise.noise, relative)
+        judgment = of_step or _with_noise(by_noise.error / by_noise.noise, relative)
     elif relative is None:
         which = " with a second batch" if totals.gradient > 0 else ""
         return _Verdict(FAIL, f"Every FP32 gradient{which} is zero, and the mixed ones are not.")
     elif by_noise is None:
         return _without_second_batch(relative)
     else:
-        found = _without_noise(relative)
+        judgment = _without_noise(relative)
 
     # Parameters without a second batch must not hide behind those that have one.
-    if found.verdict == PASS and without_noise.error > SAME_BATCH_LIMIT * without_noise.gradient:
+    if judgment.verdict == PASS and without_noise.error > SAME_BATCH_LIMIT * without_noise.gradient:
         reason = (
-            f"{found.reason} But for some parameters there was no second batch, and their relative error is "
-            f"above {SAME_BATCH_LIMIT}."
+            f"{judgment.reason} But for some parameters there was no second batch, and their relative error "
+            f"is above {SAME_BATCH_LIMIT}."
         )
         return _Verdict(CANNOT_TELL, reason)
-    return found
+    return judgment
 
 
 def _with_noise(ratio: float, relative: float | None) -> _Verdict:

@@ -65,6 +65,7 @@ def times_s(capture: Capture, kind: str | None, pace: int | None = None) -> list
     """
     if kind == "inference":
         return _without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
+    # The first step of an optimizer has no step before it, and so no interval.
     if pace is None:
         pace = pace_of([capture])
     times: list[float] = []
@@ -156,6 +157,7 @@ def _pairs_in_turns(
 
 def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> list[float]:
     """Return the logarithm of the speedup by the medians of each pair of runs that has both."""
+    # Whole runs, of which a machine that is busy for a while slows one alone: so three pairs at least.
     ratios = []
     both = zip(times_of_runs(fp32, kind), times_of_runs(mixed, kind), strict=False)
     for times, mixed_times in both:
@@ -171,6 +173,7 @@ def worth_it(speedup: Sequence[float], asked: float | None) -> str:
     If no speedup was asked for, any that is certain is worth it, and one that is certainly below
     ``LEAST_GAIN`` is not.
     """
+    # Between the two answers nobody can tell.
     _, low, high = speedup
     if asked is None:
         is_gain, is_loss = low > 1, high < LEAST_GAIN

@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from itertools import chain
 from typing import Any, NamedTuple, Self
 
+import torch
+
 from narrowcast.casting import rule_that_casts, watch_ops
 from narrowcast.errors import near_names
 from narrowcast.observe.capture import json_ready
@@ -64,15 +66,15 @@ Collected = dict[Site, list[list[Operation]]]
 
 def together(parts: Iterable[Collected], *, also: Collected | None = None) -> Collected:
     """Join what was collected in several steps, and of ``also`` the sites in modules that no part has."""
-    found: Collected = {}
+    joined: Collected = {}
     for part in parts:
         for site, calls in part.items():
-            found.setdefault(site, []).extend(calls)
+            joined.setdefault(site, []).extend(calls)
     if also is not None:
         for site, calls in also.items():
-            if site.root and site not in found:
-                found[site] = calls
-    return found
+            if site.root and site not in joined:
+                joined[site] = calls
+    return joined
 
 
 class _Unclaimed(threading.local):
@@ -160,15 +162,18 @@ class OpTrace:
             self.rules.saw(call.op, rule, [operation.op for operation in inside])
             if not is_decided and (depth > 0 or is_empty):
                 return
+            place = self.paths.here()
             site = Site(
-                *self.paths.here()[:3],
+                root=place.root,
+                path=place.path,
+                phase=place.phase,
                 op=call.op,
                 inputs=formats_of(call.inputs),
                 outputs=formats_of(call.outputs),
                 because=call.because if border is None else _BORDER,
                 within=tuple(call.enclosing),
-                computes=None if call.dtype is None else format_name(call.dtype),
-                rule=None if rule is None else str(rule),
+                computes=_name_or_none(call.dtype),
+                rule=_text_or_none(rule),
                 listed=call.listed,
             )
             self._collected.setdefault(site, []).append(inside)
@@ -201,15 +206,25 @@ class OpTrace:
         else:
             because = "it has no input to cast"
         site = Site(
-            *place[:3],
+            root=place.root,
+            path=place.path,
+            phase=place.phase,
             op=operation.op,
             inputs=operation.inputs,
             outputs=operation.outputs,
             because=because,
             computes=computes,
-            rule=None if rule is None else str(rule),
+            rule=_text_or_none(rule),
         )
         self._collected.setdefault(site, []).append([operation])
+
+
+def _name_or_none(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else format_name(dtype)
+
+
+def _text_or_none(rule: Rule | None) -> str | None:
+    return None if rule is None else str(rule)
 
 
 # ---- rules
@@ -217,6 +232,7 @@ class OpTrace:
 
 def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str:
     """Return ``" (did you mean "encoder.*"?)"`` for a rule that names none of these modules, or ``""``."""
+    # Paths start at the module that is called, which in a script may be inside another one.
     modules = list(named)
     shorter = without_prefix(rule, modules)
     if shorter is not None:
@@ -251,6 +267,7 @@ class ReachedRules:
 
     def saw(self, op: str, rule: Rule | None, below: Iterable[str]) -> None:
         """Count a call of ``op`` in which operations ``below`` ran."""
+        # A rule may name an operator or all of its overloads.
         names = {op, base_of(op)}
         self._called |= names
         if rule is not None:

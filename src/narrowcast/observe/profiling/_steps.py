@@ -136,14 +136,14 @@ class _OnGpu:
 
 
 def _on_gpu(events: Iterable[Any]) -> _OnGpu:
-    found = _OnGpu()
+    on_gpu = _OnGpu()
     for event in events:
         is_kernel = event.device_type() == torch.profiler.DeviceType.CUDA
         # Annotations of the host appear on the GPU too, around the kernels that it launched.
         if is_kernel and not event.is_user_annotation() and event.duration_ns() > 0:
-            found.intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-            found.kernels_ns[event.linked_correlation_id()] += event.duration_ns()
-    return found
+            on_gpu.intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+            on_gpu.kernels_ns[event.linked_correlation_id()] += event.duration_ns()
+    return on_gpu
 
 
 def union_ns(intervals: Iterable[_Interval], start: int, end: int) -> int:
@@ -159,6 +159,7 @@ def union_ns(intervals: Iterable[_Interval], start: int, end: int) -> int:
 
 def _shares(parts_ns: Mapping[str, int], steps_ns: int, busy_ns: int | None) -> dict[str, float]:
     """Return shares of a step's time; kernels that ran side by side share the time that the GPU was busy."""
+    # On a GPU kernels of several streams overlap, so their times are scaled to the time that it was busy.
     known_ns = dict(parts_ns)
     del known_ns[PYTHON]  # what is left, below
     total_ns = sum(known_ns.values())
@@ -387,6 +388,7 @@ def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]
         second = second[::-1]  # the weight is stored N x K
     if len(first) == 3 and len(second) == 3:
         return "batched matmul", (first[0], first[1], second[2], first[2])
+    # A vector is one column, and leading dimensions of the first operand are rows.
     columns = second[-1] if len(second) > 1 else 1
     inner = first[-1] if first else 1
     return "matmul", (math.prod(first[:-1]), columns, inner)

@@ -208,15 +208,15 @@ class _Comparison:
         self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, steps=steps)
         for format_ in ("fp32", "mixed"):
             reason = "the run that counts tensors was cut short"
-            found: dict[str, Any] | None = None
+            counted: dict[str, Any] | None = None
             try:
                 folder = self.runs.start(f"memory-{format_}", format_, Purpose.MEMORY, steps=steps)
-                found = read_result(folder)
+                counted = read_result(folder)
             except ScriptError as error:
                 reason = f"the run that counts tensors failed: {in_short(error)}"
-            if not found:
-                found = {"peak_tensor_bytes": None, "reason": reason}
-            self._write("memory", format=format_, **found)
+            if not counted:
+                counted = {"peak_tensor_bytes": None, "reason": reason}
+            self._write("memory", format=format_, **counted)
 
     # ---- speed
 

@@ -70,12 +70,12 @@ def certify_script(runs: ScriptRuns, *, format: str, at_steps: Sequence[int] = (
         exact_failed = f"{in_short(error)}."
 
     kept = _KeptRuns(reference, mixed, exact, exact_failed)
-    found: list[dict[str, Any]] = []
+    certificates: list[dict[str, Any]] = []
     for at_step in at_steps:
         is_reached = bool(_facts(reference, at_step).random)
-        if is_reached or not found:
-            found.append(_certificate_at(at_step, kept, policy=runs.settings.policy, format=format))
-    return found
+        if is_reached or not certificates:
+            certificates.append(_certificate_at(at_step, kept, policy=runs.settings.policy, format=format))
+    return certificates
 
 
 @dataclass(frozen=True, slots=True)

@@ -590,33 +590,33 @@ def take_turns(
     """
     # The second run begins only once the first one has shown that it can take turns.
     first_format, second_format = formats
-    with begin(first_format) as one:
-        why = _why_no_turns(one)
+    with begin(first_format) as first_run:
+        why = _why_no_turns(first_run)
         if why is None:
-            with begin(second_format) as two:
-                to_end_first, why = _alternate(one, two, steps, limit_s)
-                to_end_last = one if to_end_first is two else two
+            with begin(second_format) as second_run:
+                to_end_first, why = _alternate(first_run, second_run, steps, limit_s)
+                to_end_last = first_run if to_end_first is second_run else second_run
                 for run in (to_end_first, to_end_last):
-                    run.go(limit_s=limit_s(run, one))
+                    run.go(limit_s=limit_s(run, first_run))
                     run.close()
-            failed = [run for run in (one, two) if run.code and not collapsed(run.folder)]
+            failed = [run for run in (first_run, second_run) if run.code and not collapsed(run.folder)]
             if not failed:
                 # One that collapsed is a result of the comparison, once the other one is known.
-                for run in sorted((one, two), key=lambda run: run.code or 0):
+                for run in sorted((first_run, second_run), key=lambda run: run.code or 0):
                     ended(run)
                 return why
             why = f"{failed[0].name} failed beside the other run"
             again = [first_format, second_format]
         else:
-            one.go(limit_s=limit_s(one, one))
-            one.close()
-            ended(one)
+            first_run.go(limit_s=limit_s(first_run, first_run))
+            first_run.close()
+            ended(first_run)
             again = [second_format]
 
     # One after the other, from the start for a pair that failed together.
     for format_ in again:
         with begin(format_) as run:
-            run.go(limit_s=limit_s(run, one))
+            run.go(limit_s=limit_s(run, first_run))
         ended(run)
     return why
 
@@ -628,14 +628,16 @@ def _why_no_turns(run: LiveRun) -> str | None:
     return _why_not(run) or run.make_way()
 
 
-def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple[LiveRun, str | None]:
+def _alternate(
+    first_run: LiveRun, second_run: LiveRun, steps: int, limit_s: _Limit
+) -> tuple[LiveRun, str | None]:
     """Let two runs take turns until one ends, or they no longer can.
 
     Returns:
         The run that goes on to its end first, while the files of the other one have made way, and why they
         stopped taking turns; None: it has ended, or its time is over.
     """
-    order = [two, one]
+    order = [second_run, first_run]
     block = 0  # steps of a turn; 0: the warm-up
     first_block = _FIRST_BLOCK
     if steps:  # runs of a few steps take shorter turns
@@ -644,10 +646,10 @@ def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple
         spent_s: list[float] = []
         for run, other in (order, order[::-1]):
             # The second one warms up first, as the other has done.
-            if not block and run is one:
+            if not block and run is first_run:
                 continue
             # What takes far longer than the other run's turn may wait for something that the other one holds.
-            usual_s = spent_s[0] if spent_s else one.active_s
+            usual_s = spent_s[0] if spent_s else first_run.active_s
             patience_s = max(_PATIENCE_S, _PATIENCE * usual_s)
             until = run.steps + block if block else _WARM_UP
             before_s = run.active_s
@@ -660,16 +662,16 @@ def _alternate(one: LiveRun, two: LiveRun, steps: int, limit_s: _Limit) -> tuple
                 return run, why
             if not paused:
                 return other, f"{run.name} took no step in {patience_s:.0f} s beside the other run"
-            if run.stepping_s > limit_s(run, one):
+            if run.stepping_s > limit_s(run, first_run):
                 return other, None
-        block = _next_block(block, min(spent_s), one, steps, first_block)
+        block = _next_block(block, min(spent_s), first_run, steps, first_block)
         order.reverse()
 
 
-def _next_block(block: int, spent_s: float, one: LiveRun, steps: int, first_block: int) -> int:
+def _next_block(block: int, spent_s: float, first_run: LiveRun, steps: int, first_block: int) -> int:
     """Return how many steps the next turns have, so that they last as long as a block should."""
     if not block:  # the warm-up showed how long a step takes
-        is_fast = one.stepping_s < (_WARM_UP - 1) * _BLOCK_S
+        is_fast = first_run.stepping_s < (_WARM_UP - 1) * _BLOCK_S
         return first_block if is_fast else 1
     fitting = max(1, math.ceil(block * _BLOCK_S / max(spent_s, 1e-6)))
     if not steps:

@@ -201,12 +201,12 @@ def _nodes_of_calls(roots: Sequence[Any]) -> dict[_Call, list[Any]]:
         node = root.node if isinstance(root, GradientEdge) else root.grad_fn
         if node is not None:
             starts.append(node)
-    found: dict[_Call, list[Any]] = {}
+    nodes_of_calls: dict[_Call, list[Any]] = {}
     for node in nodes_below(starts):
         call = node.metadata.get(_CALL)
         if call is not None:
-            found.setdefault(call, []).append(node)
-    return found
+            nodes_of_calls.setdefault(call, []).append(node)
+    return nodes_of_calls
 
 
 def _samples_of(module: torch.nn.Module, inputs: Any) -> int | None:
@@ -224,19 +224,19 @@ def _samples_of(module: torch.nn.Module, inputs: Any) -> int | None:
 
 def _outermost(nodes_of_calls: dict[_Call, list[Any]]) -> list[_Call]:
     """Return the calls on which no later one builds, given the nodes of each call's outputs."""
-    found = []
+    outermost = []
     covered: set[Any] = set()
     # A call builds only on earlier ones.
     for call in sorted(nodes_of_calls, key=lambda call: call.number, reverse=True):
         if covered.isdisjoint(nodes_of_calls[call]):
-            found.append(call)
+            outermost.append(call)
         waiting = list(nodes_of_calls[call])
         while waiting:
             for below, _ in waiting.pop().next_functions:
                 if below is not None and below not in covered:
                     covered.add(below)
                     waiting.append(below)
-    return found
+    return outermost
 
 
 def _uses(module: torch.nn.Module, parameters: set[int]) -> bool:

@@ -165,9 +165,9 @@ class TimedPairs:
         assert own is not None
 
         scale = 1.0
-        found = self.speedup()
-        if format_ == "mixed" and found is not None:
-            scale = fp32.median_s / found.value / own.median_s
+        speedup = self.speedup()
+        if format_ == "mixed" and speedup is not None:
+            scale = fp32.median_s / speedup.value / own.median_s
         low_s, high_s = own.interval_s
         return {
             "plain_steps": len(self.step_times(format_)),
@@ -178,8 +178,8 @@ class TimedPairs:
 
     def is_too_slow(self) -> bool:
         """Return whether mixed precision is certainly not worth it."""
-        found = self.speedup()
-        return found is not None and worth_it(found, self.settings.min_speedup) == "no"
+        speedup = self.speedup()
+        return speedup is not None and worth_it(speedup, self.settings.min_speedup) == "no"
 
     def format(self) -> str:
         """Return the formats that the mixed runs computed in, or else the policy."""
