@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,10 +33,8 @@ from narrowcast.weights._update_methods import (
     widen_state,
 )
 
-# Weak on both sides: the optimizer's own hooks keep its handle alive.
-_HELD: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[HeldWeights]] = (
-    weakref.WeakKeyDictionary()
-)
+# The attribute of a held optimizer with its handle. ``GradScaler`` asks whether an optimizer has it.
+_HANDLE = "holds_low_weights"
 
 
 def hold(
@@ -119,11 +116,8 @@ def hold(
 
 def held_by(optimizer: torch.optim.Optimizer) -> HeldWeights | None:
     """Return the handle of a held optimizer, or None."""
-    reference = _HELD.get(optimizer)
-    # Without the attribute it was held by a call that raised and was undone.
-    if reference is None or not hasattr(optimizer, "holds_low_weights"):
-        return None
-    return reference()
+    handle: HeldWeights | None = getattr(optimizer, _HANDLE, None)
+    return handle
 
 
 def _refuse_copy() -> Any:
@@ -187,7 +181,7 @@ class HeldWeights:
         self._own_zero_grad = optimizer.zero_grad
         self._replaced: dict[str, Any] = {
             "zero_grad": self._zero_grad,
-            "holds_low_weights": True,
+            _HANDLE: self,
             # copy, deepcopy and pickle ask for it. A copy has no hooks: it would update the working
             # parameters and never write them to the low ones.
             "__getstate__": _refuse_copy,
@@ -196,7 +190,6 @@ class HeldWeights:
         attributes = vars(optimizer)
         self._own = {name: value for name, value in attributes.items() if name in self._replaced}
         attributes.update(self._replaced)
-        _HELD[optimizer] = weakref.ref(self)
 
     __reduce_ex__ = not_copied("the handle of held weights", "save its state_dict()")
 
@@ -314,7 +307,6 @@ class HeldWeights:
             del attributes[name]
             if name in self._own:
                 attributes[name] = self._own[name]
-        del _HELD[self.optimizer]
 
     # ---- parameters
 
