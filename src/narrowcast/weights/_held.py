@@ -209,13 +209,17 @@ class HeldWeights:
 
         Call it once before the gradients are unscaled, clipped or checked, or after each backward to
         accumulate micro-batches in float32. Values are converted, exact, and not unscaled. The next step uses
-        them up; ``optimizer.zero_grad()`` clears them, ``model.zero_grad()`` does not.
+        them up; ``optimizer.zero_grad()`` clears them, ``model.zero_grad()`` does not. Where masters are on
+        the CPU, the next step uses their memory again (4 bytes an element), unless something else holds it.
 
         Raises:
             UnsupportedError: a gradient is sparse. Nothing was taken.
         """
         self._hold_new({})
-        take(self._pairs, restores=False)
+        self._take(restores=False)
+
+    def _take(self, *, restores: bool) -> None:
+        take(self._pairs, restores=restores, reuses_memory=not self._method.frees_working)
 
     def full_values(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the float32 value of each low parameter: the master, low plus residual, or low."""
@@ -404,7 +408,7 @@ class HeldWeights:
         require_dense(self._pairs)
         with torch.no_grad():
             self._open()
-            take(self._pairs, restores=True)
+            self._take(restores=True)
 
         # torch hands the optimizer itself as the first argument.
         if callable(kwargs.get("closure")):
@@ -423,7 +427,7 @@ class HeldWeights:
             loss = closure()
             with torch.no_grad():
                 self._open()
-                take(self._pairs, restores=True)
+                self._take(restores=True)
             return loss
 
         return evaluate
