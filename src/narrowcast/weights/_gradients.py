@@ -35,6 +35,7 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses_memory: bool) -> None:
     for pair in pairs:
         gradient = pair.low.grad
         if gradient is None:
+            # Within a step, one that was taken before is still to be put back.
             if not restores:
                 pair.low_grad = None
             continue
@@ -42,6 +43,7 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses_memory: bool) -> None:
             pair.working.grad = _in_float32(gradient.detach(), pair, reuses_memory=reuses_memory)
             pair.low_grad = gradient if restores else None
         else:
+            # The sum is in float32, and no gradient of the low parameter alone any more.
             sums.append(local(pair.working.grad))
             terms.append(local(gradient.detach()))
             pair.low_grad = None

@@ -227,6 +227,7 @@ class HeldWeights:
         values = {}
         with torch.no_grad():
             for pair in self._pairs:
+                # Of a DTensor, which keeps its mesh and its placements, the local part is filled.
                 values[pair.low] = torch.empty_like(pair.low, dtype=torch.float32).detach()
                 local(values[pair.low]).copy_(self._value(pair))
         return values
@@ -297,6 +298,8 @@ class HeldWeights:
         with torch.no_grad():
             self._finish_interrupted()
             move_back(self._pairs)
+
+        # In place, as when they were held.
         low_of = {pair.working: pair.low for pair in self._pairs}
         for group in self.optimizer.param_groups:
             group["params"][:] = [low_of.get(parameter, parameter) for parameter in group["params"]]
