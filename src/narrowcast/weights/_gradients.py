@@ -43,7 +43,7 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses_memory: bool) -> None:
             pair.working.grad = _in_float32(gradient.detach(), pair, reuses_memory=reuses_memory)
             pair.low_grad = gradient if restores else None
         else:
-            # The sum is in float32, and no gradient of the low parameter alone any more.
+            # Gradients that were added up are not put back: the low parameter has had only the last one.
             sums.append(local(pair.working.grad))
             terms.append(local(gradient.detach()))
             pair.low_grad = None
