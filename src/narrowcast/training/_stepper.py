@@ -69,7 +69,7 @@ class Stepper:
         scaler: a ``GradScaler`` or a loss scale of ``narrowcast.scaling``. Default: a dynamic scale in fp16,
             and in other formats only the check for NaN and infinities.
         restore: the buffers that a skipped step restores: ``"norms"`` (of batch and instance norms),
-            ``"all"``, or ``"none"``.
+            ``"all"``, or ``"none"``. Modules that are added after the first step are left out.
         process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` do not need it.
 
     Weight casts are kept over the micro-batches of a step (not with ``fully_shard``). A weight that changes
