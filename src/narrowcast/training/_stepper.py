@@ -308,8 +308,11 @@ class Stepper:
 
     def _goes_on_in(self, before: str, now: str) -> bool:
         """Return whether a resumed run keeps the saved format: "auto" chose it, and regions alone differ."""
-        held = self._policy.holds_low_weights or self._policy.names_modules or "fp16" in (before, now)
-        return self._policy.compute == "auto" and not held
+        if self._policy.compute != "auto":
+            return False
+        # Weights and rules of modules were made for a format, and fp16 takes a loss scale.
+        is_bound = self._policy.holds_low_weights or self._policy.names_modules
+        return not is_bound and "fp16" not in (before, now)
 
     def _restart(self, steps: int, formats: Mapping[str, str]) -> None:
         """Continue after ``steps`` with states that were just loaded, the model's statistics among them."""
