@@ -105,6 +105,7 @@ def altered(tensor, place, change):
 def test_a_digest_tells_tensors_of_ranks_apart(dtype, length):
     tensor = torch.arange(length * 8, dtype=torch.int64).to(torch.uint8).view(dtype)
     variants = [altered(tensor, place, bit) for place in (0, 5, length) for bit in (0x01, 0x80)]
+    variants += [altered(altered(tensor, 7, 0x80), 15, 0x80)]  # two signs, in the highest bits of words
     variants += [altered(tensor, 0, "exchanged"), tensor[: length // 2].clone(), tensor.reshape(2, -1)]
     variants += [tensor.reshape(2, -1).t(), torch.zeros_like(tensor), torch.ones_like(tensor)]
     variants += [tensor.view(torch.int8) if dtype == torch.uint8 else tensor.view(torch.uint8)]

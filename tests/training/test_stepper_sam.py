@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import narrowcast as nc
-from narrowcast.errors import OrderError
 
 STEPS = 10
 
@@ -95,15 +94,6 @@ def test_a_stepper_trains_as_fp32(settings, policy, max_norm):
         assert not stepper.step(task.loss).skipped
     assert stepper.steps == STEPS
     torch.testing.assert_close(task.weights(), expected, rtol=0, atol=NEAR[policy])
-
-
-def test_a_stepper_refuses_a_loss_in_one_sentence():
-    task = Task()
-    stepper = nc.Stepper(task.model, task.optimizer, "bf16")
-    with stepper.autocast():
-        loss = task.loss()
-    with pytest.raises(OrderError, match="SAM evaluates the loss several times a step: give step a function"):
-        stepper.step(loss)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])

@@ -172,3 +172,26 @@ def test_a_scaler_refuses_them_after_unscale_too(together):
     with pytest.raises(OrderError, match="call take_gradients"):
         scaler.step_together([optimizer]) if together else scaler.step(optimizer)
     assert low.tolist() == full.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("holder", ["nothing", "tensor", "view", "graph"])
+def test_gradients_reuse_memory_that_nothing_else_uses(holder):
+    low, optimizer, handle = one(torch.bfloat16)
+    ((_, working),) = handle.parameters
+
+    def taken(value):
+        low.grad = torch.full_like(low, value)
+        handle.take_gradients()
+        return working.grad
+
+    first = taken(3.0)
+    place = first.data_ptr()
+    scale = torch.ones(2, requires_grad=True)
+    kept = {"nothing": None, "tensor": first, "view": first[1:], "graph": (first * scale).sum()}[holder]
+    del first
+    optimizer.step()
+    assert working.grad is None
+    assert taken(torch.nan).isnan().all()
+    assert (working.grad.data_ptr() == place) == (holder == "nothing")
+    if kept is not None:
+        assert (torch.autograd.grad(kept, scale)[0] if holder == "graph" else kept).eq(3.0).all()

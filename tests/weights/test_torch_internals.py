@@ -16,6 +16,18 @@ def test_a_version_counts_writes_in_place():
     assert internals.version_of(tensor) == before + 3
 
 
+def test_memory_is_held_by_each_tensor_view_and_graph():
+    tensor = torch.zeros(4)
+    storage = tensor.untyped_storage()
+    weight = torch.ones(3, requires_grad=True)
+    holders = [tensor, tensor[1:], (tensor[1:] * weight).sum()]
+    del tensor
+    while holders:
+        assert internals.is_held_elsewhere(storage)
+        holders.pop(0)
+    assert not internals.is_held_elsewhere(storage)
+
+
 class Outer(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)

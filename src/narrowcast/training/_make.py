@@ -67,6 +67,7 @@ def make_groups(
 ) -> dict[str | None, OptimizerGroup]:
     """Make a group for each named optimizer, or one under None."""
     _check_parameters(model, by_name)
+
     schedulers = _by_same_names("scheduler", scheduler, by_name)
     # A loss scale is a value that every group can have; a GradScaler belongs to one.
     scalers = _by_same_names("scaler", scaler, by_name, shared=not isinstance(scaler, GradScaler))
@@ -80,7 +81,7 @@ def make_groups(
     groups = {}
     for name, optimizers in by_name.items():
         group_scaler = _scaler_for(scalers[name], formats, process_group, low_weights=policy.low_weights)
-        group_scaler.name_parameters(names)
+        group_scaler.name_parameters(names)  # for the results of steps that were skipped
         for optimizer in optimizers:
             _warn_of_lost_updates(optimizer, low_weights=policy.low_weights)
         groups[name] = OptimizerGroup(optimizers, group_scaler, _as_list(schedulers[name]), settings)
@@ -141,6 +142,7 @@ def _as_list(argument: Any) -> list[Any]:
 def _check_parameters(model: torch.nn.Module, by_name: Mapping[Any, list[torch.optim.Optimizer]]) -> None:
     of_model = set(map(id, model.parameters()))
     for optimizer in itertools.chain.from_iterable(by_name.values()):
+        # A held optimizer has masters in the place of the model's parameters.
         of_optimizer = set(map(id, parameters_of(optimizer)))
         held = held_by(optimizer)
         if held is not None:
@@ -267,6 +269,7 @@ def _hold_weights(
     for optimizer in itertools.chain.from_iterable(by_name.values()):
         held = held_by(optimizer)
         if held is None:
+            # Masters start from the fp32 values, not from what the low format kept of them.
             parameters = set(parameters_of(optimizer))
             own_originals = {low: value for low, value in originals.items() if low in parameters}
             held = hold(optimizer, originals=own_originals)

@@ -248,6 +248,7 @@ class Run:
                 'as torch.nn.ModuleDict({"g": generator, "d": discriminator})'
             )
         for module in model.modules():
+            # By name, since the import of the class takes a second.
             if type(module).__name__ == "FullyShardedDataParallel":
                 raise CheckpointError(
                     "FullyShardedDataParallel keeps flat pieces that fit no other number of ranks: shard the "
@@ -356,6 +357,7 @@ class Run:
             self.objects.load(tree["objects"])
             if self.stepper is not None:
                 self.stepper._restart(**tree["stepper"])
+            # Wrappers may be others than when it was saved.
             model_state = {}
             for name in self.model.state_dict():
                 model_state[name] = tree["model"][name_without_wrappers(self.model, name)]

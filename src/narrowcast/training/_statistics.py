@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from narrowcast.errors import SettingError, near_names
-from narrowcast.training._torch_internals import buffers_of, children_of, may_get_children
+from narrowcast.training._torch_internals import buffers_of
 from narrowcast.weights import is_batch_or_instance_norm
 
 RESTORE = ("norms", "all", "none")
@@ -20,8 +20,8 @@ class Statistics:
     A batch norm that saw an overflow keeps running_mean = inf although the step is skipped. ``torch.where``
     on the overflow flag restores the old values without waiting for the device.
 
-    Modules are listed once, and again when a module was added, removed or replaced. Buffers of one device
-    and dtype are copied by one operator, into memory that is kept from step to step.
+    Modules are listed once, at the first step. Buffers of one device and dtype are copied by one operator,
+    into memory that is kept from step to step.
     """
 
     def __init__(self, model: torch.nn.Module, restore: str) -> None:
@@ -29,9 +29,7 @@ class Statistics:
             raise SettingError(f"unknown restore={restore!r}. {near_names(str(restore), RESTORE)}")
         self._model = model
         self._restore = restore
-        self._containers: list[torch.nn.Module] = []
-        self._children: list[torch.nn.Module | None] = []
-        self._restored: list[torch.nn.Module] = []
+        self._restored: list[torch.nn.Module] | None = None
         self._buffers: list[torch.Tensor] = []
         self._groups: list[BufferGroup] = []
         self._others: list[torch.Tensor] = []
@@ -42,8 +40,9 @@ class Statistics:
         """Copy the current values, unless those of the accumulation's start are kept already."""
         if self._remembers or self._restore == "none":
             return
-        self._list_modules()
-        self._list_buffers()
+        if self._restored is None:
+            self._restored = self._restored_modules()
+        self._list_buffers(self._restored)
         if self._buffers:
             self._copy_values()
 
@@ -77,26 +76,18 @@ class Statistics:
         self._remembers = False
         self._other_values = []
 
-    def _list_modules(self) -> None:
-        """List the modules whose buffers are restored, if the tree of modules has changed."""
-        if self._containers and _are_the_same(children_of(self._containers), self._children):
-            return
+    def _restored_modules(self) -> list[torch.nn.Module]:
         modules = list(self._model.modules())
-        self._containers = list(filter(may_get_children, modules))
-        if not self._containers:  # the model is one layer
-            self._containers = [self._model]
-        self._children = children_of(self._containers)
-
         if self._restore == "all":
-            self._restored = modules
-        else:
-            self._restored = list(filter(is_batch_or_instance_norm, modules))
+            return modules
+        return list(filter(is_batch_or_instance_norm, modules))
 
-    def _list_buffers(self) -> None:
+    def _list_buffers(self, modules: list[torch.nn.Module]) -> None:
         """Group the buffers, if there are others than at the last step, as after ``model.to``."""
-        buffers = buffers_of(self._restored)
+        buffers = buffers_of(modules)
         if _are_the_same(buffers, self._buffers):
             return
+
         # A lazy buffer has no values before the first forward pass; then the list is another one.
         self._buffers = [buffer for buffer in buffers if not torch.nn.parameter.is_lazy(buffer)]
 

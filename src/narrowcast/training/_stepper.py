@@ -69,7 +69,7 @@ class Stepper:
         scaler: a ``GradScaler`` or a loss scale of ``narrowcast.scaling``. Default: a dynamic scale in fp16,
             and in other formats only the check for NaN and infinities.
         restore: the buffers that a skipped step restores: ``"norms"`` (of batch and instance norms),
-            ``"all"``, or ``"none"``.
+            ``"all"``, or ``"none"``. Modules that are added after the first step are left out.
         process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` do not need it.
 
     Weight casts are kept over the micro-batches of a step (not with ``fully_shard``). A weight that changes
@@ -308,8 +308,11 @@ class Stepper:
 
     def _goes_on_in(self, before: str, now: str) -> bool:
         """Return whether a resumed run keeps the saved format: "auto" chose it, and regions alone differ."""
-        held = self._policy.holds_low_weights or self._policy.names_modules or "fp16" in (before, now)
-        return self._policy.compute == "auto" and not held
+        if self._policy.compute != "auto":
+            return False
+        # Weights and rules of modules were made for a format, and fp16 takes a loss scale.
+        is_bound = self._policy.holds_low_weights or self._policy.names_modules
+        return not is_bound and "fp16" not in (before, now)
 
     def _restart(self, steps: int, formats: Mapping[str, str]) -> None:
         """Continue after ``steps`` with states that were just loaded, the model's statistics among them."""

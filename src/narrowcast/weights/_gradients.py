@@ -8,7 +8,7 @@ import torch
 
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import ASKED_BY_SCALERS
-from narrowcast.weights._torch_internals import add_all, local
+from narrowcast.weights._torch_internals import add_all, is_dtensor, is_held_elsewhere, local
 from narrowcast.weights._update_methods import Pair
 
 
@@ -23,11 +23,11 @@ def require_dense(pairs: Sequence[Pair]) -> None:
             )
 
 
-def take(pairs: Sequence[Pair], *, restores: bool) -> None:
+def take(pairs: Sequence[Pair], *, restores: bool, reuses_memory: bool) -> None:
     """Add each low gradient to the working gradient, in float32, and remove it from the low parameter.
 
     With ``restores`` the low gradient is put back after the step, where torch leaves it too, unless gradients
-    were added up.
+    were added up. With ``reuses_memory`` float32 gradients on the CPU keep their memory from step to step.
     """
     require_dense(pairs)
     sums = []
@@ -35,18 +35,35 @@ def take(pairs: Sequence[Pair], *, restores: bool) -> None:
     for pair in pairs:
         gradient = pair.low.grad
         if gradient is None:
+            # Within a step, one that was taken before is still to be put back.
             if not restores:
                 pair.low_grad = None
             continue
         if pair.working.grad is None:
-            pair.working.grad = gradient.detach().to(torch.float32, copy=True)
+            pair.working.grad = _in_float32(gradient.detach(), pair, reuses_memory=reuses_memory)
             pair.low_grad = gradient if restores else None
         else:
+            # Gradients that were added up are not put back: the low parameter has had only the last one.
             sums.append(local(pair.working.grad))
             terms.append(local(gradient.detach()))
             pair.low_grad = None
         pair.low.grad = None
     add_all(sums, terms)
+
+
+def _in_float32(gradient: torch.Tensor, pair: Pair, *, reuses_memory: bool) -> torch.Tensor:
+    """Return a float32 copy. Allocating large memory on a CPU takes ten times as long as filling it."""
+    is_on_cpu = gradient.device.type == "cpu" and gradient.is_contiguous() and not is_dtensor(gradient)
+    if not (reuses_memory and is_on_cpu):
+        return gradient.to(torch.float32, copy=True)
+
+    memory = pair.gradient_memory
+    if memory is None or is_held_elsewhere(memory):
+        copy = gradient.to(torch.float32, copy=True)
+        pair.gradient_memory = copy.untyped_storage()
+        return copy
+    copy = torch.empty(0, dtype=torch.float32, device="cpu")
+    return copy.set_(memory, 0, gradient.shape, gradient.stride()).copy_(gradient)
 
 
 def restore_low(pairs: Sequence[Pair]) -> None:
@@ -78,6 +95,7 @@ def move_back(pairs: Sequence[Pair]) -> None:
     """Put every gradient back on its low parameter, rounded to nearest."""
     restore_low(pairs)
     for pair in pairs:
+        pair.gradient_memory = None
         if pair.working.grad is None:
             continue
         gradient = pair.working.grad.to(pair.low.dtype)

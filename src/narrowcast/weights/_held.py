@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,10 +33,8 @@ from narrowcast.weights._update_methods import (
     widen_state,
 )
 
-# Weak on both sides: the optimizer's own hooks keep its handle alive.
-_HELD: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[HeldWeights]] = (
-    weakref.WeakKeyDictionary()
-)
+# The attribute of a held optimizer with its handle. ``GradScaler`` asks whether an optimizer has it.
+_HANDLE = "holds_low_weights"
 
 
 def hold(
@@ -119,11 +116,8 @@ def hold(
 
 def held_by(optimizer: torch.optim.Optimizer) -> HeldWeights | None:
     """Return the handle of a held optimizer, or None."""
-    reference = _HELD.get(optimizer)
-    # Without the attribute it was held by a call that raised and was undone.
-    if reference is None or not hasattr(optimizer, "holds_low_weights"):
-        return None
-    return reference()
+    handle: HeldWeights | None = getattr(optimizer, _HANDLE, None)
+    return handle
 
 
 def _refuse_copy() -> Any:
@@ -187,7 +181,7 @@ class HeldWeights:
         self._own_zero_grad = optimizer.zero_grad
         self._replaced: dict[str, Any] = {
             "zero_grad": self._zero_grad,
-            "holds_low_weights": True,
+            _HANDLE: self,
             # copy, deepcopy and pickle ask for it. A copy has no hooks: it would update the working
             # parameters and never write them to the low ones.
             "__getstate__": _refuse_copy,
@@ -196,7 +190,6 @@ class HeldWeights:
         attributes = vars(optimizer)
         self._own = {name: value for name, value in attributes.items() if name in self._replaced}
         attributes.update(self._replaced)
-        _HELD[optimizer] = weakref.ref(self)
 
     __reduce_ex__ = not_copied("the handle of held weights", "save its state_dict()")
 
@@ -216,13 +209,17 @@ class HeldWeights:
 
         Call it once before the gradients are unscaled, clipped or checked, or after each backward to
         accumulate micro-batches in float32. Values are converted, exact, and not unscaled. The next step uses
-        them up; ``optimizer.zero_grad()`` clears them, ``model.zero_grad()`` does not.
+        them up; ``optimizer.zero_grad()`` clears them, ``model.zero_grad()`` does not. Where masters are on
+        the CPU, the next step uses their memory again (4 bytes an element), unless something else holds it.
 
         Raises:
             UnsupportedError: a gradient is sparse. Nothing was taken.
         """
         self._hold_new({})
-        take(self._pairs, restores=False)
+        self._take(restores=False)
+
+    def _take(self, *, restores: bool) -> None:
+        take(self._pairs, restores=restores, reuses_memory=not self._method.frees_working)
 
     def full_values(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the float32 value of each low parameter: the master, low plus residual, or low."""
@@ -230,6 +227,7 @@ class HeldWeights:
         values = {}
         with torch.no_grad():
             for pair in self._pairs:
+                # Of a DTensor, which keeps its mesh and its placements, the local part is filled.
                 values[pair.low] = torch.empty_like(pair.low, dtype=torch.float32).detach()
                 local(values[pair.low]).copy_(self._value(pair))
         return values
@@ -300,6 +298,8 @@ class HeldWeights:
         with torch.no_grad():
             self._finish_interrupted()
             move_back(self._pairs)
+
+        # In place, as when they were held.
         low_of = {pair.working: pair.low for pair in self._pairs}
         for group in self.optimizer.param_groups:
             group["params"][:] = [low_of.get(parameter, parameter) for parameter in group["params"]]
@@ -314,7 +314,6 @@ class HeldWeights:
             del attributes[name]
             if name in self._own:
                 attributes[name] = self._own[name]
-        del _HELD[self.optimizer]
 
     # ---- parameters
 
@@ -412,7 +411,7 @@ class HeldWeights:
         require_dense(self._pairs)
         with torch.no_grad():
             self._open()
-            take(self._pairs, restores=True)
+            self._take(restores=True)
 
         # torch hands the optimizer itself as the first argument.
         if callable(kwargs.get("closure")):
@@ -431,7 +430,7 @@ class HeldWeights:
             loss = closure()
             with torch.no_grad():
                 self._open()
-                take(self._pairs, restores=True)
+                self._take(restores=True)
             return loss
 
         return evaluate

@@ -39,6 +39,13 @@ def add_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
+def is_held_elsewhere(storage: torch.UntypedStorage) -> bool:
+    """Return whether a tensor, a view or a graph uses this memory too, which no public name tells."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/StorageMethods.cpp
+    holders: int = torch._C._storage_Use_Count(storage._cdata)
+    return holders > 1
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return every tensor in nested containers; torch/utils/_pytree.py."""
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor)]

@@ -30,6 +30,7 @@ class Pair:
         low_grad: the gradient that a step took from the low parameter and puts back at its end.
         seen_version: of the low parameter when it last agreed with what is kept; None: unknown.
         opened: whether the working parameter holds the value, from the start of a step to its end.
+        gradient_memory: of the last float32 gradient, for the next one.
     """
 
     low: torch.Tensor
@@ -38,6 +39,7 @@ class Pair:
     low_grad: torch.Tensor | None = None
     seen_version: int | None = None
     opened: bool = False
+    gradient_memory: torch.UntypedStorage | None = None
 
     @property
     def written_by_others(self) -> bool:

@@ -104,6 +104,7 @@ def save_checkpoint(
         tree["versions"] = _versions()
         return {key: storable(value, (key,), sharded=ranks.together) for key, value in tree.items()}
 
+    # A rank that cannot save stops all, before anything is written.
     tree = ranks.agreed(storable_tree)
     try:
         if ranks.together or target.is_dir():
@@ -174,6 +175,7 @@ def load_checkpoint(
         run.check(fit, tree)
         return saved_policy
 
+    # A rank whose objects do not fit stops all, before anything is loaded.
     saved_policy = ranks.agreed(checked_policy)
     run.load(fit, tree)
     if saved_policy is not None and stepper is None and run.objects.live:
@@ -249,6 +251,7 @@ def _formats_of_auto(model: torch.nn.Module, policy: Policy) -> dict[str, str]:
     """Return what ``auto`` is now on each type of device that the model is on; empty for another policy."""
     if policy.compute != "auto":
         return {}
+    # "auto" knows nothing of other types, such as meta.
     devices = {parameter.device.type for parameter in model.parameters()}.intersection(known_device_types())
     return {device: best_format(device).format for device in sorted(devices)}
 

@@ -117,6 +117,7 @@ def write(path: Path, tree: dict[str, Any], ranks: Ranks) -> None:
         digests_of_first = ranks.gather(digests)[0]
         differing = [place for place in digests if digests[place] != digests_of_first.get(place)]
 
+        # What is equal on rank 0 is read from the file of rank 0, and DTensors from those of torch.
         own = tree
         if ranks.rank > 0:
             own = _without_tensors_at(tree, digests.keys() - set(differing))
@@ -125,7 +126,7 @@ def write(path: Path, tree: dict[str, Any], ranks: Ranks) -> None:
         if shards:
             _save_shards(data, shards, ranks)
 
-        # Every file is there now. Each rank sums some of them.
+        # Every rank has written its files, so that all of them are in the list. Each rank sums some.
         names = ranks.agreed(lambda: sorted(file.name for file in data.iterdir()))
         sums = ranks.agreed(lambda: _sums(data, names, ranks))
         all_sums: dict[str, list[Any]] = {}
@@ -191,25 +192,31 @@ def _shards_and_digests(tree: dict[str, Any]) -> tuple[dict[Place, torch.Tensor]
     return shards, digests
 
 
-_FACTORS = 2**16
-_BETWEEN_PIECES = 0x2545F4914F6CDD1D
+_PIECE_WORDS = 2**16
+_BETWEEN_PIECES = 0x2545F4914F6CDD1D  # any large odd number
 
 
 def _digest(tensor: torch.Tensor) -> str:
     """Return the form of a tensor and a sum of its bits, computed where they are and not on the CPU.
 
-    Each word is multiplied by an odd number, so that a change of one word changes the sum modulo 2**64. The
-    numbers are random, so that of other changes one in about 2**63 does not.
+    Each word of 32 bits is multiplied by a random odd number of 62, and the sum is taken modulo 2**64. A
+    change of one word changes it; any other change does not once in about 2**32.
     """
-    bits = tensor.contiguous().flatten().view(torch.uint8)
-    if bits.numel() % 8 == 0:
-        bits = bits.view(torch.int64)
-    factors = torch.randint(2**62, (_FACTORS,), generator=torch.Generator().manual_seed(0)) | 1
-    factors = factors.to(bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in torch.split(bits, _FACTORS):
+    words = tensor.contiguous().flatten().view(torch.uint8)
+    if words.numel() % 4 == 0:
+        words = words.view(torch.int32)
+    factors = _factors(words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    # In pieces, since the products take two or more times the memory of the words.
+    for piece in torch.split(words, _PIECE_WORDS):
         total = total * _BETWEEN_PIECES + (piece * factors[: len(piece)]).sum()
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {int(total)}"
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)  # the same on every rank
+    return (torch.randint(2**62, (_PIECE_WORDS,), generator=generator) | 1).to(device)
 
 
 def _without_tensors_at(tree: dict[str, Any], places: Any) -> dict[str, Any]:
@@ -347,6 +354,7 @@ def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Mapping[Place, Any])
         assert saved.own is not None
         return _with_tensors(saved.own, saved, layouts)
 
+    # Values that ranks had of their own are those of rank 0, but for what has to differ by rank.
     tree = dict(saved.common)
     if saved.own is None:
         tree["random"] = None
