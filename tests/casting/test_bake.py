@@ -312,15 +312,12 @@ def test_a_compiled_model_may_be_baked(outside):
 def test_the_handle_lists_what_is_stored_and_left():
     model, handle, _, x = pair()
     assert repr(handle) == "Baked(8 weights in a low format, 2 left)"
-    shown = handle._repr_html_().removeprefix("<pre>").removesuffix("</pre>").splitlines()
-    assert shown[0] == repr(handle)
-    assert [shown[1].rpartition(": ")[2], shown[-1], len(shown)] == ["bf16", f"{handle.left[-1]}: left", 11]
+    assert (len(handle.formats), set(handle.formats.values()), len(handle.left)) == (8, {BF16}, 2)
     assert baked(model) is handle
     assert baked(nn.Linear(1, 1)) is None
     handle.restore()
     handle.restore()
     assert repr(handle) == "Baked(restored)"
-    assert handle._repr_html_() == "<pre>Baked(restored)</pre>"
     assert baked(model) is None
     assert model(x).dtype == FP32
     assert has_no_hooks(model)

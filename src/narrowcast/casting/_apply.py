@@ -151,17 +151,22 @@ class Applied:
             how = _applied[model].how_to_end
             raise PolicyError(f"this {type(model).__name__} has a policy already: {how}")
         self.policy = as_policy(policy)
+        # The model must not live on for the sake of its handle, which outlives it in many scripts.
         self._model = weakref.ref(model)
+
+        # What is wrong with the policy is said before anything has changed.
         modules = all_paths(model)
         self.missed = missed_rules(self.policy, model)
         if strict:
             refuse_missed(self.missed)
             refuse_in_torchscript(self.policy, model)
+
         self._shared = Shared(self.policy, opens, admits)
         if how_to_end is not None:
             self._shared.how_to_end = how_to_end
         ruled = RuledModules(self._shared)
         self._calls = ruled.calls
+        # An added module may have another policy, which is found when some have this one already.
         with undo_on_error([model]):
             _remove_copied_calls(modules, self.policy)
             self.fp8 = apply_fp8(model, self.policy)
@@ -229,6 +234,7 @@ class Applied:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        # After an error it is plain why nothing was called.
         if kind is not None:
             self.warns_if_not_called = False
         self.remove()
@@ -285,6 +291,7 @@ class RuledModules:
             if "" in paths:
                 return  # the model itself, which keeps its own
 
+        # A module may have come to another place, with its call.
         rules = _rules_of(policy, paths, module)
         rules_before = calls[0].rules if calls else ()
         if rules == rules_before:
@@ -335,7 +342,8 @@ class _ModelCall(ModuleCall):
         if self._inside is None:  # in a copy
             self._inside = RuledModules(self.shared)
         model = None if self._model is None else self._model()
-        self._inside.follow(module if model is None else model)  # not a module that the model wraps
+        # Paths start at the model, also where what it wraps is called.
+        self._inside.follow(module if model is None else model)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_inside": None, "_model": None}
@@ -419,6 +427,7 @@ def _remove_copied_calls(modules: Iterable[tuple[tuple[str, ...], torch.nn.Modul
     """Remove what was copied with a model; refuse if a module has another policy."""
     for paths, module in modules:
         for call in calls_on(module):
+            # The policy that came with a copy gives way to the one that is asked for.
             if call.is_copy:
                 call.detach()
             elif call.shared.policy != policy and not call.shared.compiled:

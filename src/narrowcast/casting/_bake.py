@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 import itertools
 import warnings
 import weakref
@@ -199,13 +198,6 @@ class Baked:
         if self._ended:
             return "Baked(restored)"
         return f"Baked({len(self._stored)} weights in a low format, {len(self.left)} left)"
-
-    def _repr_html_(self) -> str:
-        lines = [repr(self)]
-        lines += [f"{name}: {format_name(dtype)}" for name, dtype in self.formats.items()]
-        if not self._ended:
-            lines += [f"{name}: left" for name in self.left]
-        return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
     def _follow_state_dicts(self, module: torch.nn.Module, own: dict[str, _StoredWeight]) -> None:
         hooked: Any = module  # these methods have no types

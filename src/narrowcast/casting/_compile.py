@@ -117,6 +117,7 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
     if not callable(model):
         raise PolicyError(f"expected a module or a function to compile, got {type(model).__name__}")
     policy = with_fp32_weights(policy)
+    # Else models of one class share a limit of recompilations, beyond which Dynamo leaves them to eager code.
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since 2.12
         settings.setdefault("isolate_recompiles", True)
     model = _not_compiled(model)
@@ -156,6 +157,7 @@ def _in_region(function: Callable[..., Any], compiled: _Compiled) -> Any:
             try:
                 return function(*args, **kwargs)
             except dynamo_error() as error:
+                # A rule that refuses an operator raises while Dynamo traces.
                 raise _own_error(error) or error from None
 
     vars(in_region)["_narrowcast_target"] = compiled.target

@@ -22,6 +22,7 @@ class _Moves:
         self.count = 0
 
     def counted(self, below: Callable[..., Any]) -> Callable[..., Any]:
+        # Every way to move or cast a module calls it.
         def _apply(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
             return below(*args, **kwargs)
@@ -38,6 +39,7 @@ def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list
     Without either, the one on which tensors are made by default.
     """
     devices = weight_device_types(module) if module is not None else []
+    # A module without weights follows its inputs.
     if not devices:
         inputs = tensors_inside((args, kwargs))
         devices = list(dict.fromkeys(tensor.device.type for tensor in inputs))
@@ -62,6 +64,7 @@ def check_device_type(device_type: Any, *, enabled: bool) -> None:
         raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
     if device_type != "cpu":  # every build has it, and a region is opened at each step
         if device_type in PRESET_TABLE:
+            # A policy in the place of the device type, as nc.autocast("bf16").
             here = "cuda" if torch.cuda.is_available() else "cpu"
             raise DeviceError(
                 f"expected a device type first, got the policy {device_type!r}: "

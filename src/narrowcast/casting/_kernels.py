@@ -100,6 +100,7 @@ class _AutocastKernels:
         self._libraries: dict[str, Any] = {}
 
     def add(self, op: str) -> None:
+        # Before ours is registered, which would be found in its place.
         native = native_kernel(op, self.device_type)
         if native is not None:
             self.native[op] = native
@@ -111,6 +112,7 @@ class _AutocastKernels:
         self._install(op, _kernel(op, self.device_type, go_on))
 
     def drop(self, op: str) -> None:
+        # PyTorch puts back the kernel that ours stood in front of.
         self._libraries.pop(op)._destroy()
         del self.installed[op]
         self.native.pop(op, None)
@@ -212,6 +214,7 @@ def _remove_unneeded() -> None:
 
 def _update() -> None:
     """Install the kernels that are needed and missing, and remove those that are not needed."""
+    # A set of all that is needed, not counts: a user that is gone needs no kernel, however it went.
     needed: defaultdict[str, set[str]] = defaultdict(set)
     ruled: defaultdict[str, set[str]] = defaultdict(set)
     for where, ops, by_rules in itertools.chain.from_iterable(list(_needs_of.values())):
@@ -456,8 +459,10 @@ def _kernel_in_front(op: str, below: _Kernel) -> _Kernel:
 
 def _prepare_in_front(op: str, scope: Scope) -> _operators.Action | None:
     decision = scope.decide(op)
+    # Of an unlisted operator the parts are decided about, inside the layers.
     if decision is not None:
         return None if decision.compute == UNLISTED else _operators.action_for(op, decision, scope)
+    # Inside the layers PyTorch's own kernel would come too late.
     kernels = _kernels_on[scope.resolved.device_type]
     native = kernels.native.get(op) if op in kernels.installed else native_kernel(op, kernels.device_type)
     if native is None:

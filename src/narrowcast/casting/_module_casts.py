@@ -46,6 +46,7 @@ def _cast_by_rule(casts: Casts, values: Any) -> Any:
     """Cast a module's inputs or outputs; meanwhile ``rule_that_casts`` returns the rule."""
     if isinstance(values, torch.Tensor) and values.dtype is casts.dtype:
         return values
+    # For traces of operators, which say why a tensor was cast.
     thread.casting_rule = casts.rule
     try:
         return cast_where(values, casts.dtype, wants(casts.device, casts.dtype))
@@ -61,6 +62,7 @@ class _TensorCopy(NamedTuple):
 
     @traced_only_inline
     def write_back(self) -> None:
+        # A cast is at version 0 until the module writes to it; inference tensors count no versions.
         if not self.cast.is_inference() and self.cast._version:
             self.original.copy_(self.cast)
 
@@ -107,6 +109,7 @@ def _copies_in(cast: Any, original: Any) -> Copies:
     if type(cast) not in (tuple, list, dict):
         return ()
 
+    # A tuple is a copy too, but nobody can write to it.
     parts = _parts_of(cast)
     original_parts = _parts_of(original)
     copies: Copies = ()

@@ -241,8 +241,8 @@ def _casts(
     if depends_on_inputs(compute):
 
         def cast_to_widest(args: Any, kwargs: Any) -> tuple[Any, Any]:
-            dtype = widest(tensors_in((*args, *kwargs.values())), device)
-            return cast_all(args, kwargs, dtype, device)
+            tensors = tensors_in((*args, *kwargs.values()))
+            return cast_all(args, kwargs, widest(tensors, device), device)
 
         return cast_to_widest
 
@@ -280,10 +280,11 @@ def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
 
 def widest(tensors: Iterable[torch.Tensor], device: str) -> torch.dtype | None:
     """Return the dtype to which eligible ``tensors`` promote, or None."""
-    dtypes = [tensor.dtype for tensor in tensors if is_eligible(tensor, device)]
-    if not dtypes:
-        return None
-    return functools.reduce(torch.promote_types, dtypes)
+    dtype: torch.dtype | None = None
+    for tensor in tensors:
+        if is_eligible(tensor, device):
+            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

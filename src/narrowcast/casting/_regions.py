@@ -62,6 +62,7 @@ class _Process:
             # The region outside may be one of torch.autocast, which filled the cache.
             if region.enabled_before and region.cache_before:
                 self.hold_casts_of(region.dtype_before)
+            # Beside a thread that keeps casts of another dtype, this one casts at each use.
             if cache and self.may_cache(region):
                 region.caching = True
                 self.caching.add(region)
@@ -73,6 +74,7 @@ class _Process:
 
     def prepare_compiler(self) -> None:
         """Have ``torch.compile`` compute gradients as eager code does, in graphs of earlier calls too."""
+        # At the first region, since a script that opens none must find torch as it is.
         if _torch_internals.trace_backward_outside_of_regions():
             _torch_internals.reset_compiled_code()
         self.had_a_region = True

@@ -148,7 +148,7 @@ def scope_on(device_type: str) -> Scope | None:
     # Asked at each call of an operator with a rule: the way of most calls comes first.
     carrier = _carrier_of.get(device_type)
     if carrier is None:
-        return None
+        return None  # no policy with rules was ever used there
     mark = torch.get_autocast_dtype(carrier)
     if mark is _NO_SCOPE:
         return None
@@ -169,6 +169,7 @@ def is_promoting() -> bool:
 
 def promotion_here() -> Callable[[str, str], None] | None:
     """Return the promotion of this thread's innermost region that has one."""
+    # Regions of modules inside it have none of their own.
     for region in reversed(thread.regions):
         if region.promotion is not None:
             return region.promotion
@@ -228,6 +229,7 @@ def mark_of(scope: Scope) -> torch.dtype:
         return scope.mark
     device_type = scope.resolved.device_type
     carrier = carrier_for(device_type)
+    # In words, so that the keys of graphs on disk can contain it.
     identity = (device_type, repr(scope.identity))
     with _lock:
         meanings = _meanings.setdefault(carrier, {})

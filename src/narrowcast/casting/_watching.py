@@ -98,7 +98,7 @@ class _Watch:
             if op in _LEFT_ALONE:
                 continue
             namespace = qualified(op).partition("::")[0]
-            # What the operator does without being watched.
+            # What the operator does without being watched: under a rule, on PyTorch's table, or neither.
             below = (
                 _kernels.own_kernel(op, self._device_type)
                 or native_kernel(op, self._device_type)
@@ -120,7 +120,7 @@ class _Watch:
 
         @skipped_by_dynamo
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._libraries:
+            if not self._libraries:  # after its end
                 return below(keyset, *args, **kwargs)
             enclosing = ops_under_way()
             compute, rule, because = _decided(op, device_type, kind)
