@@ -78,10 +78,7 @@ class UnreadSteps:
             del target.grad_scale, target.found_inf
 
         # By the time the flag is read, others than fused steps may have written the gradients.
-        if check.can_look_later():
-            look = check.look_later()
-        else:
-            look = check.nonfinite().read
+        look = check.look_later() if check.can_look_later() else check.nonfinite().read
         read = self._copies.start(check.found_inf.reshape(1))
         parameters = check.gradients.parameters
         step = UnreadStep(weakref.ref(optimizer), number, counts, skips, parameters, read, look)
