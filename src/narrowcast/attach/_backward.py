@@ -173,7 +173,8 @@ class Backward:
             number=self._scale.next_backward(),
             factor=self._scale.value.scale,
             site=site,
-            loss=None if loss is None else (loss.detach(), loss._version),
+            loss=loss,
+            loss_version=0 if loss is None else loss._version,
         )
         self.leaves.backward_begins(leaves)
         seen_early = bool(runs_python or _views or self._retained or inputs is not None or create_graph)

@@ -82,20 +82,21 @@ class PassFacts:
         number: in the order of outermost passes.
         factor: its loss scale.
         site: the line of the script that called it.
-        loss: its loss, without its graph, and the version of that; None unless it is one number.
+        loss: its loss; None unless it is one number.
+        loss_version: the version of that.
     """
 
     number: int
     factor: float
     site: str
-    loss: tuple[torch.Tensor, int] | None
+    loss: torch.Tensor | None
+    loss_version: int
 
     def loss_was_finite(self) -> bool:
         """Return False if the loss is known to have been NaN or infinite."""
         if self.loss is None:
             return True
-        loss, version = self.loss
-        return loss._version != version or bool(torch.isfinite(loss))
+        return self.loss._version != self.loss_version or bool(torch.isfinite(self.loss))
 
 
 @dataclass(slots=True)
@@ -383,6 +384,8 @@ class Leaves:
         finite = left.are_finite()
         if finite:
             return
+        if facts.loss is not None:
+            facts.loss = facts.loss.detach()  # it is kept without its graph
         unread = _UnreadPass(
             facts=facts,
             leaves=list(map(weakref.ref, left.leaves)),
