@@ -20,7 +20,7 @@ BLOCKS, LOOPS, HEAD, AMP, TRAINING, LBFGS, RETURNS, CONTAINERS = (
 ROWS = {f"{name} {index}" for name, table in TABLES.items() for index in range(len(table))}
 RETURNED = {f"returns {name}" for name in RETURNS} | {f"returns a {name}" for name in CONTAINERS}
 KINDS = {*BLOCKS, *LOOPS, *ROWS, *RETURNED, "LBFGS", "exception"}
-BY_HAND = {"by_hand", "sharpness_aware"}  # loops that fp16 refuses, since no step can be skipped
+BY_HAND = {"by_hand", "sharpness_aware", "worker_copy"}  # loops that fp16 refuses: no step can be skipped
 
 # Sums of two outputs are no probabilities, and a sample is none; under torch.func none is computed in fp32.
 OF_FUNC = {"functional_gradients", "per_sample", "jacobian"}

@@ -75,6 +75,8 @@ class Attachment:
         self._trained_elsewhere = False
         self._seed_shift = seed_shift
         self._patches = Patches()
+
+        # What the parts share, and the parts.
         run = AttachedRun(
             policy=with_fp32_weights(policy),
             asked_scale=loss_scale,
@@ -91,6 +93,8 @@ class Attachment:
         self._regions = Regions(run)
         self._backward = Backward(run, self._regions)
         self._steps = Steps(run, self._backward.leaves, self._regions)
+
+        # A process that the script spawns gets the same.
         capture = None if writer is None else writer.path
         settings = (self.policy, loss_scale, capture, stop_after, seed_shift)
         self._processes = _ChildProcesses(self.recorder, settings)
@@ -110,6 +114,7 @@ class Attachment:
             self._regions.install(self._patches)
             self._backward.install(self._patches)
             self._steps.install(self._patches)
+            # Every kind of process of multiprocessing begins here.
             self._patches.wrap(multiprocessing.process.BaseProcess, "start", self._processes.start)
             self._patches.wrap(os, "_exit", self._before_exit)
             if self._seed_shift:
@@ -332,7 +337,7 @@ class _ChildProcesses:
         self._settings = settings
         self._numbers = itertools.count()
         self._counts: list[Any] = []
-        self.started = False
+        self.started = False  # whether one was spawned
 
     def trained(self) -> bool:
         """Return whether one took a step or skipped it; note how many."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -104,7 +104,9 @@ class Backward:
             # Tensor subclasses make torch call itself by name: that is the same pass, not a nested one.
             if self._nesting.depth and graph_task_id() == NO_GRAPH_TASK:
                 return original(*args, **kwargs)
-            run = replacement if self._recorder.left_alone is None else original
+            run = replacement
+            if self._recorder.left_alone is not None:
+                run = original
             try:
                 with self._nesting:
                     result = run(*args, **kwargs)
@@ -148,6 +150,7 @@ class Backward:
             self._nested_pass(functools.partial(self._torch_backward, roots, seeds, *options), nodes, factor)
             return
 
+        # Recorded in every format; only fp16 scales.
         if not self._regions.called_a_module:
             self.before_modules = True
         scaled = self._scale.active
@@ -162,6 +165,7 @@ class Backward:
             as_in_fp32()
             return
 
+        # What the pass starts from, and what it reaches.
         roots, nodes = _with_nodes(roots)
         seeds = _as_seeds(grad_tensors, len(roots))
         leaves, runs_python = self.leaves.reached_from(nodes)
@@ -169,11 +173,13 @@ class Backward:
             number=self._scale.next_backward(),
             factor=self._scale.value.scale,
             site=site,
-            loss=None if loss is None else (loss.detach(), loss._version),
+            loss=loss,
+            loss_version=0 if loss is None else loss._version,
         )
         self.leaves.backward_begins(leaves)
         seen_early = bool(runs_python or _views or self._retained or inputs is not None or create_graph)
-        retained = create_graph if retain_graph is None else retain_graph
+        if retain_graph is None:
+            retain_graph = create_graph  # as torch does
 
         def run_pass(factor: float, keeps_graph: bool) -> PassGradients | None:
             scaled_seeds = _scaled(roots, seeds, factor)
@@ -186,16 +192,17 @@ class Backward:
                 self._torch_backward(roots, scaled_seeds, *options)
             return together[0] if together else None
 
-        if not runs_python and self._may_run_again(leaves, retained):
+        if not runs_python and self._may_run_again(leaves, retain_graph):
             left = self._until_finite(run_pass, facts, leaves, inputs, create_graph)
-            if not retained:
+            if not retain_graph:
                 self._free_graph(roots, inputs)
         else:
-            left = run_pass(facts.factor, retained)
+            left = run_pass(facts.factor, retain_graph)
 
         # Only now has DDP reduced what it reduces, so that every rank sees the same.
         if self._nested_leaves:
-            leaves = list({id(leaf): leaf for leaf in [*leaves, *self._nested_leaves]}.values())
+            by_id = {id(leaf): leaf for leaf in [*leaves, *self._nested_leaves]}
+            leaves = list(by_id.values())
             self._nested_leaves = []
         self.leaves.backward_ended(leaves, facts, left)
 
@@ -214,6 +221,7 @@ class Backward:
         # What leaves hold is taken from them meanwhile, and hooks might look at it.
         if _views and any(leaf.grad is not None for leaf in leaves):
             return False
+        # Hooks of others, as of a library that averages gradients, may not be made to run twice.
         for leaf in leaves:
             for hook in (leaf._backward_hooks or {}).values():
                 if not isinstance(hook, TrueView) and hook != self.leaves.unscale:
@@ -233,7 +241,7 @@ class Backward:
         If they are not finite at a scale of 1 either, they stay so, as in FP32, and the scale falls once.
         """
         holders = [*leaves, *self._kept_in_graph(inputs)]
-        earlier = [(tensor, gradient_of(tensor)) for tensor in holders]
+        earlier = _taken_from(holders)
 
         def gradients_at(scale: float) -> PassGradients:
             for tensor in holders:
@@ -242,14 +250,16 @@ class Backward:
 
         try:
             left = gradients_at(facts.factor)
+            # At a scale of 1 first: where that overflows too, a lower scale does not help.
             if not left.wait_if_finite() and facts.factor > 1.0:
                 left = gradients_at(1.0)
                 if left.wait_if_finite():
                     left = self._lowered(gradients_at, facts.number)
         finally:
             add_to_earlier(earlier, makes_graph=makes_graph)
-        accumulated = any(before is not None for _, before in earlier)
-        return None if accumulated else left
+        if any(before is not None for _, before in earlier):
+            return None  # what leaves hold now is the sum, and checked anew
+        return left
 
     def _lowered(self, gradients_at: Callable[[float], PassGradients], number: int) -> PassGradients:
         """Lower the scale until a pass is finite, which it is at a scale of 1."""
@@ -304,7 +314,9 @@ class Backward:
         """Return the factor of the gradients that a hook would see now; None: they are true."""
         # ``backward`` has unscaled a leaf's gradient before its hooks run; ``grad`` has not.
         task = graph_task_id()
-        return self._returning.get(task) if at_leaf else self._factor_of(task)
+        if at_leaf:
+            return self._returning.get(task)
+        return self._factor_of(task)
 
     def _factor_of(self, task: int) -> float | None:
         if task in self.leaves.factors:
@@ -347,18 +359,20 @@ class Backward:
             self._torch_grad, outputs, inputs, grad_outputs, retain_graph, *rest, **options
         )
         roots = _as_tuple(outputs)
-        # A subclass may have no data: torch.compile differentiates such tensors while it traces.
-        plain = all(type(root) is torch.Tensor and root.grad_fn is not None for root in roots)
-        if not (self._scale.active and graph_task_id() == NO_GRAPH_TASK and plain):
+        outermost = graph_task_id() == NO_GRAPH_TASK
+        if not (self._scale.active and outermost and all(map(_is_plain_result, roots))):
             return as_in_fp32()
-        if any(is_functorch_wrapped(root) for root in roots):
+        if any(map(is_functorch_wrapped, roots)):
             self._recorder.note(_OF_TORCH_FUNC)
             return as_in_fp32()
 
         factor = self._scale.value.scale
         seeds = _scaled(roots, _as_seeds(grad_outputs, len(roots)), factor)
-        numbered = self._numbered([root.grad_fn for root in roots], self._returning, factor)
-        with numbered, self._retained_unscaled(None, factor) as retained:
+        nodes = [root.grad_fn for root in roots]
+        with (
+            self._numbered(nodes, self._returning, factor),
+            self._retained_unscaled(None, factor) as retained,
+        ):
             scaled = self._torch_grad(roots, inputs, seeds, True, *rest, **options)
             # Under vmap over this function, all rows are checked together.
             found = [without_layers(gradient) for gradient in scaled if gradient is not None]
@@ -400,9 +414,7 @@ class Backward:
             yield []
             return
         kept = self._kept_in_graph(inputs)
-        earlier = [(tensor, gradient_of(tensor)) for tensor in kept]
-        for tensor, _ in earlier:
-            tensor.grad = None
+        earlier = _taken_from(kept)
         try:
             yield kept
         finally:
@@ -437,7 +449,9 @@ def _as_tuple(tensors: Any) -> tuple[Any, ...]:
 
 
 def _as_seeds(grad_tensors: Any, count: int) -> list[Any]:
-    return [None] * count if grad_tensors is None else list(_as_tuple(grad_tensors))
+    if grad_tensors is None:
+        return [None] * count
+    return list(_as_tuple(grad_tensors))
 
 
 def _with_nodes(roots: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
@@ -449,6 +463,14 @@ def _with_nodes(roots: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], list[An
         is_leaf = root.requires_grad and root.is_leaf
         tensors.append(root.view_as(root) if is_leaf else root)
     return tuple(tensors), [root.grad_fn for root in tensors if root.grad_fn is not None]
+
+
+def _is_plain_result(root: Any) -> bool:
+    """Return whether a root was computed, and has data.
+
+    A subclass may have none: torch.compile differentiates such tensors while it traces.
+    """
+    return type(root) is torch.Tensor and root.grad_fn is not None
 
 
 def _is_one_real_number(tensor: torch.Tensor) -> bool:
@@ -476,7 +498,18 @@ def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) 
 
 
 def _true(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
-    return None if gradient is None else true_gradient(gradient, factor)
+    if gradient is None:
+        return None
+    return true_gradient(gradient, factor)
+
+
+def _taken_from(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Take their gradients from tensors for the time of a pass; return each tensor with its own."""
+    taken = []
+    for tensor in tensors:
+        taken.append((tensor, gradient_of(tensor)))
+        tensor.grad = None
+    return taken
 
 
 # ---- hooks
@@ -513,7 +546,9 @@ class TrueView:
         if factor is None:
             return self.hook(*args)
         result = self.hook(*_true_arguments(args, factor))
-        return None if result is None else _scaled_like(result, args[self.replaces], factor)
+        if result is None:
+            return None
+        return _scaled_like(result, args[self.replaces], factor)
 
 
 _views: weakref.WeakSet[TrueView] = weakref.WeakSet()

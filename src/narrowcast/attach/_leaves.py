@@ -82,20 +82,21 @@ class PassFacts:
         number: in the order of outermost passes.
         factor: its loss scale.
         site: the line of the script that called it.
-        loss: its loss, without its graph, and the version of that; None unless it is one number.
+        loss: its loss; None unless it is one number.
+        loss_version: the version of that.
     """
 
     number: int
     factor: float
     site: str
-    loss: tuple[torch.Tensor, int] | None
+    loss: torch.Tensor | None
+    loss_version: int
 
     def loss_was_finite(self) -> bool:
         """Return False if the loss is known to have been NaN or infinite."""
         if self.loss is None:
             return True
-        loss, version = self.loss
-        return loss._version != version or bool(torch.isfinite(loss))
+        return self.loss._version != self.loss_version or bool(torch.isfinite(self.loss))
 
 
 @dataclass(slots=True)
@@ -305,16 +306,20 @@ class Leaves:
         self._together = []
         gradients = list(map(_GRADIENT, leaves))
         if not _NONE.isdisjoint(map(type, gradients)):
-            leaves = [leaf for leaf in leaves if leaf.grad is not None]
+            leaves = _with_gradients(leaves)
             gradients = list(map(_GRADIENT, leaves))
 
         # One operator cannot write to all where kinds differ, or where two lie in one memory.
         found_inf = []
-        groups = by_device_and_dtype(gradients) if gradients else []
+        groups = []
+        if gradients:
+            groups = by_device_and_dtype(gradients)
         in_fp32 = all(dtype is torch.float32 for _, dtype, _, _ in groups)
         if not (in_fp32 and _are_dense_and_apart(gradients)):
             in_place = _dense_and_apart(gradients)
-            groups = by_device_and_dtype(in_place) if in_place else []
+            groups = []
+            if in_place:
+                groups = by_device_and_dtype(in_place)
             kept = set(map(id, in_place))
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 if id(gradient) not in kept:
@@ -379,6 +384,8 @@ class Leaves:
         finite = left.are_finite()
         if finite:
             return
+        if facts.loss is not None:
+            facts.loss = facts.loss.detach()  # it is kept without its graph
         unread = _UnreadPass(
             facts=facts,
             leaves=list(map(weakref.ref, left.leaves)),
@@ -399,7 +406,9 @@ class Leaves:
         self.read()
         if not self._overflows and self._are_as_checked(map(_GRADIENT, parameters)):
             return []
-        holders = [parameter for parameter in parameters if parameter.grad is not None]
+
+        # The script has changed or replaced some, as a clip does: they may be infinite only now.
+        holders = _with_gradients(parameters)
         gradients = list(map(_GRADIENT, holders))
         bad = set()
         if not self._are_as_checked(gradients):
@@ -480,6 +489,7 @@ class Leaves:
                 self._forget_overflow(leaf)
             elif overflow.skipped:
                 skipped.append(leaf)
+        # A skipped step left its gradients, and zero_grad(set_to_none=False) keeps the tensors.
         still_bad = nonfinite_flags(list(map(_GRADIENT, skipped))).read()
         for leaf, flag in zip(skipped, still_bad, strict=True):
             if not flag:
@@ -556,6 +566,7 @@ class Leaves:
         ids = list(map(id, leaves))
         if ids == self._owned_leaves:
             return
+
         self._own_what_optimizers_have()
         if self._in_optimizers.keys() >= set(ids):
             self._owned_leaves = ids
@@ -564,8 +575,12 @@ class Leaves:
             if id(leaf) not in self._in_optimizers and isinstance(leaf, torch.nn.Parameter):
                 # Writes through ``.data`` keep the version. To compare values waits for the device, so it is
                 # done only while no optimizer is known to update parameters.
-                values = None if self._an_optimizer_steps else leaf_sample(leaf)
-                gradient = None if leaf.grad is None else (weakref.ref(leaf.grad), leaf.grad._version)
+                values = None
+                if not self._an_optimizer_steps:
+                    values = leaf_sample(leaf)
+                gradient = None
+                if leaf.grad is not None:
+                    gradient = (weakref.ref(leaf.grad), leaf.grad._version)
                 self._watched[leaf] = _WatchedParameter(leaf._version, values, gradient)
 
     def _refuse_updates_by_hand(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -610,9 +625,13 @@ class Leaves:
 
 def gradients_left_in(leaves: Iterable[torch.Tensor]) -> PassGradients:
     """Return the gradients of ``leaves``, and check them."""
-    holders = [leaf for leaf in leaves if leaf.grad is not None]
+    holders = _with_gradients(leaves)
     gradients = list(map(_GRADIENT, holders))
     return PassGradients(holders, gradients, _found_inf(gradients))
+
+
+def _with_gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor.grad is not None]
 
 
 def _found_inf(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -42,6 +42,7 @@ class Patches:
         """Make ``owner.name(...)`` call ``replacement(original, ...)``."""
         original = getattr(owner, name)
 
+        # A function, since it may stand for a method.
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
@@ -110,6 +111,7 @@ class RunningScale:
     def __init__(self, value: LossScale) -> None:
         self.value = value
         self.backward = 0
+        # Kept apart from ``value``, which the next overflow lowers while these gradients are still used.
         self._scale_of_gradients = value.scale
         self._lock = threading.Lock()
 
@@ -152,7 +154,7 @@ class RunningScale:
         Passes that ran at one scale lower it once together: on a GPU they are read late.
         """
         with self._lock:
-            if self.value.scale >= factor:
+            if self.value.scale >= factor:  # else another pass has lowered it since
                 self.value = self.value.after_step(overflow=True)
             self._backed_off_for = max(self._backed_off_for, backward)
             self._moved_for = max(self._moved_for, backward)
@@ -241,6 +243,7 @@ class Stopping:
             self._deadline.cancel()
 
     def _end_process(self) -> None:
+        # os._exit runs no exit handler and flushes nothing.
         try:
             self._close()
         finally:

@@ -157,9 +157,11 @@ def _code_of_module(module: str, spec: ModuleSpec) -> types.CodeType:
 
 
 def _not_python(what: str, error: SyntaxError | ValueError) -> ScriptError:
+    where = "not valid Python"
     line = getattr(error, "lineno", None)
-    where = f" (line {line})" if line else ""
-    return ScriptError(f"cannot run {what}: not valid Python{where}: {error.args[0]}")
+    if line:
+        where += f" (line {line})"
+    return ScriptError(f"cannot run {what}: {where}: {error.args[0]}")
 
 
 def run_script(script: Script) -> None:
@@ -175,12 +177,14 @@ def run_script(script: Script) -> None:
     main.__dict__.update(
         __annotations__={},
         __builtins__=builtins,
-        __cached__=spec.cached if spec else None,
+        __cached__=None,
         __file__=script.file,
-        __loader__=spec.loader if spec else SourceFileLoader("__main__", script.file),
-        __package__=spec.parent if spec else None,
+        __loader__=SourceFileLoader("__main__", script.file),
+        __package__=None,
         __spec__=spec,
     )
+    if spec is not None:
+        main.__dict__.update(__cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent)
     sys.argv = list(script.argv)
     sys.modules["__main__"] = main
     if "__mp_main__" in sys.modules:

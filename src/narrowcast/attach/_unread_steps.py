@@ -30,7 +30,8 @@ class UnreadStep:
         counts: whether it is counted as a step; one inside of another is not.
         skips: whether the optimizer itself skipped the step if its flag is set.
         read: waits for the flag and returns it, in a list.
-        look: returns which of ``parameters`` have a gradient that is not finite.
+        parameters: those that had a gradient.
+        look: returns which of their gradients are not finite.
     """
 
     optimizer: weakref.ref[Optimizer]
@@ -42,7 +43,9 @@ class UnreadStep:
     look: Callable[[], list[bool]]
 
     def bad(self) -> list[torch.Tensor]:
-        return [p for p, flag in zip(self.parameters, self.look(), strict=True) if flag]
+        """Return the parameters whose gradient was not finite."""
+        flags = self.look()
+        return [parameter for parameter, flag in zip(self.parameters, flags, strict=True) if flag]
 
 
 class UnreadSteps:
@@ -73,7 +76,8 @@ class UnreadSteps:
         if skips:
             target: Any = optimizer
             del target.grad_scale, target.found_inf
-        # A fused step leaves gradients as they are; others may write them.
+
+        # By the time the flag is read, others than fused steps may have written the gradients.
         look = check.look_later() if check.can_look_later() else check.nonfinite().read
         read = self._copies.start(check.found_inf.reshape(1))
         parameters = check.gradients.parameters
