@@ -11,7 +11,7 @@ from torch import nn
 
 from interleaved import interleaved
 from narrowcast.attach import Attachment
-from narrowcast.observe.capture import CaptureWriter
+from narrowcast.capture import CaptureWriter
 from narrowcast.scaling import Dynamic
 
 STEPS = 2  # a turn of each side

@@ -138,7 +138,7 @@ def _global_state() -> dict[str, object]:
 
 def _open_regions() -> tuple[int, ...]:
     """Of all threads: one that a thread leaves open as it ends would keep others from keeping casts."""
-    regions = sys.modules.get("narrowcast.casting._regions")
+    regions = sys.modules.get("narrowcast.casting.regions._regions")
     if regions is None:
         return (0,) * 3
     replaced = (regions._weight_casts.LOADING, regions._CHECKPOINTING)
@@ -195,10 +195,10 @@ def _seeded():
 @pytest.fixture(autouse=True)
 def _warnings_come_again():
     """What is said once a process is said to each test, whatever tests came before."""
-    weight_casts = sys.modules.get("narrowcast.casting._weight_casts")
+    weight_casts = sys.modules.get("narrowcast.casting.regions._weight_casts")
     if weight_casts is not None:
         weight_casts._process.backward_warned = False
-        sys.modules["narrowcast.casting._warnings"].warned.clear()
+        sys.modules["narrowcast.casting.regions._warnings"].warned.clear()
 
 
 def pytest_addoption(parser):

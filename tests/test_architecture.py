@@ -21,11 +21,13 @@ ORDER = [
     "machine",
     "policy",
     "scaling",
+    "capture",
     "casting",
     "gradients",
     "weights",
     "training",
     "observe",
+    "scripts",
     "attach",
     "report",
     "verify",
@@ -37,7 +39,7 @@ ORDER = [
 ]
 MOST_PUBLIC_NAMES = 95
 PUBLIC = ["errors", "formats", "scaling", "weights", "observe", "training", "apex"]
-TORCH_FREE = {"errors", "scaling", "report", "cli", "migrate"}
+TORCH_FREE = {"errors", "scaling", "capture", "report", "cli", "migrate"}
 ENTRIES = {"__init__", "__main__"}
 
 

@@ -23,7 +23,7 @@ from narrowcast.observe.profiling import stamp
 from narrowcast.policy import resolve
 from narrowcast.scaling import Dynamic
 from narrowcast.verify._diagnosis import SHARES_PHASES, ProfileProbe
-from narrowcast.verify.compare import _probes
+from narrowcast.verify.runs import _probes
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

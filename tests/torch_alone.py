@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from narrowcast.casting import _kernels
+from narrowcast.casting.kernels import _kernels
 
 
 @contextmanager

@@ -6,8 +6,9 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowcast.attach import Attachment, FileWatch, Script, _run, run_attached
-from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
+from narrowcast.attach import Attachment, _run, run_attached
+from narrowcast.capture import CaptureWriter, read_capture, start_event
+from narrowcast.scripts import FileWatch, Script
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import pytest
 from attached_scripts import Runs
 
-from narrowcast.observe.capture import CaptureWriter, start_event
+from narrowcast.capture import CaptureWriter, start_event
 
 
 @pytest.fixture

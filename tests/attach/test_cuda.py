@@ -9,7 +9,7 @@ from test_scenarios import AMPLIFICATION, relative_error, tolerance
 from torch import nn
 
 from narrowcast.attach import Attachment
-from narrowcast.observe.capture import read_capture
+from narrowcast.capture import read_capture
 from narrowcast.scaling import Dynamic
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.attach import Attachment
-from narrowcast.casting._distributions import DISTRIBUTIONS
+from narrowcast.casting.kernels._distributions import DISTRIBUTIONS
 
 CLASSES = 17
 LABELS = torch.arange(8) % CLASSES

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from attached_scripts import Runs
 
-from narrowcast.attach import (
+from narrowcast.errors import FileError
+from narrowcast.scripts import (
     OUTPUTS,
     _files,
     bring_back,
@@ -20,7 +21,6 @@ from narrowcast.attach import (
     restore_killed,
     set_aside,
 )
-from narrowcast.errors import FileError
 
 # What a script does to the user's files ``kept``, ``sub/in``, and ``link`` to ``kept``.
 WAYS = {

@@ -15,7 +15,7 @@ from scenarios import data, network
 
 from narrowcast.attach import Attachment
 from narrowcast.attach._recorder import Recorder, call_site
-from narrowcast.observe.capture import read_capture
+from narrowcast.capture import read_capture
 
 
 def events(writer, kind=None):

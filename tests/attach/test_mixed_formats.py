@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.attach import Attachment
-from narrowcast.casting import _promotion
+from narrowcast.casting.kernels import _promotion
 from narrowcast.scaling import Static
 
 ROWS, WIDTH = 6, 8

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.attach import Attachment
+from narrowcast.capture import CaptureWriter, read_capture, start_event
 from narrowcast.errors import PolicyError
-from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
 
 rule = nc.rule
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from child_processes import output_of
-from narrowcast.observe.capture import read_capture
+from narrowcast.capture import read_capture
 
 TRAINS = """
     import os, signal, time, torch

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, jacrev
 
 import narrowcast as nc
 from narrowcast.attach import Attachment
-from narrowcast.casting._functions import FUNCTIONS
+from narrowcast.casting.kernels._functions import FUNCTIONS
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from narrowcast.attach import Attachment
-from narrowcast.casting import _direct_results, tensors_inside
+from narrowcast.casting import tensors_inside
+from narrowcast.casting.kernels import _direct_results
 from narrowcast.policy import Policy, Rule, rule
 from narrowcast.scaling import Off, Static
 

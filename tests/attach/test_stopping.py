@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from narrowcast.attach import Attachment
-from narrowcast.observe.capture import read_capture
+from narrowcast.capture import read_capture
 
 TRAINING = """\
     import atexit, os, sys, threading, time

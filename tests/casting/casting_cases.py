@@ -12,7 +12,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.casting._module_calls import calls_on
+from narrowcast.casting.models._module_calls import calls_on
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # For files that compile. Dynamo warns about what it does itself.

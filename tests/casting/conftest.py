@@ -5,7 +5,7 @@ import setuptools  # noqa: F401 (puts packages of its own on the path)
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from narrowcast.casting import _scopes
+from narrowcast.casting.regions import _scopes
 from torch_alone import torch_alone
 
 cache_dir()  # in the environment

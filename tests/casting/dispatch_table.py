@@ -5,7 +5,7 @@ import functools
 import torch
 
 import narrowcast as nc
-from narrowcast.casting._watching import _LEFT_ALONE
+from narrowcast.casting.kernels._watching import _LEFT_ALONE
 from narrowcast.policy import every_operator
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

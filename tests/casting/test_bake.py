@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from child_processes import finished
-from narrowcast.casting._bake import baked
-from narrowcast.casting._promotion import why_no_lstm
+from narrowcast.casting.kernels._promotion import why_no_lstm
+from narrowcast.casting.models._bake import baked
 from narrowcast.errors import PolicyError, SettingError, UnsupportedError
 
 

@@ -29,7 +29,8 @@ from op_lists import (
 )
 
 import narrowcast as nc
-from narrowcast.casting import _operators, watch_ops
+from narrowcast.casting import watch_ops
+from narrowcast.casting.kernels import _operators
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import FP32_APPEND_DTYPE, TABLES, native_table
 

@@ -11,9 +11,10 @@ from dispatch_table import changes_since, everywhere, kernels, whole_table
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.casting import PolicyRegion, _kernels
-from narrowcast.casting._kernels import Promotion, root_scope
-from narrowcast.casting._scopes import carrier_for
+from narrowcast.casting import PolicyRegion
+from narrowcast.casting.kernels import _kernels
+from narrowcast.casting.kernels._kernels import Promotion, root_scope
+from narrowcast.casting.regions._scopes import carrier_for
 from narrowcast.policy import TABLES
 
 

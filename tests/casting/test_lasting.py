@@ -5,8 +5,9 @@ import torch
 from casting_cases import in_threads, rules
 
 import narrowcast as nc
-from narrowcast.casting import Applied, LastingRegion, _autocast, _weight_casts, active_scopes
+from narrowcast.casting import Applied, LastingRegion, active_scopes
 from narrowcast.casting import _torch_internals as internals
+from narrowcast.casting.regions import _autocast, _weight_casts
 from narrowcast.errors import OrderError
 
 POLICY = rules(nc.rule.op("exp", compute="fp32"))

@@ -9,7 +9,7 @@ from casting_cases import BF16, FP32, Calls
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.casting import _kernels
+from narrowcast.casting.kernels import _kernels
 
 WIDTH = 8
 TOKENS = torch.randint(0, 20, (2, 4))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.casting import _regions
+from narrowcast.casting.regions import _regions
 from narrowcast.errors import DeviceError, OrderError, PolicyError
 
 OUTSIDE = (False, BF16, True)

@@ -14,7 +14,7 @@ import narrowcast as nc
 from child_processes import output_of
 from interrupts import autocast_state
 from narrowcast.casting import PolicyRegion
-from narrowcast.casting._module_calls import calls_on
+from narrowcast.casting.models._module_calls import calls_on
 from narrowcast.errors import UnsupportedError
 
 rule = nc.rule

@@ -14,7 +14,7 @@ from casting_cases import BF16, FP16, FP32, Calls, assert_same, eager, has_no_ho
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.casting import _apply
+from narrowcast.casting.models import _apply
 from narrowcast.errors import OrderError, PolicyError, UnsupportedError
 
 rule = nc.rule

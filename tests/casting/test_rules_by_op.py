@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import narrowcast as nc
-from narrowcast.casting import _kernels
+from narrowcast.casting.kernels import _kernels
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import PROMOTE, TABLES
 

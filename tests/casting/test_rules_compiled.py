@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import narrowcast as nc
 from child_processes import finished
-from narrowcast.casting import _scopes
+from narrowcast.casting.regions import _scopes
 from narrowcast.errors import UnsupportedError
 
 pytestmark = COMPILES

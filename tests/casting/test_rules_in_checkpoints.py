@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.casting import _weight_casts
+from narrowcast.casting.regions import _weight_casts
 from narrowcast.errors import OrderError
 
 rule = nc.rule

@@ -9,7 +9,8 @@ from casting_cases import BF16, FP16, FP32, Calls, in_threads, rules
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.casting import _scopes, active_scopes
+from narrowcast.casting import active_scopes
+from narrowcast.casting.regions import _scopes
 
 rule = nc.rule
 X = torch.linspace(-1, 1, 16).reshape(4, 4)

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.casting import _watching, ops_under_way, watch_ops
+from narrowcast.casting import ops_under_way, watch_ops
+from narrowcast.casting.kernels import _watching
 from narrowcast.errors import OrderError
 
 # Of torch, once: a bf16 LSTM without projections has no kernel of oneDNN on some CPUs.

@@ -12,7 +12,8 @@ from torch import nn
 
 import narrowcast as nc
 from child_processes import finished
-from narrowcast.casting import PolicyRegion, _weight_casts, drop_casts
+from narrowcast.casting import PolicyRegion, drop_casts
+from narrowcast.casting.regions import _weight_casts
 
 rule = nc.rule
 X = torch.linspace(-1, 1, 8).reshape(2, 4)

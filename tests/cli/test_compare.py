@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import made_captures
 import pytest
 
+from narrowcast.capture import read_capture, read_comparison
 from narrowcast.cli import _output, main
 from narrowcast.cli.compare import _compare
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe.capture import read_capture, read_comparison
 from narrowcast.report._right import next_for_right, next_for_speed
 from narrowcast.verify.compare import ComparisonSettings
-from narrowcast.verify.compare._runs import RunSettings
+from narrowcast.verify.runs._runs import RunSettings
 
 # A script that saves and never reads what it saved; its order of draws is that of torch alone.
 TRAINS = """\

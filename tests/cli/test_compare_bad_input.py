@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from narrowcast.capture import read_comparison
 from narrowcast.cli import main
-from narrowcast.observe.capture import read_comparison
 
 PACKAGE = str(Path(sys.modules["narrowcast"].__file__).parent)
 IN_MIXED = 'os.path.basename(os.environ["NARROWCAST_RUN_DIR"]).startswith("mixed")'

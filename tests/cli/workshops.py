@@ -10,8 +10,8 @@ from pathlib import Path
 
 import child_processes
 from kept_rates import keep_rates
+from narrowcast.capture import read_capture
 from narrowcast.machine._environment import table_format
-from narrowcast.observe.capture import read_capture
 
 END_BLOCK = re.compile(r"^narrowcast: .*\n(?:  .*\n)*?  capture: (.*)\n", re.MULTILINE)
 # Where the CPU of a test machine is slow in a format, every command that uses it says so.

@@ -6,9 +6,9 @@ import math
 import made_captures
 import pytest
 
+from narrowcast.capture import CaptureWriter, read_capture, start_event
+from narrowcast.capture._events import EVENTS, SCHEMA
 from narrowcast.errors import FileError
-from narrowcast.observe.capture import CaptureWriter, read_capture, start_event
-from narrowcast.observe.capture._events import EVENTS, SCHEMA
 
 START = made_captures.start(argv=["train.py", "nan"])
 LOSSES = [

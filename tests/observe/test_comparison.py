@@ -5,8 +5,8 @@ import json
 import made_captures
 import pytest
 
+from narrowcast.capture import COMPARISON, read_comparison
 from narrowcast.errors import FileError
-from narrowcast.observe.capture import COMPARISON, read_comparison
 
 
 def test_a_killed_comparison_has_what_it_had(tmp_path):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from narrowcast.capture import discard_captures, make_run_folder
 from narrowcast.errors import FileError
-from narrowcast.observe.capture import discard_captures, make_run_folder
 
 ADVICE = "choose another with --run-dir, or set NARROWCAST_CACHE_DIR"
 

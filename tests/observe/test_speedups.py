@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from scipy import stats
 
-from narrowcast.observe.capture import (
+from narrowcast.capture import (
     Capture,
     Spread,
     median_of_runs,
@@ -21,8 +21,8 @@ from narrowcast.observe.capture import (
     why_no_speedup,
     worth_it,
 )
-from narrowcast.observe.capture._speed import blocks_of
-from narrowcast.observe.capture._statistics import speedup_of_pairs
+from narrowcast.capture._speed import blocks_of
+from narrowcast.capture._statistics import speedup_of_pairs
 
 FEWEST = 6  # times for which the range covers the median with 95 %: 1 - 2 / 2**6 = 0.969, and 0.938 for five
 

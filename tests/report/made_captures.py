@@ -5,7 +5,7 @@ import math
 import random
 from pathlib import Path
 
-from narrowcast.observe.capture._events import SCHEMA
+from narrowcast.capture._events import SCHEMA
 from narrowcast.report import find_capture, save_page
 
 STARTED = 1_790_000_000.0

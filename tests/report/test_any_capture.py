@@ -5,8 +5,8 @@ import json
 import made_captures
 import pytest
 
+from narrowcast.capture import read_comparison
 from narrowcast.errors import FileError
-from narrowcast.observe.capture import read_comparison
 from narrowcast.report import comparison_table, run_summary, summary
 from narrowcast.report._page import comparison_page, run_page
 

@@ -8,8 +8,8 @@ from seen_page import Seen
 from test_any_capture import VALUES
 
 from narrowcast.errors import FileError
-from narrowcast.observe.explanation import explained, read_explanation
 from narrowcast.report import explain_text
+from narrowcast.report._explanation import explained, read_explanation
 
 TEXT = """\
 train.py --epochs 3: bf16 on cuda, by the policy bf16

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from narrowcast.errors import FileError
-from narrowcast.observe.explanation import explained, read_explanation
 from narrowcast.report import (
     check_text,
     decided_sites,
@@ -20,6 +19,7 @@ from narrowcast.report import (
     read_lock,
     write_lock,
 )
+from narrowcast.report._explanation import explained, read_explanation
 
 SITE = made_captures.site
 

@@ -7,7 +7,7 @@ import re
 import made_captures
 import pytest
 
-from narrowcast.observe.capture import read_comparison
+from narrowcast.capture import read_comparison
 from narrowcast.report._figures import Axis, loss_figures, speedup_figure, svg_path, thinned
 
 

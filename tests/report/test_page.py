@@ -7,7 +7,7 @@ import made_captures
 import pytest
 from seen_page import Seen
 
-from narrowcast.observe.capture import PARAMETER_LIMIT, read_capture, read_comparison
+from narrowcast.capture import PARAMETER_LIMIT, read_capture, read_comparison
 from narrowcast.report import _page
 from narrowcast.report._page import comparison_page, run_page
 

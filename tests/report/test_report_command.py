@@ -8,8 +8,8 @@ import made_captures
 import pytest
 
 from child_processes import finished
+from narrowcast.capture import COMPARISON, CaptureWriter
 from narrowcast.cli import main
-from narrowcast.observe.capture import COMPARISON, CaptureWriter
 
 # What forbids torch stands before anything of ours is imported.
 WITHOUT_TORCH = """\

@@ -6,7 +6,7 @@ from pathlib import Path
 import made_captures
 import pytest
 
-from narrowcast.observe.capture import read_comparison
+from narrowcast.capture import read_comparison
 from narrowcast.report import summary
 from narrowcast.report._right import judge_gradients, next_for_right, next_for_speed
 

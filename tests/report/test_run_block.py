@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from narrowcast.observe.capture import Capture
+from narrowcast.capture import Capture
 from narrowcast.report import printable, run_block
 
 START = {"event": "start", "schema": 1}

@@ -6,7 +6,7 @@ import statistics
 import made_captures
 import pytest
 
-from narrowcast.observe.capture import read_comparison
+from narrowcast.capture import read_comparison
 from narrowcast.report import comparison_table, summary
 
 SITE = "train.py:41"

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import narrowcast as nc
-from narrowcast.casting import _apply, _promotion
+from narrowcast.casting.kernels import _promotion
+from narrowcast.casting.models import _apply
 
 SOURCE = str(Path(nc.__file__).parent)
 CALLED = (SOURCE, str(Path(torch.__file__).parent))

@@ -4,8 +4,9 @@ import textwrap
 
 import pytest
 
-from narrowcast.verify.compare import ComparisonSettings, _processes, compare_script
-from narrowcast.verify.compare._runs import ScriptRuns, ScriptSettings
+from narrowcast.verify.compare import ComparisonSettings, compare_script
+from narrowcast.verify.runs import _processes
+from narrowcast.verify.runs._runs import ScriptRuns, ScriptSettings
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def _forked_runs(request, monkeypatch):
     def start(self, settings_file):
         server = request.getfixturevalue("fork_server")
         output = {name: settings_file.parent / f"{name}.txt" for name in ("stdout", "stderr")}
-        function = "narrowcast.verify.compare._child:main"
+        function = "narrowcast.verify.runs._child:main"
         return server.start(function, [settings_file], env=_processes.environment(), **output)
 
     monkeypatch.setattr(_processes.Processes, "start", start)

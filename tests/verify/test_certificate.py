@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from narrowcast.capture import TOTAL_LIMIT
 from narrowcast.errors import SettingError
-from narrowcast.observe.capture import TOTAL_LIMIT
-from narrowcast.verify._sums import Batches, Measured, compared
-from narrowcast.verify._verdict import certificate_of
+from narrowcast.verify.certificate._sums import Batches, Measured, compared
+from narrowcast.verify.certificate._verdict import certificate_of
 
 FINISH = {"policy": "bf16", "format": "bf16", "at_step": 0, "loss_scale": None, "cannot_tell": None}
 

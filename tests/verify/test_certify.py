@@ -11,8 +11,8 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.errors import OrderError, PolicyError, ScaleError, SettingError, UnsupportedError
-from narrowcast.verify import _certify
-from narrowcast.verify._dispatch_modes import Fp32Draws
+from narrowcast.verify.certificate import _certify
+from narrowcast.verify.certificate._dispatch_modes import Fp32Draws
 
 CLASSES = 5
 

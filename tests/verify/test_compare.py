@@ -6,18 +6,18 @@ import re
 import pytest
 from training_scripts import X, trains
 
-from narrowcast.attach import OUTPUTS
+from narrowcast.capture import read_comparison
 from narrowcast.errors import ScriptError, UnsupportedError
 from narrowcast.machine import Choice
-from narrowcast.observe.capture import read_comparison
 from narrowcast.report import summary
+from narrowcast.scripts import OUTPUTS
 from narrowcast.verify.compare import (
     _comparison,
     _timing,
     compared_instead,
     stays_in_fp32,
 )
-from narrowcast.verify.compare._runs import RunSettings
+from narrowcast.verify.runs._runs import RunSettings
 
 
 @pytest.mark.long

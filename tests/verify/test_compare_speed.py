@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 from training_scripts import trains
 
-from narrowcast.observe.capture import Estimate
+from narrowcast.capture import Estimate
 from narrowcast.report import summary
 from narrowcast.verify._diagnosis import SHARES_PHASES
 from narrowcast.verify._reasons import Reason
 from narrowcast.verify.compare import ComparisonSettings, _comparison, _timing
 from narrowcast.verify.compare._comparison import _Comparison
-from narrowcast.verify.compare._runs import write_result
 from narrowcast.verify.compare._timing import Spent, TimedPairs
+from narrowcast.verify.runs._runs import write_result
 
 
 @pytest.fixture

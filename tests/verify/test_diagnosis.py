@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from narrowcast.observe.capture import Estimate
+from narrowcast.capture import Estimate
 from narrowcast.verify import DiagnosisSettings, diagnose
 from narrowcast.verify._diagnosis import side_by_side
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from narrowcast.verify._dispatch_modes import ExactOps, Fp32Draws
+from narrowcast.verify.certificate._dispatch_modes import ExactOps, Fp32Draws
 
 NARROW = [torch.bfloat16, torch.float16]
 SIZE = (5, 7)

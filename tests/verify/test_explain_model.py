@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import narrowcast as nc
+from narrowcast.capture import start_event
 from narrowcast.errors import FileError, PolicyError, SettingError
-from narrowcast.observe.capture import start_event
 from narrowcast.verify import ScriptSettings, explain_script
 
 
@@ -101,7 +101,7 @@ def test_a_full_disk_is_named_where_it_cut_the_explanation_short(tmp_path, monke
         (tmp_path / "explain.jsonl").write_text(json.dumps(start_event(["x"], "bf16", kind="explain")) + "\n")
         return tmp_path
 
-    monkeypatch.setattr("narrowcast.verify.compare._runs.ScriptRuns.start", start)
+    monkeypatch.setattr("narrowcast.verify.runs._runs.ScriptRuns.start", start)
     with pytest.raises(FileError, match="was cut short"):
         explain_script(settings)
     usage = shutil.disk_usage(tmp_path)._replace(free=0)

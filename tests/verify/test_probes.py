@@ -14,11 +14,11 @@ from training_scripts import MSE, X, trains
 
 from child_processes import output_of
 from narrowcast.errors import ScriptError, UnsupportedError
-from narrowcast.verify._model_state import random_state
-from narrowcast.verify.compare._probes import fingerprint
 from narrowcast.verify.compare._results import certify_script as certify_steps
 from narrowcast.verify.compare._results import output_from_probes
-from narrowcast.verify.compare._runs import TENSORS, write_result
+from narrowcast.verify.runs._model_state import random_state
+from narrowcast.verify.runs._probes import fingerprint
+from narrowcast.verify.runs._runs import TENSORS, write_result
 
 
 def certify_script(runs, *, format, at_step=0):
@@ -259,7 +259,7 @@ def test_two_ranks_are_judged_as_one_step(tmp_path):
     code = textwrap.dedent("""
         import json, pathlib, sys
         from narrowcast.verify.compare._results import certify_script
-        from narrowcast.verify.compare._runs import ScriptRuns, ScriptSettings
+        from narrowcast.verify.runs._runs import ScriptRuns, ScriptSettings
         settings = ScriptSettings(target=(sys.argv[1],), policy="bf16", folder=pathlib.Path(sys.argv[2]))
         print(json.dumps(certify_script(ScriptRuns(settings), format="bf16")[0]))
     """)

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from narrowcast.verify.compare import _processes
-from narrowcast.verify.compare._processes import Processes
-from narrowcast.verify.compare._runs import Purpose, RunSettings
+from narrowcast.verify.runs import _processes
+from narrowcast.verify.runs._processes import Processes
+from narrowcast.verify.runs._runs import Purpose, RunSettings
 
 # Before ``conftest.py`` replaces it in each test.
 _START = Processes.start
@@ -143,7 +143,7 @@ def test_other_systems_start_each_run_anew(tmp_path, monkeypatch):
     run = _START(Processes(), tmp_path / "narrowcast-run.json")
     assert run.wait(30) == 0
     words = (tmp_path / "stdout.txt").read_text().split()
-    assert words == ["-m", "narrowcast.verify.compare._child", str(tmp_path / "narrowcast-run.json")]
+    assert words == ["-m", "narrowcast.verify.runs._child", str(tmp_path / "narrowcast-run.json")]
 
 
 def test_a_run_that_cannot_begin_has_failed(processes, started, tmp_path):

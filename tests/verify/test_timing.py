@@ -8,12 +8,12 @@ import pytest
 import torch
 from training_scripts import trains
 
-from narrowcast.observe.capture import Capture
+from narrowcast.capture import Capture
 from narrowcast.verify.compare import _timing
-from narrowcast.verify.compare._probes import StepProbe
 from narrowcast.verify.compare._results import _is_same_batch
-from narrowcast.verify.compare._runs import GradientFacts, ScriptRuns
 from narrowcast.verify.compare._timing import MOST_PAIRS, Spent, TimedPairs, TimingSettings
+from narrowcast.verify.runs._probes import StepProbe
+from narrowcast.verify.runs._runs import GradientFacts, ScriptRuns
 
 STEP = {"event": "step", "optimizer": 0, "interval_s": 0.1, "skipped": False}
 PAUSE = {"event": "pause", "waited_s": 0.0}

@@ -8,11 +8,12 @@ import pytest
 import torch
 from training_scripts import trains
 
-from narrowcast.observe.capture import read_capture
-from narrowcast.observe.capture._speed import blocks_of
+from narrowcast.capture import read_capture
+from narrowcast.capture._speed import blocks_of
 from narrowcast.report import summary
-from narrowcast.verify.compare import _runs, _timing
-from narrowcast.verify.compare._runs import take_turns
+from narrowcast.verify.compare import _timing
+from narrowcast.verify.runs import _runs
+from narrowcast.verify.runs._runs import take_turns
 
 BEFORE = """import fcntl, os, sys, time
 log = open(os.environ["NARROWCAST_RUN_DIR"] + "/log", "a", 1)

@@ -43,8 +43,8 @@ def main(words: Sequence[str]) -> int:
 
     try:
         # Imported here, so that --help works without torch.
-        from narrowcast.attach import Script, run_script
         from narrowcast.machine import require_torch
+        from narrowcast.scripts import Script, run_script
 
         require_torch()
         make_script = Script.from_module if is_module else Script.from_path

@@ -18,18 +18,17 @@ from typing import Any, Self
 import torch
 
 from narrowcast.attach._backward import Backward
-from narrowcast.attach._files import FileWatch
 from narrowcast.attach._recorder import Recorder
 from narrowcast.attach._regions import Regions
 from narrowcast.attach._run import AttachedRun, Observer, Patches, RunningScale, Stopping
-from narrowcast.attach._script import Script, run_script
 from narrowcast.attach._seeds import seed_everything, shift_seeds
 from narrowcast.attach._steps import Steps
+from narrowcast.capture import CaptureWriter, start_event
 from narrowcast.errors import NarrowcastError, OrderError, not_copied
 from narrowcast.machine import first_line
-from narrowcast.observe.capture import CaptureWriter, start_event
 from narrowcast.policy import Policy, policy_name, with_fp32_weights
 from narrowcast.scaling import Dynamic, LossScale, Off, check_loss_scale
+from narrowcast.scripts import FileWatch, Script, run_script
 
 _INTERRUPTED = 130
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import narrowcast
+from narrowcast.capture import CaptureWriter
 from narrowcast.gradients import is_capturing
 from narrowcast.machine import UNREADABLE, arithmetic_settings, first_line, read_each, versions
-from narrowcast.observe.capture import CaptureWriter
 
 # Reading a value from a device waits for the device, so it is done seldom; a CPU needs no waiting.
 _FLUSH_EVERY_S = 1.0

@@ -5,28 +5,19 @@
 ``compile`` is ``torch.compile`` of that; ``cast_floating`` casts the tensors in any nesting of containers.
 """
 
-from narrowcast.casting._apply import Applied, ModelRegion, apply
-from narrowcast.casting._autocast import (
-    LastingRegion,
-    ScopedRegion,
-    active_scopes,
-    autocast,
-    custom_bwd,
-    custom_fwd,
-)
-from narrowcast.casting._bake import bake
-from narrowcast.casting._compile import compile
-from narrowcast.casting._direct_results import (
+from narrowcast.casting._torch_internals import skipped_by_dynamo, traced_only_inline
+from narrowcast.casting.kernels._direct_results import (
     DirectResults,
     begin_traced_model,
     call_compiled,
     recomputed_while_traced,
 )
-from narrowcast.casting._kernels import NotesOfResults
-from narrowcast.casting._policy_region import PolicyRegion
-from narrowcast.casting._scopes import PROMOTING, rule_that_casts
-from narrowcast.casting._torch_internals import skipped_by_dynamo, traced_only_inline
-from narrowcast.casting._tree import (
+from narrowcast.casting.kernels._kernels import NotesOfResults
+from narrowcast.casting.kernels._watching import ops_under_way, watch_ops
+from narrowcast.casting.models._apply import Applied, ModelRegion, apply
+from narrowcast.casting.models._bake import bake
+from narrowcast.casting.models._compile import compile
+from narrowcast.casting.models._tree import (
     cast_floating,
     cast_where,
     modules_by_path,
@@ -34,8 +25,17 @@ from narrowcast.casting._tree import (
     undo_on_error,
     with_what_it_wraps,
 )
-from narrowcast.casting._watching import ops_under_way, watch_ops
-from narrowcast.casting._weight_casts import drop_casts
+from narrowcast.casting.regions._autocast import (
+    LastingRegion,
+    ScopedRegion,
+    active_scopes,
+    autocast,
+    custom_bwd,
+    custom_fwd,
+)
+from narrowcast.casting.regions._policy_region import PolicyRegion
+from narrowcast.casting.regions._scopes import PROMOTING, rule_that_casts
+from narrowcast.casting.regions._weight_casts import drop_casts
 
 __all__ = [
     "PROMOTING",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._tree import tensors_inside
+from narrowcast.casting.models._tree import tensors_inside
 from narrowcast.errors import DeviceError, PolicyError
 from narrowcast.machine import check_device
 from narrowcast.policy import PRESET_TABLE

@@ -93,8 +93,8 @@ def compare(
         parse(loss_scale)
     if min_speedup is not None and not 0 < min_speedup < math.inf:
         raise SettingError(f"expected --min-speedup to be a number above 0, got {min_speedup:g}")
+    from narrowcast.capture import make_run_folder
     from narrowcast.machine import require_torch
-    from narrowcast.observe.capture import make_run_folder
     from narrowcast.verify.compare import ComparisonSettings, compared_instead, stays_in_fp32
 
     require_torch()

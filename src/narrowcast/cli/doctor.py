@@ -81,7 +81,7 @@ def doctor(
         return _show_machine(examination, cache, as_json=as_json)
     measuring_s = time.monotonic() - began_s
 
-    from narrowcast.observe.capture import make_run_folder
+    from narrowcast.capture import make_run_folder
     from narrowcast.verify import DiagnosisSettings
 
     settings = DiagnosisSettings(
@@ -139,7 +139,7 @@ def _profiled_policy(policy: str) -> str:
 def _diagnose(
     examination: dict[str, Any], settings: DiagnosisSettings, *, spent_s: float, as_json: bool
 ) -> int:
-    from narrowcast.observe.capture import PAGE
+    from narrowcast.capture import PAGE
     from narrowcast.report import conclusion, diagnosis_page, diagnosis_text
     from narrowcast.verify import diagnose
     from narrowcast.verify.compare import slow_here

@@ -96,8 +96,8 @@ def explain(
     if [against, lock, check].count(None) < 2:
         raise typer.BadParameter("one of them at a time", param_hint="'--against', '--lock' or '--check'")
 
+    from narrowcast.capture import make_run_folder
     from narrowcast.machine import require_torch
-    from narrowcast.observe.capture import make_run_folder
     from narrowcast.report import read_lock
 
     locked = None if check is None else read_lock(check)

@@ -66,7 +66,7 @@ def report(
 
 def _numbers_and_text(found: Any, page: str) -> tuple[dict[str, Any], str]:
     """Return what is shown of a capture, as JSON and as text."""
-    from narrowcast.observe.capture import ComparisonCapture
+    from narrowcast.capture import ComparisonCapture
     from narrowcast.report import (
         comparison_table,
         explain_text,

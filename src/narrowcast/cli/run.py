@@ -18,8 +18,8 @@ from narrowcast.policy import PRESET_TABLE, with_fp32_weights
 from narrowcast.scaling import parse
 
 if TYPE_CHECKING:
-    from narrowcast.attach import Script
-    from narrowcast.observe.capture import CaptureWriter
+    from narrowcast.capture import CaptureWriter
+    from narrowcast.scripts import Script
 
 # What NumPy's seed takes; torch and Python take more.
 _LARGEST_SEED = 2**32 - 1
@@ -106,14 +106,14 @@ def run(
     scale = None if loss_scale is None else parse(loss_scale)
 
     from narrowcast.attach import Attachment, run_attached
-    from narrowcast.machine import require_torch
-    from narrowcast.observe.capture import (
+    from narrowcast.capture import (
         RUN,
         CaptureWriter,
         discard_captures,
         make_run_folder,
         start_event,
     )
+    from narrowcast.machine import require_torch
 
     require_torch()
     found = find_script(script, arguments, module=module)
@@ -160,7 +160,7 @@ def check_policy(policy: str) -> None:
 
 def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Script:
     """Return the script to run; refuse a missing one. First put back what killed runs had changed."""
-    from narrowcast.attach import Script, restore_killed
+    from narrowcast.scripts import Script, restore_killed
 
     restore_killed(tell)
     if module:
@@ -170,7 +170,7 @@ def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Sc
 
 def tell_outputs(folder: Path) -> None:
     """Say where the files are that the runs of a script in ``folder`` wrote."""
-    from narrowcast.attach import OUTPUTS
+    from narrowcast.scripts import OUTPUTS
 
     of_one = folder / OUTPUTS
     of_several = sorted(folder.glob(f"*/{OUTPUTS}"))
@@ -194,7 +194,7 @@ def check_seed(seed: int | None) -> None:
 def _ending(writer: CaptureWriter) -> Callable[[], None]:
     """Return a function that prints the summary of a run when the script and its threads have ended."""
     # Imported now: the script may have a module beside it with the name of one that the report needs.
-    from narrowcast.observe.capture import read_capture
+    from narrowcast.capture import read_capture
     from narrowcast.report import run_block
 
     def end() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from narrowcast.observe.capture import Capture, ComparisonCapture, read_capture, read_comparison
+from narrowcast.capture import Capture, ComparisonCapture, read_capture, read_comparison
 
 if TYPE_CHECKING:
     from narrowcast.observe._exponent_histogram import CastCounts, ExponentHistogram

@@ -3,6 +3,7 @@
 from narrowcast.report._doctor import doctor_page, doctor_text
 from narrowcast.report._doctor_script import conclusion, diagnosis_page, diagnosis_text
 from narrowcast.report._explain import check_text, explain_text, policies_text
+from narrowcast.report._explanation import explained, percent, read_explanation
 from narrowcast.report._files import (
     capture_folders,
     explanation_of,
@@ -39,13 +40,16 @@ __all__ = [
     "doctor_page",
     "doctor_text",
     "explain_text",
+    "explained",
     "explanation_of",
     "facts_changed",
     "find_capture",
     "latest_capture",
     "lock_of",
+    "percent",
     "policies_text",
     "printable",
+    "read_explanation",
     "read_lock",
     "run_block",
     "run_summary",

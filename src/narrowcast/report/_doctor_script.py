@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from narrowcast.observe.explanation import count_text, percent
 from narrowcast.report._doctor import doctor_page
+from narrowcast.report._explanation import count_text, percent
 from narrowcast.report._render import sentence, terminal_text
 from narrowcast.report._text import UNKNOWN, duration, measured_speed, printable, site_name, speed_text
 

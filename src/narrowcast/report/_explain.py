@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from narrowcast.capture import EXPLANATION
 from narrowcast.errors import FileError
-from narrowcast.observe.capture import EXPLANATION
-from narrowcast.observe.explanation import (
+from narrowcast.report._explanation import (
     LAYER_NUMBER,
     OUTSIDE,
     explained,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowcast.observe.capture import OUTPUT_LIMIT, PARAMETER_LIMIT, TOTAL_LIMIT, TimedRun
+from narrowcast.capture import OUTPUT_LIMIT, PARAMETER_LIMIT, TOTAL_LIMIT, TimedRun
 from narrowcast.report._statistics import mean
 from narrowcast.report._table import NAMES, exemption, total_exemption
 from narrowcast.report._text import milliseconds, plural, shortened, site_name

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast._files import replacing
-from narrowcast.errors import FileError
-from narrowcast.observe.capture import (
+from narrowcast.capture import (
     COMPARISON,
     EXPLANATION,
     PAGE,
@@ -17,7 +16,8 @@ from narrowcast.observe.capture import (
     read_capture,
     read_comparison,
 )
-from narrowcast.observe.explanation import explained, read_explanation
+from narrowcast.errors import FileError
+from narrowcast.report._explanation import explained, read_explanation
 from narrowcast.report._page import comparison_page, run_page
 
 Found = ComparisonCapture | tuple[Capture, Path]

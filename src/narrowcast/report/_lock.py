@@ -14,7 +14,7 @@ import msgspec
 
 from narrowcast._files import replacing
 from narrowcast.errors import FileError
-from narrowcast.observe.explanation import NOTHING, SILENT, UNLISTED, columns_of, place_names
+from narrowcast.report._explanation import NOTHING, SILENT, UNLISTED, columns_of, place_names
 from narrowcast.report._text import printable
 
 VERSION = 1

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowcast.observe.capture import (
+from narrowcast.capture import (
     PARAMETER_LIMIT,
     Capture,
     ComparisonCapture,

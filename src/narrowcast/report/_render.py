@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowcast.observe import explanation
+from narrowcast.report import _explanation as explanation
 from narrowcast.report import _text
 from narrowcast.report._text import UNKNOWN, WIDTH, printable, without_escapes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from narrowcast.observe.capture import Capture, json_ready, median_of_runs, times_s
+from narrowcast.capture import Capture, json_ready, median_of_runs, times_s
 from narrowcast.report._statistics import final_loss, losses_by_site
 from narrowcast.report._text import plural, wrapped
 

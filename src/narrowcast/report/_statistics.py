@@ -1,4 +1,4 @@
-"""What a loss may differ by, and reasons to doubt a comparison. Statistics of times: ``observe.capture``."""
+"""What a loss may differ by, and reasons to doubt a comparison. Statistics of times: ``capture``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from narrowcast.observe.capture import Capture, TimedRun, student_975
+from narrowcast.capture import Capture, TimedRun, student_975
 from narrowcast.report._text import plural
 
 # Of a run's losses, how many a final loss is the mean of.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from narrowcast.observe.capture import (
+from narrowcast.capture import (
     Capture,
     ComparisonCapture,
     TimedRun,

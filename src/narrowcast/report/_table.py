@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowcast.observe.capture import ENOUGH_ELEMENTS, PARAMETER_LIMIT, TOTAL_LIMIT
+from narrowcast.capture import ENOUGH_ELEMENTS, PARAMETER_LIMIT, TOTAL_LIMIT
 from narrowcast.report._render import terminal_text
 from narrowcast.report._summary import few_seeds
 from narrowcast.report._text import (

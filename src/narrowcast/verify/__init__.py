@@ -1,10 +1,10 @@
 """Check by running both whether mixed precision is right and worth it."""
 
-from narrowcast.verify._certificate import Certificate, ParameterResult
-from narrowcast.verify._certify import certify
 from narrowcast.verify._diagnosis import DiagnosisSettings, diagnose
 from narrowcast.verify._explain import Explanation, explain, explain_script
-from narrowcast.verify.compare._runs import ScriptSettings
+from narrowcast.verify.certificate._certificate import Certificate, ParameterResult
+from narrowcast.verify.certificate._certify import certify
+from narrowcast.verify.runs._runs import ScriptSettings
 
 __all__ = [
     "Certificate",

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowcast.attach import call_site
-from narrowcast.errors import UnsupportedError
-from narrowcast.observe.capture import (
+from narrowcast.capture import (
     RUN,
     Estimate,
     discard_captures,
@@ -20,11 +19,13 @@ from narrowcast.observe.capture import (
     read_capture,
     worth_it,
 )
+from narrowcast.errors import UnsupportedError
 from narrowcast.observe.profiling import HostReads, Recorder, same_size, stamp, summarize
 from narrowcast.verify._reasons import TimedProfile, from_profiles
 from narrowcast.verify.compare._comparison import stays_in_fp32
-from narrowcast.verify.compare._probes import StepProbe
-from narrowcast.verify.compare._runs import (
+from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
+from narrowcast.verify.runs._probes import StepProbe
+from narrowcast.verify.runs._runs import (
     Purpose,
     RunSettings,
     ScriptRuns,
@@ -32,7 +33,6 @@ from narrowcast.verify.compare._runs import (
     why_unseen,
     write_result,
 )
-from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
 
 _SCHEMA = 2
 _MOST_SIZES = 6

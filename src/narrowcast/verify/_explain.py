@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from narrowcast.attach import RULE_NOTE
+from narrowcast.capture import EXPLANATION, Capture, CaptureWriter, start_event
 from narrowcast.casting import apply
 from narrowcast.errors import FileError, PolicyError, SettingError
 from narrowcast.machine import best_format, versions
-from narrowcast.observe.capture import EXPLANATION, Capture, CaptureWriter, start_event
-from narrowcast.observe.explanation import explained, read_explanation
 from narrowcast.observe.op_trace import OpTrace, together, trace_events
 from narrowcast.policy import Policy, as_policy, format_name, policy_name, resolve, with_fp32_weights
-from narrowcast.report import explain_text
-from narrowcast.verify._model_state import as_before
-from narrowcast.verify.compare._probes import StepProbe
-from narrowcast.verify.compare._runs import (
+from narrowcast.report import explain_text, explained, read_explanation
+from narrowcast.verify.runs._model_state import as_before
+from narrowcast.verify.runs._probes import StepProbe
+from narrowcast.verify.runs._runs import (
     Purpose,
     RunSettings,
     ScriptRuns,

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 
-from narrowcast.observe.explanation import percent
 from narrowcast.observe.profiling import same_size
+from narrowcast.report import percent
 
 if TYPE_CHECKING:
-    from narrowcast.verify.compare._runs import ScriptSettings
+    from narrowcast.verify.runs._runs import ScriptSettings
 
 _PARTS = {
     "products": "matmuls",

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from narrowcast.casting._operators import CASTABLE
-from narrowcast.casting._tree import modules_by_path, scopes_by_path
-from narrowcast.casting._warnings import stacklevel_outside
 from narrowcast.casting.fp8._use import Fp8Use, has_fp8
+from narrowcast.casting.kernels._operators import CASTABLE
+from narrowcast.casting.models._tree import modules_by_path, scopes_by_path
+from narrowcast.casting.regions._warnings import stacklevel_outside
 from narrowcast.errors import PolicyError
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, resolved
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting._operators import CASTABLE
-from narrowcast.casting._scopes import region_dtype
 from narrowcast.casting._torch_internals import has_autocast, torch_autocast
 from narrowcast.casting.fp8._use import Fp8Use, has_fp8
+from narrowcast.casting.kernels._operators import CASTABLE
+from narrowcast.casting.regions._scopes import region_dtype
 from narrowcast.errors import MissingModuleError, UnsupportedError
 from narrowcast.policy import FP8_RECIPES, Rule
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from narrowcast.capture import json_ready
 from narrowcast.casting import rule_that_casts, watch_ops
 from narrowcast.errors import near_names
-from narrowcast.observe.capture import json_ready
 from narrowcast.observe.op_trace._operations import (
     BACKWARD,
     ModulePaths,

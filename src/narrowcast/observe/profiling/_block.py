@@ -16,9 +16,9 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 
+from narrowcast.capture import bytes_text
 from narrowcast.errors import DeviceError, OrderError, SettingError, UnsupportedError
 from narrowcast.observe._torch_internals import profiler_is_on, without_markers_on_stderr
-from narrowcast.observe.explanation import bytes_text
 
 MARK = "narrowcast: mark"
 # One block at a time: torch has one profiler in a thread, and CUDA's allocator one peak in the process.

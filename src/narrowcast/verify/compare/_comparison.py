@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.attach import OUTPUTS
-from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, few
-from narrowcast.machine import best_format, slow_formats
-from narrowcast.observe.capture import (
+from narrowcast.capture import (
     COMPARISON,
     CaptureWriter,
     ComparisonCapture,
@@ -22,12 +19,16 @@ from narrowcast.observe.capture import (
     read_comparison,
     start_event,
 )
+from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, few
+from narrowcast.machine import best_format, slow_formats
 from narrowcast.policy import as_policy
-from narrowcast.verify._certificate import FAIL
+from narrowcast.scripts import OUTPUTS
 from narrowcast.verify._reasons import Reason, TimedProfile, from_profiles, not_looked_for
-from narrowcast.verify._sums import FEWEST_BATCHES
+from narrowcast.verify.certificate._certificate import FAIL
+from narrowcast.verify.certificate._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
-from narrowcast.verify.compare._runs import (
+from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
+from narrowcast.verify.runs._runs import (
     MOVES,
     TENSORS,
     Purpose,
@@ -35,7 +36,6 @@ from narrowcast.verify.compare._runs import (
     in_short,
     read_result,
 )
-from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
 
 # The optimizer's state exists from the first step on, and counts in the next backward.
 _STEPS_FOR_MEMORY = 3

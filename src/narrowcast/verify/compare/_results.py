@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from narrowcast.capture import ENOUGH_ELEMENTS, OUTPUT_LIMIT
 from narrowcast.errors import ScriptError, few
-from narrowcast.observe.capture import ENOUGH_ELEMENTS, OUTPUT_LIMIT
-from narrowcast.verify._certificate import CANNOT_TELL, FAIL, PASS, Certificate
-from narrowcast.verify._sums import FEWEST_BATCHES, Batches, Measured, Sums, compared
-from narrowcast.verify._verdict import certificate_of
-from narrowcast.verify.compare._runs import (
+from narrowcast.verify.certificate._certificate import CANNOT_TELL, FAIL, PASS, Certificate
+from narrowcast.verify.certificate._sums import FEWEST_BATCHES, Batches, Measured, Sums, compared
+from narrowcast.verify.certificate._verdict import certificate_of
+from narrowcast.verify.runs._runs import (
     MOVES_FILE,
     TENSORS,
     GradientFacts,

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from narrowcast.attach import is_functorch_wrapped
 from narrowcast.casting import tensors_inside
 from narrowcast.gradients import nodes_below, parameters_of
-from narrowcast.verify._model_state import fingerprint, samples_in
+from narrowcast.verify.runs._model_state import fingerprint, samples_in
 
 # In the metadata of the graph nodes that made the outputs of a call: it lives as long as they do, where a
 # reference to a node would keep the graph.

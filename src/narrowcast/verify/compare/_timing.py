@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from narrowcast.attach import folder_of_one
-from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError
-from narrowcast.observe.capture import (
+from narrowcast.capture import (
     FEWEST_PAIRS,
     RUN,
     Capture,
@@ -33,7 +31,9 @@ from narrowcast.observe.capture import (
     why_no_speedup,
     worth_it,
 )
-from narrowcast.verify.compare._runs import (
+from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError
+from narrowcast.scripts import folder_of_one
+from narrowcast.verify.runs._runs import (
     LITTLE_MEMORY,
     MEMORY,
     STEPS_AFTER_THE_END,

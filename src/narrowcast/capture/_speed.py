@@ -1,0 +1,186 @@
+"""Times of steps and calls in captures, and the speedup of pairs of runs with its interval."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from narrowcast.capture._files import Capture
+from narrowcast.capture._statistics import (
+    FEWEST_PAIRS,
+    Blocks,
+    Estimate,
+    log_ratio,
+    log_ratios_of_blocks,
+    speedup_of_pairs,
+    speedup_of_ratios,
+)
+
+LEAST_GAIN = 1.05
+"""A speedup that is certainly smaller is not worth it."""
+
+# Of a run's steps, the first that are left out: caches fill, memory is claimed, kernels are chosen.
+_WARM_UP_SHARE = 0.1
+_FEWEST_WITH_WARM_UP = 3
+
+
+def kind_of(captures: Sequence[Capture]) -> str | None:
+    """``"training"`` where a run went backward, ``"inference"`` where modules were only called."""
+    for capture in captures:
+        if capture.of("loss") or capture.of("step") or capture.totals()["backwards"]:
+            return "training"
+    for capture in captures:
+        if capture.of("forward"):
+            return "inference"
+    return None
+
+
+def pace_of(captures: Sequence[Capture]) -> int | None:
+    """Return the number of the optimizer whose steps are timed in runs of one script; None: no step.
+
+    It is the one with the most steps in the first of them, which is whole: a short run may end in a search
+    for the learning rate.
+    """
+    for capture in captures:
+        counts = Counter[int](step["optimizer"] for step in capture.of("step"))
+        if counts:
+            return max(sorted(counts), key=counts.__getitem__)
+    return None
+
+
+# ---- times
+
+
+def times_of_runs(captures: Sequence[Capture], kind: str | None) -> list[list[float]]:
+    """Return ``times_s`` of each of several runs of one script, the first of which is whole."""
+    pace = pace_of(captures)
+    return [times_s(capture, kind, pace) for capture in captures]
+
+
+def times_s(capture: Capture, kind: str | None, pace: int | None = None) -> list[float]:
+    """Durations of steps, or for the kind ``"inference"`` of outermost forward calls, warm-up left out.
+
+    Only steps of the optimizer ``pace`` count, by default those of the one with the most: in a GAN, whose two
+    optimizers alternate, each of them lasts a whole iteration, and no iteration counts twice.
+    """
+    if kind == "inference":
+        return _without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
+    # The first step of an optimizer has no step before it, and so no interval.
+    if pace is None:
+        pace = pace_of([capture])
+    times: list[float] = []
+    for step in capture.of("step"):
+        if step["optimizer"] == pace and step["interval_s"] is not None:
+            times.append(step["interval_s"])
+    return _without_warm_up(times)
+
+
+def _without_warm_up(times: Sequence[float]) -> list[float]:
+    """Leave out the first tenth, at least one; of one or two all stay."""
+    if len(times) < _FEWEST_WITH_WARM_UP:
+        return list(times)
+    return list(times[max(1, int(len(times) * _WARM_UP_SHARE)) :])
+
+
+def blocks_of(capture: Capture, kind: str | None, pace: int | None = None) -> list[list[float]]:
+    """Durations as of ``times_s``, in the blocks between two pauses of the run, the first tenth left out.
+
+    Of three steps or more the first is left out: it finds caches that the other process filled. It stays
+    where a block ended with a wait for the device, which is time of all its steps.
+    """
+    if pace is None:
+        pace = pace_of([capture])
+    blocks: list[list[float]] = []
+    current: list[float] = []
+    for event in capture.events:
+        if event["event"] == "pause":
+            if current:
+                current[-1] += event["waited_s"]  # what a device still had to do
+            is_cold = len(current) > 2 and not event["waited_s"]
+            blocks.append(current[1:] if is_cold else current)
+            current = []
+        elif kind == "inference" and event["event"] == "forward":
+            current.append(event["duration_s"])
+        elif event["event"] == "step" and event["optimizer"] == pace and event["interval_s"] is not None:
+            current.append(event["interval_s"])
+    return blocks[1 + int(len(blocks) * _WARM_UP_SHARE) :]
+
+
+# ---- speedups
+
+
+def speedup_of(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> Estimate | None:
+    """Return the speedup of steps or calls, and the ends of its 95 % interval; None: ``why_no_speedup``.
+
+    Uses the pairs whose runs took turns, and if none did the medians of at least ``FEWEST_PAIRS`` pairs.
+    """
+    pairs = _pairs_in_turns(fp32, mixed, kind)
+    if pairs:
+        in_turns = speedup_of_pairs(pairs)
+        if in_turns is not None:
+            return in_turns
+    ratios = _ratios_of_medians(fp32, mixed, kind)
+    if len(ratios) < FEWEST_PAIRS:
+        return None
+    return speedup_of_ratios(ratios)
+
+
+def why_no_speedup(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> str:
+    """Say why ``speedup_of`` is None."""
+    pairs = len(_ratios_of_medians(fp32, mixed, kind))
+    if pairs == 0:
+        return "a time is missing"
+    timed = "one pair" if pairs == 1 else f"{pairs} pairs"
+    return (
+        f"steps took too few turns, and {timed} of runs do not show how far equal runs differ; "
+        "--time-limit 0 times more"
+    )
+
+
+def took_turns(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> bool:
+    """Return whether the runs of a pair took turns."""
+    return bool(_pairs_in_turns(fp32, mixed, kind))
+
+
+def _pairs_in_turns(
+    fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None
+) -> list[tuple[Blocks, Blocks]]:
+    """Return the blocks of both runs of each pair whose runs took turns."""
+    pace = pace_of(fp32)
+    pairs: list[tuple[Blocks, Blocks]] = []
+    for fp32_run, mixed_run in zip(fp32, mixed, strict=False):  # the last one may have begun only
+        blocks = (blocks_of(fp32_run, kind, pace), blocks_of(mixed_run, kind, pace))
+        if log_ratios_of_blocks(*blocks):
+            pairs.append(blocks)
+    return pairs
+
+
+def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> list[float]:
+    """Return the logarithm of the speedup by the medians of each pair of runs that has both."""
+    # Whole runs, of which a machine that is busy for a while slows one alone: so three pairs at least.
+    ratios = []
+    both = zip(times_of_runs(fp32, kind), times_of_runs(mixed, kind), strict=False)
+    for times, mixed_times in both:
+        ratio = log_ratio(times, mixed_times)
+        if ratio is not None:
+            ratios.append(ratio)
+    return ratios
+
+
+def worth_it(speedup: Sequence[float], asked: float | None) -> str:
+    """Return ``"yes"``, ``"no"`` or ``"cannot tell"`` for a speedup and the ends of its interval.
+
+    If no speedup was asked for, any that is certain is worth it, and one that is certainly below
+    ``LEAST_GAIN`` is not.
+    """
+    # Between the two answers nobody can tell.
+    _, low, high = speedup
+    if asked is None:
+        is_gain, is_loss = low > 1, high < LEAST_GAIN
+    else:
+        is_gain, is_loss = low >= asked, high < asked
+    if is_gain:
+        return "yes"
+    if is_loss:
+        return "no"
+    return "cannot tell"

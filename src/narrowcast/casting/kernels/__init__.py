@@ -1,0 +1,1 @@
+"""Kernels on the autocast key: casts of operators, promotion, and watching them."""

@@ -1,0 +1,468 @@
+"""Recompute in fp32 what a model returns straight from a sigmoid, softmax or log_softmax.
+
+bf16 rounds a sigmoid above 0.998 to 1, where its gradient is 0. A loss outside of the model, which an FP32
+script computes from what the model returns, then stops training. So while a model of ``run`` is called, the
+operators below note their results. What the model returns of them is computed again, in fp32, from the
+operator's input, in the autograd graph.
+
+Autograd saves the result of these operators and not their input, which therefore has to be kept until the
+model returns. The latest one always is, since it is usually what the model returns. Of earlier ones, such as
+the scores of attention in each layer, only a few are kept, and only small ones. An input goes at once when
+the memory of its result is freed, as in evaluation.
+
+A tracer meets the same operators with fake tensors, whose memory has an identity too. So in compiled code the
+graph computes such a result in fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.casting._torch_internals import (
+    compile_id,
+    constant_while_tracing,
+    has_hooks,
+    is_proxy_tracing,
+    is_transforming,
+    keep_graphs_with_regions,
+    let_dynamo_trace,
+    saves_by_hooks,
+    skipped_by_dynamo,
+)
+from narrowcast.casting.kernels._operators import CLASSES, LOW
+from narrowcast.casting.models._tree import map_tensors, say_nothing, tensors_inside
+from narrowcast.casting.regions._scopes import PROMOTING, thread
+
+_Kernel = Callable[..., Any]
+_MOST_EARLIER = 8
+"""How many inputs are kept besides the latest one."""
+_MOST_EARLIER_BYTES = 2 * 2**20
+"""How large each of these may be."""
+NOTED = ("sigmoid", "sigmoid_", "_softmax", "_log_softmax")
+"""The operators whose results are noted; ``softmax`` and ``log_softmax`` are composites that call theirs."""
+GATHER = "gather"
+"""Takes log-probabilities of actions or tokens out of a noted result; its own result is noted too."""
+living: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The ``NotesOfResults`` of all holders, which give ``gather`` its kernel."""
+_NODES = {
+    "sigmoid": "SigmoidBackward0",
+    "sigmoid_": "SigmoidBackward0",
+    "_softmax": "SoftmaxBackward0",
+    "_log_softmax": "LogSoftmaxBackward0",
+    GATHER: "GatherBackward0",
+}
+# Nodes of torch's own operators; custom functions have no number at the end of their names.
+_TORCH_NODE = re.compile(r"\w+Backward\d+")
+
+
+class _Result:
+    """One noted result: what it was computed from, and how to recognize it.
+
+    Attributes:
+        name: of the operator, for notes.
+        storage: a weak reference to the memory of the result.
+        input: of the operator; None: no longer kept.
+        source: for ``gather``, the part of another noted result that it takes from; ``input`` is its index.
+        below: the autograd node that computed the input.
+        nbytes: of what is kept for it.
+    """
+
+    __slots__ = (
+        "__weakref__", "below", "dim", "input", "input_version", "name", "nbytes", "node", "source",
+        "storage", "stride", "version", "wide",
+    )  # fmt: skip
+
+    def __init__(self, op: str, value: torch.Tensor, dim: Any, below: Any) -> None:
+        self.name = op.strip("_")
+        self.node = _NODES[op]
+        self.dim = dim
+        self.input: torch.Tensor | None = value
+        self.input_version = _version(value)
+        self.below = below
+        self.source: _Part | None = None
+        self.nbytes = value.nbytes
+        self.version: int | None = None
+        self.stride: tuple[int, ...] = ()
+        self.storage: Callable[[], Any] = lambda: None
+        self.wide: dict[bool, torch.Tensor] = {}
+
+    def is_computed_by(self, node: Any) -> bool:
+        """Return whether ``node`` of the autograd graph is the call of this operator."""
+        if node.name() != self.node:
+            return False
+        below = node.next_functions[0][0]
+        if self.below is None:
+            return getattr(below, "variable", None) is self.input
+        return below is self.below
+
+    def in_fp32(self, recorded: bool) -> torch.Tensor:
+        """Return the result in fp32; once, since a model may return several views of it."""
+        if recorded not in self.wide:
+            self.wide[recorded] = self._computed(recorded)
+        return self.wide[recorded]
+
+    def _computed(self, recorded: bool) -> torch.Tensor:
+        assert self.input is not None
+        if self.source is not None:
+            return self.source.in_fp32(recorded).gather(self.dim, self.input)
+        wide = self.input.float()
+        if self.name == "sigmoid":
+            return torch.sigmoid(wide)
+        if self.name == "softmax":
+            return torch.softmax(wide, self.dim)
+        return torch.log_softmax(wide, self.dim)
+
+    def is_kept(self) -> bool:
+        """Return whether everything that it was computed from is there, as it was then."""
+        if self.input is None or _version(self.input) != self.input_version:
+            return False
+        return self.source is None or self.source.result.is_kept()
+
+
+class _Part:
+    """A noted result or a view of it."""
+
+    __slots__ = ("offset", "result", "size", "stride")
+
+    def __init__(self, result: _Result, tensor: torch.Tensor) -> None:
+        self.result = result
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def in_fp32(self, recorded: bool) -> torch.Tensor:
+        whole = self.result.in_fp32(recorded)
+        if self.size == whole.size() and self.stride == self.result.stride:
+            return whole
+        return whole.as_strided(self.size, self.stride, self.offset)
+
+
+class DirectResults:
+    """The noted results of one call of a model in one thread, or of all that a thread traces.
+
+    Attributes:
+        noted: how many there were.
+        is_in_one_graph: ``torch.compile`` traced the whole model in this call, and so all that it returns.
+
+    Args:
+        say: called where a result stays low, with what the model did with it, operator, dtype and reason.
+        traced: whether they are those of fake tensors, which take no memory.
+    """
+
+    def __init__(self, say: Callable[[str, str, torch.dtype, str], None], *, traced: bool = False) -> None:
+        self._traced = traced
+        self._say = say
+        self.noted = 0
+        self.is_in_one_graph = False
+        # Both by the identity of the storage of the result, oldest first. Another thread may free a result.
+        self._kept: dict[int, _Result] = {}
+        self._dropped: dict[int, _Result] = {}
+
+    def begin(self) -> DirectResults | None:
+        """Note results of this thread from now on; return what did so before, for ``end``."""
+        self._traces_before = _results_traced()
+        before: DirectResults | None = thread.results
+        thread.results = self
+        return before
+
+    def end(self, before: DirectResults | None) -> None:
+        """Note no more results, and drop everything that was kept."""
+        thread.results = before
+        self._kept.clear()
+        self._dropped.clear()
+
+    def compiled_low(self, output: Any) -> bool:
+        """Return whether code was compiled since ``begin`` that may be what computed a low ``output``."""
+        if self.is_in_one_graph or _results_traced() == self._traces_before:
+            return False
+        return any(tensor.dtype in LOW for tensor in tensors_inside(output))
+
+    def recomputed(self, output: Any, did: str = "returned") -> Any:
+        """Return ``output`` with the noted results in it in fp32; ``did``: what the model did with it."""
+        if not self.has_any() or is_transforming():
+            return output
+        recomputed = functools.partial(self._recomputed, did=did)
+        return map_tensors(output, recomputed, say_nothing)  # the cast that follows says it
+
+    def has_any(self) -> bool:
+        """Return whether a result was noted whose memory was not freed."""
+        return bool(self._kept or self._dropped)
+
+    def _recomputed(self, tensor: torch.Tensor, did: str) -> torch.Tensor:
+        if tensor.dtype not in LOW or not (self._traced or type(tensor) in CLASSES):
+            return tensor
+        result = self._result_in(tensor)
+        if result is None or result.storage() is None:
+            return tensor
+        why = self._why_not(tensor, result)
+        if why is not None:
+            if why:
+                self._say(did, result.name, tensor.dtype, why)
+            return tensor
+        recorded = tensor.requires_grad
+        with torch.set_grad_enabled(recorded):
+            wide = _Part(result, tensor).in_fp32(recorded)
+            # No version tells whether somebody wrote to an inference tensor.
+            if tensor.is_inference():
+                return _unless_changed(tensor, wide, result.name)
+            return wide
+
+    # ---- called by the kernels
+
+    def call(self, op: str, go_on: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call the operator and note its result."""
+        value = args[0]
+        if value.dtype not in LOW or is_transforming():
+            return go_on()
+        self._make_room()  # before more memory is taken
+        below = value.grad_fn
+        if op == "sigmoid_":
+            # Its input is overwritten. A gate of a recurrent cell is a part of a larger tensor.
+            if not _is_whole(value):
+                return go_on()
+            value = value.clone()
+        dim = args[1] if len(args) > 1 else None
+        noted = _Result(op, value, dim, below)
+        result = go_on()
+        self._note(noted, result)
+        return result
+
+    def call_gather(self, go_on: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call ``gather`` and note its result, if it takes from a noted one."""
+        value, dim, index = args[:3]
+        source = None
+        if self.has_any() and not is_transforming():
+            source = self._result_in(value)
+        if source is None or self._why_not(value, source) is not None:
+            return go_on()
+        noted = _Result(GATHER, index, dim, value.grad_fn)
+        noted.name = source.name
+        noted.source = _Part(source, value)
+        # What the source keeps stays for it, also when the memory of the source is freed.
+        noted.nbytes += source.nbytes
+        result = go_on()
+        self._note(noted, result)
+        return result
+
+    def _note(self, noted: _Result, result: torch.Tensor) -> None:
+        if not _is_whole(result):
+            return
+        if self._traced or not self.noted:
+            for notes in list(living):
+                notes.begin_gather()
+        self.noted += 1
+        storage = result.untyped_storage()
+        key = id(storage)
+        kept, dropped = self._kept, self._dropped
+
+        # Without a reference to what is noted, which would keep itself alive.
+        def forget(_: object = None) -> None:
+            kept.pop(key, None)
+            dropped.pop(key, None)
+
+        forget()  # an earlier result in the same memory
+        noted.storage = weakref.ref(storage, forget)
+        noted.version = _version(result)
+        noted.stride = result.stride()
+        kept[key] = noted
+
+    def _make_room(self) -> None:
+        """Drop the latest input if it is large, and the oldest ones if they are many."""
+        if self._traced or not self._kept:
+            return
+        keys = list(self._kept)
+        for key in keys[: max(0, len(keys) - _MOST_EARLIER)]:
+            self._drop(key)
+        latest = self._kept.get(keys[-1])
+        if latest is not None and latest.nbytes > _MOST_EARLIER_BYTES:
+            self._drop(keys[-1])
+
+    def _drop(self, key: int) -> None:
+        """Keep the input of a result no longer."""
+        result = self._kept.pop(key, None)
+        if result is not None:  # else another thread freed its memory meanwhile
+            result.input = result.source = result.below = None
+            self._dropped[key] = result
+
+    def _result_in(self, tensor: torch.Tensor) -> _Result | None:
+        """Return the noted result in whose memory ``tensor`` is, or None."""
+        if not _has_storage(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        result = self._kept.get(id(storage)) or self._dropped.get(id(storage))
+        if result is None or result.storage() is not storage:
+            return None
+        return result
+
+    def _why_not(self, tensor: torch.Tensor, result: _Result) -> str | None:
+        """Return why ``tensor`` cannot be computed again; "": it is no longer a result; None: it can."""
+        if _version(tensor) != result.version:
+            return ""
+        if result.input is None:
+            return f"its input of {result.nbytes / 2**20:.0f} MB was not kept until then"
+        if not result.is_kept():
+            return "its input was overwritten"
+        return _what_stands_between(tensor, result) if tensor.requires_grad else None
+
+
+def _what_stands_between(tensor: torch.Tensor, result: _Result) -> str | None:
+    """Return what the gradient of ``tensor`` meets that a new computation of ``result`` would pass by."""
+    if has_hooks(tensor):  # those of FSDP gather the weights for the backward
+        return "a hook waits for its gradient"
+    # In the same memory there are only views between torch's own nodes.
+    node = tensor.grad_fn
+    while node is not None and _TORCH_NODE.fullmatch(node.name()):
+        if result.is_computed_by(node):
+            return None
+        node = node.next_functions[0][0]
+    return "a reentrant checkpoint or a custom function stands between"
+
+
+def noting(op: str, go_on: _Kernel) -> _Kernel:
+    """Return a kernel that calls ``go_on`` and notes the result where a model of ``run`` is called."""
+
+    @skipped_by_dynamo
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        results = _results_for(args[0])
+        if results is None:
+            return go_on(keyset, *args, **kwargs)
+        return results.call(op, lambda: go_on(keyset, *args, **kwargs), args)
+
+    @skipped_by_dynamo
+    def gather(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        results = _results_for(args[0])
+        if results is None:
+            return go_on(keyset, *args, **kwargs)
+        return results.call_gather(lambda: go_on(keyset, *args, **kwargs), args)
+
+    return gather if op == GATHER else kernel
+
+
+def _results_for(value: torch.Tensor) -> DirectResults | None:
+    """Return where a result of ``value`` is noted; None: nowhere."""
+    if type(value) in CLASSES:
+        results: DirectResults | None = thread.results
+        return results
+    return _traced_results() if is_proxy_tracing() else None
+
+
+# ---- in code that torch.compile traces
+
+
+def _traced_results() -> DirectResults:
+    """Return those of the fake tensors of this thread, which live as long as a tracer needs them."""
+    if thread.traced_results is None:
+        thread.traced_results = DirectResults(_nothing, traced=True)
+    results: DirectResults = thread.traced_results
+    return results
+
+
+def _results_traced() -> int:
+    """Return how many results of fake tensors this thread noted."""
+    return 0 if thread.traced_results is None else _traced_results().noted
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def call_compiled(call: Callable[[], Any]) -> Any:
+    """Return ``call()``, of a compiled model that the script calls; Dynamo guards the state that says so."""
+    keep_graphs_with_regions()
+    torch.set_autocast_enabled(PROMOTING[0], True)
+    try:
+        return call()
+    finally:
+        torch.set_autocast_enabled(PROMOTING[0], False)
+
+
+@constant_while_tracing
+def begin_traced_model() -> None:
+    """Say that Dynamo begins to trace the model that this thread calls."""
+    thread.traced_from = compile_id()
+
+
+@constant_while_tracing
+def _noted_while_traced() -> bool:
+    """Return whether a tracer noted results; say whether one graph holds all of the model."""
+    if thread.results is not None and thread.traced_from == compile_id():
+        thread.results.is_in_one_graph = True
+    return _traced_results().has_any()
+
+
+def recomputed_while_traced(output: Any) -> Any:
+    """As ``DirectResults.recomputed``, at the end of a model that Dynamo traces."""
+    if not _noted_while_traced():
+        return output
+    _let_dynamo_trace_recomputed()
+
+    def recomputed(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in LOW:
+            return tensor
+        made = _recomputed_in_graph(tensor)
+        return tensor if made.dtype in LOW else made
+
+    return map_tensors(output, recomputed, say_nothing)
+
+
+def _recomputed_in_graph(tensor: torch.Tensor, did: str = "returned") -> torch.Tensor:
+    """Return ``tensor`` in fp32 if it was noted; called by the tracers below Dynamo with their tensors.
+
+    Where no tracer follows, as with ``backend="eager"``, Dynamo relies on fp32.
+    """
+    recomputed = tensor
+    results = _results_for(tensor)
+    if results is not None:
+        recomputed = results.recomputed(tensor, did)
+    return recomputed.float() if type(tensor) in CLASSES else recomputed
+
+
+_let_dynamo_trace_recomputed = let_dynamo_trace(_recomputed_in_graph)
+
+
+def in_fp32_for(did: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a low ``tensor`` in fp32: computed again if the model of ``run`` noted it, else cast.
+
+    In a checkpoint it is cast, since nothing is noted where the backward pass computes the forward again, and
+    that has to save as many tensors. ``did``: what the model does with it, for notes.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        _let_dynamo_trace_recomputed()
+    elif saves_by_hooks():
+        return tensor.float()
+    return _recomputed_in_graph(tensor, did).float()
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Return how often ``tensor`` was written to; inference tensors do not count it."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` has memory of its own, as sparse and nested tensors do not."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is all of its memory."""
+    return (
+        _has_storage(tensor)
+        and tensor.storage_offset() == 0
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
+
+
+def _unless_changed(low: torch.Tensor, wide: torch.Tensor, name: str) -> torch.Tensor:
+    """Return ``wide``, or ``low`` in fp32 if somebody wrote to it since; without waiting for a GPU."""
+    # A kernel of log_softmax that rounds the sum of exponentials is off by half an eps where the result is 0:
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cpu/SoftMaxKernel.cpp
+    atol = torch.finfo(low.dtype).eps if name == "log_softmax" else 1e-4
+    was = low.float()
+    same = torch.isclose(wide, was, rtol=2**-6, atol=atol, equal_nan=True).all()
+    return torch.where(same, wide, was)

@@ -1,0 +1,62 @@
+"""Distributions of torch that are made from low probabilities, in regions that promote.
+
+``Categorical(probs=...)`` mostly raises in bf16 and fp16, since low probabilities do not add up to 1 within
+1e-6. Others clamp probabilities to the eps of their format, 0.008 in bf16: the logarithm of a smaller one is
+wrong, and its gradient is zero. So these distributions take their probabilities in fp32: under ``run`` those
+that come straight from a sigmoid or a softmax computed again, all others as they are.
+https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributions/utils.py
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowcast.casting._torch_internals import Replacements
+from narrowcast.casting.kernels._direct_results import in_fp32_for
+from narrowcast.casting.kernels._operators import LOW
+from narrowcast.casting.regions._scopes import is_promoting
+
+
+def _of_probabilities() -> list[type]:
+    """Return the distributions of torch that are made from probabilities."""
+    made_from_probabilities = []
+    for name in torch.distributions.__all__:
+        kind = getattr(torch.distributions, name)
+        if inspect.isclass(kind) and "probs" in _parameters(kind.__init__):
+            made_from_probabilities.append(kind)
+    return made_from_probabilities
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _taking_fp32(below: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that takes low probabilities in fp32 in regions that promote."""
+    position = _parameters(below).index("probs")
+
+    @functools.wraps(below)
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if is_promoting():
+            if len(args) > position:
+                args = (*args[:position], _in_fp32(args[position]), *args[position + 1 :])
+            elif "probs" in kwargs:
+                kwargs["probs"] = _in_fp32(kwargs["probs"])
+        below(*args, **kwargs)
+
+    return __init__
+
+
+def _in_fp32(probs: Any) -> Any:
+    if not isinstance(probs, torch.Tensor) or probs.dtype not in LOW:
+        return probs
+    return in_fp32_for("made a distribution of", probs)
+
+
+DISTRIBUTIONS = Replacements(*((kind, "__init__", _taking_fp32) for kind in _of_probabilities()))
+"""Constructors of distributions while there are promotions."""

@@ -1,0 +1,77 @@
+"""Run the backward pass of a custom ``autograd.Function`` in the region that its forward ran in.
+
+Such a Function may save its inputs as they come, an fp32 weight and a bf16 activation, and multiply them by a
+bf16 gradient in ``backward``, which runs outside of all regions: PyTorch raises there, or casts nothing. In
+regions that promote, the Function's context keeps the state of autocast, and ``backward`` runs in it.
+
+``custom_fwd`` and ``custom_bwd`` of ``torch.amp`` and of this package open their own region inside this one.
+Functions of PyTorch are left alone, but for those of ``_IN_REGIONS``. Both names are replaced while a
+promotion lives, and neither is looked up where there is no custom Function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from narrowcast.casting._torch_internals import (
+    NODE_OF_FUNCTION,
+    Replacements,
+    gradient_dtypes,
+    traced_only_inline,
+)
+from narrowcast.casting.kernels._operators import LOW
+from narrowcast.casting.kernels._promotion import living
+from narrowcast.casting.regions._regions import state_here
+from narrowcast.casting.regions._scopes import is_promoting, promotion_here
+
+# torch.func and Dynamo make Functions that call the script's, and a Dirichlet distribution calls an operator
+# that has no low kernel.
+_IN_REGIONS = ("torch._functorch.autograd_function", "torch.distributions.dirichlet")
+_STATE = "_narrowcast_state"
+
+
+def _tell_all(op: str, what: str) -> None:
+    """Stands for the promotion of a region that a compiled graph has entered."""
+    for promotion in list(living):
+        promotion(op, what)
+
+
+def _keeping_state(below: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that keeps the state of a region that promotes in the Function's context."""
+
+    @traced_only_inline
+    @functools.wraps(below)
+    def __init__(node: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        below(node, *args, **kwargs)
+        if not is_promoting():
+            return
+        module = node._forward_cls.__module__
+        if module.startswith("torch.") and module not in _IN_REGIONS:
+            return
+        is_in_graph = promotion_here() is None
+        setattr(node, _STATE, state_here(_tell_all if is_in_graph else None))
+
+    return __init__
+
+
+def _in_kept_state(below: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs a Function's backward in the kept state if its forward met low formats."""
+
+    @traced_only_inline
+    @functools.wraps(below)
+    def apply(node: Any, *gradients: Any) -> Any:
+        state = getattr(node, _STATE, None)
+        if state is None or gradient_dtypes(node).isdisjoint(LOW):
+            return below(node, *gradients)
+        with state():
+            return below(node, *gradients)
+
+    return apply
+
+
+FUNCTIONS = Replacements(
+    (NODE_OF_FUNCTION, "__init__", _keeping_state), (NODE_OF_FUNCTION, "apply", _in_kept_state)
+)
+"""Parts of custom Functions while there are promotions."""

@@ -1,0 +1,428 @@
+"""Carry out the decisions about operators.
+
+An action is prepared once for each scope and operator. It casts the eligible tensors among the arguments
+(fp16, bf16 and fp32, on the region's device), in lists too, and calls the operator with autocast off, as the
+kernels of PyTorch's own table do. Casts are recorded by autograd.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from narrowcast.casting._torch_internals import (
+    after_autocast,
+    boxed_redispatch,
+    call_of,
+    has_kernel,
+    is_of_pytorch,
+    is_proxy_tracing,
+    is_tracing,
+    is_transforming,
+    takes_numbers_for_tensors,
+    without_key,
+)
+from narrowcast.casting.regions._scopes import lower_dtype
+from narrowcast.casting.regions._weight_casts import cast_weight, is_cacheable
+from narrowcast.errors import UnsupportedError
+from narrowcast.policy import (
+    CASTS_TO,
+    FP32,
+    FP32_APPEND_DTYPE,
+    FP32_SET_DTYPE,
+    LOWER,
+    PROMOTE,
+    REFUSE,
+    UNLISTED,
+    WIDEST,
+    Decision,
+    Scope,
+    autocast_key,
+    dtype_of,
+    native_table,
+    operator,
+    qualified,
+)
+
+Action = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Called by a kernel with its keyset, and the arguments of the operator."""
+LOW = (torch.float16, torch.bfloat16)
+CASTABLE = (*LOW, torch.float32)
+_MAY_BE_CAST = (torch.Tensor, list, tuple)
+_APPENDED = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",  # up to 2.12
+}
+"""Overload -> the one that takes a ``dtype``."""
+
+
+# ---- calls of operators
+
+
+def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
+    """Return what PyTorch does with an operator without a kernel of autocast; takes a keyset first.
+
+    It redispatches below autocast. Operators that a composite or a sparse matmul calls inside are still cast.
+    Arithmetic accepts numbers where tensors belong, which a redispatch does not; it calls no other operator,
+    so it runs with autocast off.
+    """
+    if takes_numbers_for_tensors(op):
+        off, call = without_key(device_type), call_of(op)
+
+        def with_autocast_off(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            with off():
+                return call(*args, **kwargs)
+
+        return with_autocast_off
+    redispatch = boxed_redispatch(op)
+    keys_below = after_autocast(device_type)
+    positions = _numbers_at(op)
+    if not positions:
+        return lambda keyset, *args, **kwargs: redispatch(keyset & keys_below, *args, **kwargs)
+
+    def with_tensors(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keyset & keys_below, *_tensors_for_numbers(positions, args), **kwargs)
+
+    return with_tensors
+
+
+def plain_call(op: Any) -> Callable[..., Any]:
+    """Return what ``op(...)`` of an ``OpOverload`` calls, with as few steps in Python as possible."""
+    call, positions = call_of(op), _numbers_at(op)
+    if takes_numbers_for_tensors(op) or not positions:
+        return call
+    return lambda *args, **kwargs: call(*_tensors_for_numbers(positions, args), **kwargs)
+
+
+# ---- numbers where an operator takes tensors
+
+
+def _numbers_at(op: Any) -> tuple[int, ...]:
+    """Return the positions of tensors at which C++ wraps a number for ``op``; Python is given the number."""
+    if torch.Tag.pointwise not in op.tags:
+        return ()
+    arguments = enumerate(op._schema.arguments)
+    positions = tuple(index for index, argument in arguments if str(argument.type) == "Tensor")
+    return positions if len(positions) > 1 else ()
+
+
+def _tensors_for_numbers(positions: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` with a 0-dim tensor for each number at ``positions``."""
+    # Most calls have no number.
+    for index in positions:
+        if index < len(args) and not isinstance(args[index], torch.Tensor):
+            break
+    else:
+        return args
+
+    present = [index for index in positions if index < len(args)]
+    tensors = [args[index] for index in present if isinstance(args[index], torch.Tensor)]
+    with_tensors = list(args)
+    for index in present:
+        if not isinstance(args[index], torch.Tensor):
+            with_tensors[index] = _tensor_of(args[index], tensors)
+    return tuple(with_tensors)
+
+
+def _tensor_of(number: float | complex, beside: list[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor that affects type promotion no more than the number would."""
+    exact = torch.tensor(number, dtype=_EXACT[type(number)])
+    if all(_category(tensor.dtype) < _category(exact.dtype) for tensor in beside):
+        return torch.tensor(number)  # the number decides, in the default dtype
+    # A tensor that has dimensions decides the dtype beside one that has none.
+    if any(tensor.dim() for tensor in beside):
+        return exact
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in beside))
+    return exact.to(dtype)
+
+
+_EXACT = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+def _category(dtype: torch.dtype) -> int:
+    """Return the category of ``dtype`` in type promotion: bool, integer, floating, complex."""
+    if dtype.is_complex:
+        return 3
+    if dtype.is_floating_point:
+        return 2
+    return int(dtype is not torch.bool)
+
+
+# ---- decisions as actions
+
+
+def action_for(name: str, decision: Decision, scope: Scope) -> Action:
+    """Return the action of ``decision`` about the operator ``name`` in ``scope``."""
+    op, device = operator(name), scope.resolved.device_type
+    if decision.compute == UNLISTED:
+        go_on = below_autocast(op, device)
+        return lambda keyset, args, kwargs: go_on(keyset, *args, **kwargs)
+    if decision.compute == REFUSE:
+        return _refusing(name, decision)
+    if decision.compute == FP32_SET_DTYPE:
+        return _setting_dtype(op, device)
+    if decision.compute == FP32_APPEND_DTYPE:
+        return _appending_dtype(op, operator(_APPENDED[name]), device)
+    casts = _casts(decision.compute, device, functools.partial(lower_dtype, scope))
+    run = _running(op, device, casts)
+    if decision.output is None:
+        return run
+    return _casting_output(run, decision.output, device, scope)
+
+
+def native_action(name: str, kind: str, device: str) -> Action:
+    """Return the action of PyTorch's own kernel for ``name``, which is of ``kind`` on its table."""
+    op = operator(name)
+    if kind == FP32_SET_DTYPE:
+        return _setting_dtype(op, device)
+    return _running(op, device, _casts(kind, device, functools.partial(torch.get_autocast_dtype, device)))
+
+
+def is_eligible(tensor: torch.Tensor, device: str) -> bool:
+    """Return whether autocast may cast ``tensor``."""
+    if tensor.dtype not in CASTABLE:
+        return False
+    # The attribute takes a fifth of the time of asking for the device.
+    return tensor.is_cpu if device == "cpu" else tensor.device.type == device
+
+
+# ---- the call
+
+
+def _running(op: Any, device: str, casts: Callable[[Any, Any], tuple[Any, Any]] | None) -> Action:
+    """Return the action that calls ``op`` with autocast off, its inputs cast first."""
+    call = plain_call(op)
+
+    def run(_keyset: Any, args: Any, kwargs: Any) -> Any:
+        # It is on, or no kernel of autocast would have been called. Off around the casts too, so that no
+        # kernel decides about them or reports them.
+        torch.set_autocast_enabled(device, False)
+        try:
+            if casts is not None:
+                args, kwargs = casts(args, kwargs)
+            return call(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, True)
+
+    return run
+
+
+def compute_dtype(
+    compute: str, lower: torch.dtype, inputs: Iterable[torch.Tensor], device: str
+) -> torch.dtype | None:
+    """Return what ``compute`` of a decision casts ``inputs`` to; None: no cast.
+
+    ``lower`` is the dtype of "lower" in the scope.
+    """
+    if depends_on_inputs(compute):
+        return widest(inputs, device)
+    name = CASTS_TO[compute]
+    if name is None:
+        return None
+    return lower if name == LOWER else dtype_of(name)
+
+
+def depends_on_inputs(compute: str) -> bool:
+    """Return whether the dtypes of the inputs decide what they are cast to."""
+    return CASTS_TO[compute] == WIDEST
+
+
+def _casts(
+    compute: str, device: str, lower: Callable[[], torch.dtype]
+) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    """Return what casts the arguments of an operator; None: nothing is cast. ``lower`` gives its dtype."""
+    if CASTS_TO[compute] == LOWER:
+        return lambda args, kwargs: cast_all(args, kwargs, lower(), device)
+
+    if depends_on_inputs(compute):
+
+        def cast_to_widest(args: Any, kwargs: Any) -> tuple[Any, Any]:
+            tensors = tensors_in((*args, *kwargs.values()))
+            return cast_all(args, kwargs, widest(tensors, device), device)
+
+        return cast_to_widest
+
+    dtype = compute_dtype(compute, torch.float32, (), device)
+    if dtype is None:
+        return None
+    return lambda args, kwargs: cast_all(args, kwargs, dtype, device)
+
+
+def cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:
+    """Return the arguments of an operator with the eligible tensors in ``dtype``; None: as they are."""
+    if dtype is None:
+        return args, kwargs
+    # At each call of an operator with a rule, where a comprehension is the fastest way.
+    args = [_cast(value, dtype, device) if isinstance(value, _MAY_BE_CAST) else value for value in args]
+    if kwargs:
+        kwargs = {name: _cast(value, dtype, device) for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
+    """Return eligible tensors in ``dtype``; the cast of a weight is kept for its next use."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype is dtype or not is_eligible(value, device):
+            return value
+        # The class first, since isinstance of Parameter runs Python code.
+        may_be_weight = type(value) is not torch.Tensor and value.dtype is torch.float32
+        if may_be_weight and isinstance(value, torch.nn.Parameter) and is_cacheable(value):
+            return cast_weight(value, dtype)
+        return value.to(dtype)
+    if isinstance(value, list | tuple):
+        return type(value)([_cast(item, dtype, device) for item in value])
+    return value
+
+
+def widest(tensors: Iterable[torch.Tensor], device: str) -> torch.dtype | None:
+    """Return the dtype to which eligible ``tensors`` promote, or None."""
+    dtype: torch.dtype | None = None
+    for tensor in tensors:
+        if is_eligible(tensor, device):
+            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among arguments or results of an operator, in lists too."""
+    if not isinstance(values, list | tuple):
+        values = (values,)
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += tensors_in(value)
+    return tensors
+
+
+def _casting_output(run: Action, output: str, device: str, scope: Scope) -> Action:
+    def run_and_cast(keyset: Any, args: Any, kwargs: Any) -> Any:
+        dtype = lower_dtype(scope) if output == LOWER else dtype_of(output)
+        return _cast(run(keyset, args, kwargs), dtype, device)
+
+    return run_and_cast
+
+
+def _refusing(name: str, decision: Decision) -> Action:
+    def refuse(_keyset: Any, _args: Any, _kwargs: Any) -> Any:
+        advice = ""
+        if name.startswith("binary_cross_entropy"):
+            advice = (
+                "; use binary_cross_entropy_with_logits, or a rule: "
+                'nc.rule.op("binary_cross_entropy", compute="fp32")'
+            )
+        raise UnsupportedError(f"{name} was called, which is refused here ({decision.because}){advice}")
+
+    return refuse
+
+
+# ---- as PyTorch's tables do with ops that take a dtype
+
+
+def _setting_dtype(op: Any, device: str) -> Action:
+    """Set the optional ``dtype`` of ``op`` to fp32 where it is unset and the first argument is eligible."""
+    names = [argument.name for argument in op._schema.arguments]
+    position = names.index("dtype")
+    run = _running(op, device, None)
+
+    def set_dtype(keyset: Any, args: Any, kwargs: Any) -> Any:
+        is_positional = len(args) > position
+        asked = args[position] if is_positional else kwargs.get("dtype")
+        if asked is None and isinstance(args[0], torch.Tensor) and is_eligible(args[0], device):
+            if is_positional:
+                args = (*args[:position], torch.float32, *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, "dtype": torch.float32}
+        return run(keyset, args, kwargs)
+
+    return set_dtype
+
+
+def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
+    """Call the overload of ``op`` that takes a ``dtype`` instead, in fp32."""
+    plain = _running(op, device, None)
+    appended = _running(with_dtype, device, None)
+    names = [argument.name for argument in op._schema.arguments]
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+
+    def append_dtype(keyset: Any, args: Any, kwargs: Any) -> Any:
+        if not is_eligible(args[0], device):
+            return plain(keyset, args, kwargs)
+        by_name = defaults | dict(zip(names, args, strict=False)) | kwargs
+        # The other overload takes the same by position, without defaults.
+        all_args = tuple(by_name[name] for name in names)
+        return appended(keyset, all_args, {"dtype": torch.float32})
+
+    return append_dtype
+
+
+# ---- PyTorch's own kernels
+
+
+CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The classes of tensors whose values are what they seem: others may be fake or wrap several."""
+# Tensors of other formats, such as fp8, go to PyTorch's own kernel.
+_FORMATS = frozenset({
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+})  # fmt: skip
+
+
+def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
+    """Return the kernel that is on the autocast key now, called with a keyset first, or None."""
+    key = autocast_key(device_type)
+    if not has_kernel(qualified(op), key):
+        return None
+    fetched = torch.library.get_kernel(qualified(op), key)
+    call: Callable[..., Any] = fetched.call_boxed
+    kind = native_table(device_type).get(op)
+    if kind not in (LOWER, FP32, FP32_SET_DTYPE, PROMOTE) or not is_of_pytorch(fetched):
+        return call
+    action, call = native_action(op, kind, device_type), without_autocast_cache(call)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind != PROMOTE:  # where PyTorch's kernel raises an error if bf16 meets fp16
+            plain = _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
+            if not plain or is_transforming() or _is_traced():
+                return call(keyset, *args, **kwargs)
+        return action(keyset, args, kwargs)
+
+    return kernel
+
+
+def without_autocast_cache(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a fetched kernel so that it does not use PyTorch's cache, whose lock another thread may hold.
+
+    Tracers, of which there is one at a time, use the cache: a weight is cast once in what they record.
+    """
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        caches = torch.is_autocast_cache_enabled()
+        if not caches or _is_traced():
+            return call(*args, **kwargs)
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+
+    return kernel
+
+
+def _is_traced() -> bool:
+    return is_proxy_tracing() or is_tracing() or torch.compiler.is_compiling()
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if type(value) not in CLASSES or value.dtype not in _FORMATS:
+                return False
+        elif isinstance(value, list | tuple) and not _are_plain(value):
+            return False
+    return True

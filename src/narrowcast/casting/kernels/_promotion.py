@@ -1,0 +1,458 @@
+"""Promote inputs of different formats in operators where PyTorch raises an error.
+
+An FP32 script does not expect two formats, but in some operators bf16 or fp16 meets fp32, and PyTorch raises
+an error. The regions of ``run``, ``nc.apply``, ``nc.Stepper`` and ``nc.certify`` promote there: kernels for
+these operators first call PyTorch's, and if that raises, they run the operator again:
+
+- inputs of different formats are cast to the widest of them;
+- an operator that writes in place casts its sources to the format of what it writes to;
+- if all are low, and PyTorch has no kernel for the format, they are cast to fp32, which is reported once.
+
+An operator with a number that fp16 cannot hold, such as ``masked_fill(mask, -1e9)``, runs in fp32 at once, or
+in place with fp16's largest number.
+
+So no result changes that PyTorch computes, except for the operators of ``_IN_FP32``. Fake tensors raise no
+such error, and casts below a layer of ``torch.func`` would not be recorded by it: there the formats decide.
+
+Backward passes run outside of regions, and mostly need no promotion, since what they differentiate was called
+with one format. Under ``vmap`` those of norms do, which otherwise take an fp32 weight beside a low input. The
+kernels for ``vmap`` promote as long as a promotion lives, in whatever region the forward ran.
+
+Products of sparse CSR matrices on a CPU have no low kernel either. Theirs stand on the key of that layout, so
+that no other product pays for them.
+
+Norms raise only where their weights are low, which no ordinary model has, and are called often. A kernel in
+Python would cost each call some 6 microseconds. So they have none: the functions of ``torch`` that Python
+calls, from ``torch.nn`` too, are replaced by ones that do the same when PyTorch raises. While a promotion
+lives, this costs each norm that Python calls, in plain fp32 code too, 0.2 to 0.4 microseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+
+from narrowcast.casting._torch_internals import (
+    Replacements,
+    is_below_autograd,
+    is_proxy_tracing,
+    is_transforming,
+    let_dynamo_trace,
+    scripted_as,
+    skipped_by_dynamo,
+    traced_only_inline,
+    without_key,
+)
+from narrowcast.casting.kernels._operators import (
+    CASTABLE,
+    CLASSES,
+    LOW,
+    cast_all,
+    is_eligible,
+    plain_call,
+    tensors_in,
+    widest,
+)
+from narrowcast.casting.regions._scopes import is_promoting, promotion_here
+from narrowcast.policy import PROMOTE, PROMOTED, TABLES, dtype_of, native_table, operator
+
+_Kernel = Callable[..., Any]
+# Wrong in low formats (matrix_exp of bf16 is infinite), or without a backward pass: addr and pinv multiply
+# matrices of two formats there, and the others have no kernel.
+_FP32 = """linalg_matrix_exp addr addr_ linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
+    linalg_lu_solve pdist special_i1 special_i1e _sparse_mm _sparse_mm.reduce _sparse_addmm
+    lgamma digamma polygamma mvlgamma special_gammaln special_digamma special_psi special_polygamma"""
+# Give a third format for a low one, beside which the next operator raises: fp64, or complex32 for fp16.
+# tests/policy/scripts/formats_with_promotion.py finds them. CUDA's table has no Fourier transforms, and those
+# of fp16 compute there if sizes are powers of two: https://docs.pytorch.org/docs/stable/fft.html
+_THIRD_FORMAT = """bincount complex view_as_complex stft stft.center
+    fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn
+    fft_ihfft fft_ihfft2 fft_ihfftn"""
+# No oneDNN kernel on this CPU in a format of the policy. PyTorch's table has what an LSTM calls, and below a
+# layer of torch.func it would be cast again.
+_LSTM = frozenset(("lstm.input", "mkldnn_rnn_layer"))
+_IN_FP32 = frozenset((*_FP32.split(), *_THIRD_FORMAT.split())) | _LSTM
+# Found by tests/policy/scripts/mixed_inputs.py, which calls every operator with mixed formats, besides those
+# of policy.PROMOTED, for which preset "safe" has rules.
+_MIXED = """_chunk_cat _foreach_lerp.List _foreach_lerp_.List addbmm_ addmm_ addmv addmv_ allclose baddbmm_
+    binomial chain_matmul inner linalg_multi_dot masked_fill.Tensor mv rrelu"""
+# Not clamp_min and hardtanh, which each ReLU and ReLU6 calls.
+_NUMBERS = """clamp clamp_ clamp_max constant_pad_nd fill_.Scalar full_like
+    index_fill.int_Scalar index_fill_.int_Scalar masked_fill.Scalar masked_fill_.Scalar new_full pow.Scalar
+    scatter.value scatter_.value threshold"""
+_WITH_NUMBERS = frozenset(_NUMBERS.split())
+_NO_LOW_KERNEL = """_dirichlet_grad _linalg_det _linalg_slogdet _linalg_solve_ex _pdist_forward
+    _sample_dirichlet _sparse_log_softmax _sparse_mm_reduce_impl _sparse_softmax _standard_gamma
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn histc
+    linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_matrix_norm
+    linalg_matrix_norm.str_ord linalg_solve_triangular linalg_vander logdet sparse_sampled_addmm sspaddmm"""
+_SPECIAL = re.compile("airy|bessel|erfcx|log_ndtr|ndtri|polynomial")
+# The table of the CPU has these, that of CUDA has not.
+_ON_CPU_ALONE = re.compile(
+    "linalg|fft|chol|lu_|qr|quantile|svd|inverse|triangular|polar|complex|grid_s|stft|ctc"
+)
+# What the rules of vmap for these decompose them into takes one format, where the operator itself takes an
+# fp32 weight beside a low input. They run in backward passes, outside of regions:
+# https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/functorch/BatchRulesNorm.cpp
+_UNDER_VMAP = """cudnn_batch_norm_backward miopen_batch_norm_backward native_batch_norm_backward
+    native_group_norm_backward native_layer_norm_backward"""
+# As these, which otherwise cast what they write.
+_WRITING_UNDER_VMAP = frozenset(("select_scatter", "slice_scatter"))
+_NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
+# Where a norm has its running statistics, and whether it writes to them, among its arguments.
+_STATISTICS = {"batch_norm": (slice(3, 5), 5), "instance_norm": (slice(3, 5), 5)}
+# MKL multiplies sparse CSR matrices in fp32 and fp64 alone; PyTorch Geometric's GraphUNet squares one:
+# https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/mkl/SparseBlasImpl.cpp
+SPARSE_PRODUCTS = ("addmm", "addmv.out", "mm")
+living: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The promotions of all holders. Compiled graphs open regions that do not know theirs."""
+
+
+@functools.cache
+def lacking_low() -> frozenset[str]:
+    """Return the operators to promote that have no kernel for low formats."""
+    lacking = set(_NO_LOW_KERNEL.split())
+    for name in dir(torch.special):
+        if _SPECIAL.search(name):
+            lacking.add(f"special_{name}")
+    for op, kind in TABLES["cpu"].items():
+        if kind != PROMOTE and _ON_CPU_ALONE.search(op):
+            lacking.add(op)
+    return frozenset(lacking)
+
+
+@functools.cache
+def promoted() -> frozenset[str]:
+    """Return the operators to promote on some device type."""
+    taking_one_format = frozenset((*_MIXED.split(), *_overloads(PROMOTED.split())))
+    return _IN_FP32 | _WITH_NUMBERS | lacking_low() | taking_one_format
+
+
+@functools.cache
+def promoted_on(device_type: str, formats: frozenset[str]) -> tuple[str, ...]:
+    """Return those that this PyTorch has and does not cast on ``device_type`` itself."""
+    ops = promoted() - native_table(device_type).keys() - _LSTM
+    if device_type == "cpu" and any(why_no_lstm(dtype_of(name)) is not None for name in formats):
+        ops |= _LSTM
+    if "fp16" not in formats:
+        ops -= _WITH_NUMBERS
+    return tuple(op for op in sorted(ops) if _exists(op))
+
+
+def _overloads(bases: Iterable[str]) -> Iterator[str]:
+    """Yield overloads of operators and of their forms in place that take several tensors."""
+    for base, suffix in itertools.product(bases, ("", "_")):
+        name = f"{base}{suffix}"
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is None:
+            continue
+        for overload in packet.overloads():
+            if not re.search("out|value|scalar|dimname|twin", overload):
+                yield name if overload == "default" else f"{name}.{overload}"
+
+
+def _exists(op: str) -> bool:
+    try:
+        operator(op)
+    except AttributeError:
+        return False
+    return True
+
+
+@functools.cache
+def why_no_lstm(dtype: torch.dtype) -> str | None:
+    """Return the error of an LSTM in ``dtype`` on this CPU, or None: oneDNN has no kernel on some."""
+    errors: list[str] = []
+    # A new thread is in no mode and no region.
+    trial = threading.Thread(target=_try_lstm, args=(dtype, errors))
+    trial.start()
+    trial.join()
+    return errors[0] if errors else None
+
+
+def _try_lstm(dtype: torch.dtype, errors: list[str]) -> None:
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_enabled("cpu", True)
+    state = torch.zeros(1, 1, 1, device="cpu", dtype=torch.float32)
+    weight = torch.zeros(4, 1, device="cpu", dtype=torch.float32, requires_grad=True)
+    try:
+        torch.lstm(state, (state, state), (weight, weight), False, 1, 0.0, True, False, False)
+    except RuntimeError as error:
+        errors.append(str(error))
+
+
+@functools.cache
+def _again(name: str, device: str) -> Callable[..., Any]:
+    """Return a function that runs an operator again, with inputs that it takes; ``_Unchanged`` if none do.
+
+    It is called with the arguments, the error that PyTorch raised or None, and whether the formats decide.
+    """
+    op = operator(name)
+    in_fp32 = name in _IN_FP32
+    lacks_low = name in lacking_low()
+    off = without_key(device)
+    call = plain_call(op)
+
+    def again(args: Any, kwargs: Any, raised: str | None, by_formats: bool = False) -> Any:
+        inputs = [tensor for tensor in tensors_in((*args, *kwargs.values())) if is_eligible(tensor, device)]
+        formats = {tensor.dtype for tensor in inputs}
+        # Below autograd a cast would not be recorded; the kernel of the operator above sees the error.
+        is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        if not formats or (is_recorded and is_below_autograd()):
+            raise _Unchanged
+
+        dtype: torch.dtype | None = torch.float32
+        if op._schema.is_mutable:
+            dtype = _dtype_written(args, device)
+        elif len(formats) > 1 and not in_fp32:
+            dtype = widest(inputs, device)
+
+        # Below a layer of torch.func it falls into a matmul, which would be cast: see _lower_is.
+        stays_fp32 = by_formats and name == "mv" and formats == {torch.float32}
+        if not (in_fp32 or stays_fp32):
+            # Then the error is the script's own, and a second call would write twice.
+            if formats == {dtype} or dtype not in CASTABLE:
+                raise _Unchanged
+            if by_formats and _is_fine(inputs, name, lacks_low):
+                raise _Unchanged
+        if _would_lose_statistics(name, args, dtype):
+            raise _Unchanged
+
+        lower = _lower_is(dtype, device) if is_transforming() else nullcontext()
+        with off(), lower:
+            cast_args, cast_kwargs = cast_all(args, kwargs, dtype, device)
+            result = call(*cast_args, **cast_kwargs)
+        if raised is not None and (len(formats) == 1 or in_fp32) and not stays_fp32:
+            _report("lstm" if name in _LSTM else name, raised)
+        return result
+
+    return again
+
+
+def _would_lose_statistics(name: str, args: Any, dtype: torch.dtype | None) -> bool:
+    """Return whether a norm would write its running statistics to a cast of them."""
+    if name not in _STATISTICS:
+        return False
+    where, is_training = _STATISTICS[name]
+    return bool(args[is_training]) and any(tensor.dtype != dtype for tensor in tensors_in(args[where]))
+
+
+@contextmanager
+def _lower_is(dtype: torch.dtype | None, device: str) -> Iterator[None]:
+    """Have a region on ``device`` cast to ``dtype`` meanwhile.
+
+    Below a layer of ``torch.func`` autocast is on again, for the parts into which an operator falls there.
+    The layer has recorded the operator in ``dtype``, and its backward pass cannot mix that with another.
+    """
+    before = torch.get_autocast_dtype(device)
+    if dtype is not None:
+        torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype(device, before)
+
+
+def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
+    """Return a kernel that calls ``go_on``, PyTorch's, and runs the operator again where that raises."""
+    if name in _WITH_NUMBERS:
+        return _within_range(name, go_on, device)
+    again = _again(name, device)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # Below a layer of torch.func a cast would not be recorded, and fake tensors raise no error.
+        by_formats = is_transforming() or (type(args[0]) not in CLASSES and is_proxy_tracing())
+        if by_formats and is_promoting():
+            with suppress(_Unchanged):
+                return again(args, kwargs, "it has no kernel for it", by_formats=True)
+        try:
+            return go_on(keyset, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        # Not what torch.utils.checkpoint raises to stop a recomputation when it has saved its last tensor.
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not is_promoting():
+                raise
+            try:
+                return again(args, kwargs, str(error))  # the error itself would be part of a cycle
+            except _Unchanged:
+                raise error from None
+            except Exception as error_in_fp32:
+                # In FP32 the script would see this error alone.
+                error_in_fp32.__context__ = None
+                raise
+
+    def fp32_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # The trial of an LSTM is in no region that promotes, or it would begin another.
+        if is_promoting():
+            is_lstm = name in _LSTM
+            why = why_no_lstm(torch.get_autocast_dtype(device)) if is_lstm else None
+            if why is not None or not is_lstm:
+                with suppress(_Unchanged):
+                    return again(args, kwargs, why)
+        return go_on(keyset, *args, **kwargs)
+
+    return fp32_kernel if name in _IN_FP32 else kernel
+
+
+def promoted_under_vmap() -> tuple[str, ...]:
+    """Return the operators whose kernels for ``vmap`` promote while there are promotions."""
+    return tuple(op for op in (*_UNDER_VMAP.split(), *sorted(_WRITING_UNDER_VMAP)) if _exists(op))
+
+
+def promoting_under_vmap(name: str, go_on: _Kernel) -> _Kernel:
+    """Return a kernel that calls ``go_on``, PyTorch's for ``vmap``, and promotes where that raises."""
+
+    @skipped_by_dynamo
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return go_on(keyset, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            device = args[0].device.type
+            inputs = [tensor for tensor in tensors_in(args) if is_eligible(tensor, device)]
+            dtype = args[0].dtype
+            if name not in _WRITING_UNDER_VMAP:
+                dtype = widest(inputs, device)
+            if all(tensor.dtype == dtype for tensor in inputs):
+                raise  # the error is the script's own
+            # Autograd casts gradients to the formats of what they belong to.
+            wide, kwargs = cast_all(args, kwargs, dtype, device)
+            return go_on(keyset, *wide, **kwargs)
+
+    return kernel
+
+
+def promoting_sparse(name: str, go_on: _Kernel) -> _Kernel:
+    """Return a kernel that calls ``go_on``, PyTorch's for sparse CSR matrices, in fp32 where that raises.
+
+    Autocast and autograd are above it and expect a result of the low format.
+    """
+
+    @skipped_by_dynamo
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return go_on(keyset, *args, **kwargs)
+        except NotImplementedError as error:
+            dtype = args[0].dtype
+            if dtype not in LOW:
+                raise
+            wide, wide_kwargs = cast_all(args, kwargs, torch.float32, "cpu")
+            result = go_on(keyset, *wide, **wide_kwargs)
+            _report(name, str(error))
+            return kwargs["out"].copy_(result) if "out" in kwargs else result.to(dtype)
+
+    return kernel
+
+
+def _promoting_norm(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a maker of what replaces ``torch.layer_norm`` or another norm."""
+
+    def make(below: Callable[..., Any]) -> Callable[..., Any]:
+        let_dynamo_trace_norm = let_dynamo_trace(below)
+
+        @traced_only_inline
+        @functools.wraps(below)
+        def norm(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                let_dynamo_trace_norm()
+                return below(*args, **kwargs)
+            # Fake tensors raise no error where their formats meet.
+            if args and type(args[0]) not in CLASSES and is_proxy_tracing() and is_promoting():
+                with suppress(_Unchanged):
+                    return _again(name, args[0].device.type)(args, kwargs, None, by_formats=True)
+            try:
+                return below(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                if not is_promoting() or not args or not isinstance(args[0], torch.Tensor):
+                    raise
+                try:
+                    return _again(name, args[0].device.type)(args, kwargs, str(error))
+                except _Unchanged:
+                    raise error from None
+
+        norm.__module__, norm.__qualname__ = "torch", name  # for pickle
+        scripted_as(norm, f"aten::{name}")
+        return norm
+
+    return make
+
+
+NORMS = Replacements(*((torch, name, _promoting_norm(name)) for name in _NORMS))
+"""The norms of torch while there are promotions: they have no kernels."""
+
+
+def _dtype_written(args: Any, device: str) -> torch.dtype:
+    """Return the dtype of what an operator writes to in place, its first argument."""
+    dtypes = {tensor.dtype for tensor in tensors_in(args[:1]) if is_eligible(tensor, device)}
+    if len(dtypes) != 1:
+        raise _Unchanged  # a cast of one of several would lose what is written
+    return dtypes.pop()
+
+
+def _within_range(name: str, go_on: _Kernel, device: str) -> _Kernel:
+    """Return a kernel for an operator that takes a number, which fp16 may not hold."""
+    op = operator(name)
+    off, call = without_key(device), plain_call(op)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # full_like and new_full may be asked for another dtype.
+        dtype = kwargs.get("dtype") or tensors_in(args)[0].dtype
+        fits = dtype != torch.float16 or list(map(_within_fp16, args)) == list(args)
+        if fits or not is_promoting():
+            return go_on(keyset, *args, **kwargs)
+        if op._schema.is_mutable or is_below_autograd():
+            _report(name, "fp16 cannot hold the number", "writes fp16's largest number")
+            return go_on(keyset, *map(_within_fp16, args), **kwargs)
+        _report(name, "fp16 cannot hold the number")
+        wide, kwargs = cast_all(args, kwargs, torch.float32, device)
+        with off():
+            return call(*wide, **kwargs)
+
+    return kernel
+
+
+def _within_fp16(value: Any) -> Any:
+    """Return a number, or another argument, as near to it as fp16 can hold."""
+    if isinstance(value, int | float) and 65504 < abs(value) < math.inf:
+        return math.copysign(65504, value)
+    return value
+
+
+def _is_fine(inputs: list[torch.Tensor], name: str, lacks_low: bool) -> bool:
+    """Return whether PyTorch computes these formats: one, or fp32 parameters of a low input."""
+    first = inputs[0].dtype
+    others = {tensor.dtype for tensor in inputs[1:]}
+    if name in _NORMS and first != torch.float32 and others == {torch.float32}:
+        return True
+    return others <= {first} and not lacks_low
+
+
+class _Unchanged(Exception):  # noqa: N818
+    """Casts would not help."""
+
+
+def _report(name: str, raised: str, what: str = "runs in fp32") -> None:
+    """Tell the promotion of this thread's region, or all if a compiled graph has entered the region."""
+    # Without what oneDNN appends: to run again with a variable of the environment, which helps nobody here.
+    first_sentence = raised.partition("\n")[0].partition(". ")[0]
+    reason = textwrap.shorten(first_sentence, 200, placeholder=" ...")
+    base_name = name.partition(".")[0].lstrip("_")
+
+    here = promotion_here()
+    promotions = list(living) if here is None else [here]
+    for promotion in promotions:
+        promotion(base_name, f"{what}, since PyTorch raised an error in the low format: {reason}")

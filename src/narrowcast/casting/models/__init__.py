@@ -1,0 +1,1 @@
+"""Models: apply, rules for their modules, bake and compile."""

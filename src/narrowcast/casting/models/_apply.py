@@ -1,0 +1,530 @@
+"""Apply a policy to a model: its call opens the region, and that of each module with a rule follows the rule.
+
+Inside a module that rules select, the inputs are cast to what the rule computes in, and the outputs to the
+rule's ``output``. What stands in front of each module (``_module_calls.ModuleCall``) holds the policy, so
+that it is there in whatever thread calls the module: if no region of it is open, it opens one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import itertools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from narrowcast.casting._devices import device_types
+from narrowcast.casting._torch_internals import is_compiling_a_frame
+from narrowcast.casting.fp8 import apply_fp8, is_fp8, policy_has_fp8, unconverted
+from narrowcast.casting.kernels._kernels import region_of
+from narrowcast.casting.models._module_calls import MOVES_AND_COPIES, ModuleCall, Shared, calls_on
+from narrowcast.casting.models._tree import (
+    all_paths,
+    is_wrapper,
+    modules_by_path,
+    rules_of,
+    scopes_by_path,
+    undo_on_error,
+)
+from narrowcast.casting.regions._policy_region import PolicyRegion
+from narrowcast.casting.regions._warnings import stacklevel_outside
+from narrowcast.errors import OrderError, PolicyError, near_names, not_copied
+from narrowcast.policy import (
+    FP8_RECIPES,
+    LOWER,
+    Policy,
+    Rule,
+    as_policy,
+    class_names,
+    names_module,
+    policy_name,
+    with_fp32_weights,
+    without_prefix,
+)
+
+_applied: weakref.WeakKeyDictionary[torch.nn.Module, Applied] = weakref.WeakKeyDictionary()
+
+
+def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
+    """Make ``model`` compute by ``policy`` in every call, until ``handle.remove()``.
+
+    Each call opens the region and applies rules for modules. Outputs stay in the formats in which they are
+    computed. Compute the loss inside the model or outside, and call backward outside. The policy also holds
+    in other threads (``DataParallel``), in activation checkpointing, and in copies of the model.
+    Modules that are added or replaced later follow their rules from the model's next call on.
+    If a script turns autocast off inside the model, rules do not turn it on again. TorchScript modules follow
+    the region; a copy of a model that is one, or a ``torch.fx.GraphModule``, has no policy. If ``apply``
+    raises, nothing has changed.
+
+    Args:
+        model: any module; its parameters stay as they are. DDP and ``torch.compile`` may wrap it before or
+            after.
+        policy: the name of a preset, a ``Policy``, or the path of one.
+
+    Returns:
+        A handle, whose ``remove()`` ends the policy; as a context manager it does so at its end. If nothing
+        had called the model until then, or until the process ends, a warning says so: methods other than
+        the call open no region.
+
+    Raises:
+        PolicyError: the policy does not exist, names modules that the model does not have, or needs weights
+            in a low format; or the model has a policy already, or no ``forward``, as ``ModuleList``, and no
+            rule for its parts.
+        OrderError: in a call, after a layer with an fp8 rule was added.
+        UnsupportedError: in a call of a module whose ``forward`` is a generator.
+    """
+    resolved_policy = with_fp32_weights(policy)
+    # With rules for modules its parts are called in regions of their own.
+    is_module = isinstance(model, torch.nn.Module)
+    if is_module and _has_no_forward(model) and not resolved_policy.names_modules:
+        raise PolicyError(
+            f"expected a model with a forward, whose calls open the region, got {type(model).__name__}, "
+            "which has none: call nc.apply on the modules in it that are called, or open "
+            '"with nc.autocast(...)" around their calls'
+        )
+    applied = Applied(model, resolved_policy)
+    # Layers in fp8 need no region.
+    applied.warns_if_not_called = not policy_has_fp8(resolved_policy)
+    _warn_at_exit()
+    return applied
+
+
+def _has_no_forward(model: torch.nn.Module) -> bool:
+    if "forward" in vars(model):
+        return False
+    # As the class has it: that of a TorchScript module answers for instances only.
+    own = inspect.getattr_static(type(model), "forward")
+    return own is inspect.getattr_static(torch.nn.Module, "forward")
+
+
+def warn_of_uncalled() -> None:
+    """Warn at the end of the process of models that nothing called; not after an error."""
+    if getattr(sys, "last_value", None) is None:
+        for applied in list(_applied.values()):
+            applied.warn_if_not_called()
+
+
+@functools.cache
+def _warn_at_exit() -> None:
+    atexit.register(warn_of_uncalled)
+
+
+def is_applied(policy: Policy) -> bool:
+    """Return whether some model follows the rules of ``policy`` for modules."""
+    return any(applied.policy is policy or applied.policy == policy for applied in _applied.values())
+
+
+class Applied:
+    """A policy on a model; ``remove()`` ends it. Also a context manager that does so at its end.
+
+    Args:
+        opens: whether the model's own call opens the region; False if the caller opens it.
+        strict: raise if a rule selects nothing in the model.
+        admits: called with the model at each of its calls; if it returns False, no region is opened.
+        how_to_end: what to do before the model can have another policy; by default to call ``remove()``.
+
+    Attributes:
+        policy: the policy that was applied.
+        fp8: which linear layers multiply in fp8 and which were left out, with the reason of each.
+        missed: rule -> error message, for each rule that selects nothing in the model.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        policy: Policy | str,
+        *,
+        opens: bool = True,
+        strict: bool = True,
+        admits: Callable[[torch.nn.Module], bool] | None = None,
+        how_to_end: str | None = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise PolicyError(f"expected a torch.nn.Module to apply a policy to, got {type(model).__name__}")
+        if model in _applied:
+            how = _applied[model].how_to_end
+            raise PolicyError(f"this {type(model).__name__} has a policy already: {how}")
+        self.policy = as_policy(policy)
+        # The model must not live on for the sake of its handle, which outlives it in many scripts.
+        self._model = weakref.ref(model)
+
+        # What is wrong with the policy is said before anything has changed.
+        modules = all_paths(model)
+        self.missed = missed_rules(self.policy, model)
+        if strict:
+            refuse_missed(self.missed)
+            refuse_in_torchscript(self.policy, model)
+
+        self._shared = Shared(self.policy, opens, admits)
+        if how_to_end is not None:
+            self._shared.how_to_end = how_to_end
+        ruled = RuledModules(self._shared)
+        self._calls = ruled.calls
+        # An added module may have another policy, which is found when some have this one already.
+        with undo_on_error([model]):
+            _remove_copied_calls(modules, self.policy)
+            self.fp8 = apply_fp8(model, self.policy)
+            if opens or self.policy.names_modules:
+                for paths, module in modules:
+                    # The model, and what it wraps, which may be called directly.
+                    if "" in paths and (module is model or not is_wrapper(module)):
+                        rules = _rules_of(self.policy, paths, module)
+                        self._calls.add(_ModelCall(ruled, rules, module, model))
+            ruled.follow(model)
+            self._end_watching = _watch_moves_and_copies(self)
+        self.warns_if_not_called = False
+        _applied[model] = self
+
+    @property
+    def how_to_end(self) -> str:
+        return self._shared.how_to_end
+
+    @property
+    def calls(self) -> list[ModuleCall]:
+        """What stands in front of modules; copied along with the model, it stands in front of the copy."""
+        return list(self._calls)
+
+    def warn_if_not_called(self) -> None:
+        """Warn if no call of the model has opened a region, since then nothing was cast."""
+        model = self._model()
+        if model is None or self._shared.called or not self.warns_if_not_called:
+            return
+        self.warns_if_not_called = False
+        kind = type(model).__name__
+        warnings.warn(
+            f"nothing in this process called the {kind} with the policy of nc.apply, which cast nothing: "
+            f"only calls of the model itself open a region, and not those of its other methods; open "
+            '"with nc.autocast(...)" around these',
+            UserWarning,
+            stacklevel=stacklevel_outside("narrowcast."),
+        )
+
+    def remove(self, *, copies: bool = True) -> None:
+        """End the policy, by default on copies of the model too; calls that are running end in it."""
+        self._shared.end(copies=copies)
+        _detach(self._calls)
+        self._calls.clear()
+        self._end_watching()
+        self.fp8.remove()
+        model = self._model()
+        if model is not None and _applied.get(model) is self:
+            del _applied[model]
+        self.warn_if_not_called()
+
+    __reduce_ex__ = not_copied("the handle of nc.apply", "copy or save the model, which keeps its policy")
+
+    def __deepcopy__(self, _memo: object) -> Applied:
+        return self  # of a copied model too, whose policy it ends
+
+    def __repr__(self) -> str:
+        model = self._model()
+        kind = "no model" if model is None else type(model).__name__
+        count = sum(rule.is_for_modules for rule in self.policy.rules)
+        rules = "1 rule" if count == 1 else f"{count} rules"
+        ended = ", removed" if self._shared.ended else ""
+        return f"Applied({kind}, {policy_name(self.policy)}, {rules} for modules{ended})"
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        # After an error it is plain why nothing was called.
+        if kind is not None:
+            self.warns_if_not_called = False
+        self.remove()
+
+
+def _watch_moves_and_copies(applied: Applied) -> Callable[[], object]:
+    """Follow moves and copies until the returned function is called, or ``applied`` is freed."""
+    user = object()
+    MOVES_AND_COPIES.begin(user)
+    end = weakref.finalize(applied, MOVES_AND_COPIES.end, user)
+    end.atexit = False
+    return end
+
+
+class RuledModules:
+    """The modules inside a model that the rules of one policy select, and what stands in front of them."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        # Weak, since the modules hold them.
+        self.calls: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
+        # The children of each module in the model, now and when rules were last given. Comparing the two at
+        # each call of the model takes some 50 nanoseconds a module.
+        self._children: list[dict[str, torch.nn.Module | None]] = []
+        self._children_before: list[dict[str, torch.nn.Module | None]] = []
+        self._fp8_layers: list[torch.nn.Module] = []
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Give every module in ``model`` the rules for it now.
+
+        Refuse a layer with an fp8 rule that is not converted, and an added module with another policy.
+        """
+        is_unchanged = self._children and self._children == self._children_before
+        if is_unchanged and all(map(is_fp8, self._fp8_layers)):
+            return
+        policy = self.shared.policy
+        if policy_has_fp8(policy):
+            _refuse_unconverted(model, policy)
+
+        fused = _parts_of_fused_layers(model)
+        for paths, module in all_paths(model):
+            self._follow_module(paths, module, unfused=module in fused)
+
+        self._children = [part._modules for part in model.modules()]
+        self._children_before = [dict(children) for children in self._children]
+        self._fp8_layers = [part for part in model.modules() if is_fp8(part)]
+
+    def _follow_module(self, paths: tuple[str, ...], module: torch.nn.Module, *, unfused: bool) -> None:
+        policy = self.shared.policy
+        calls = [call for call in calls_on(module) if call.shared is self.shared]
+        if not self.shared.compiled:
+            if not calls:
+                _remove_copied_calls([(paths, module)], policy)
+            if "" in paths:
+                return  # the model itself, which keeps its own
+
+        # A module may have come to another place, with its call.
+        rules = _rules_of(policy, paths, module)
+        rules_before = calls[0].rules if calls else ()
+        if rules == rules_before:
+            return
+        _detach(calls)
+        if rules:
+            self.calls.add(ModuleCall(self.shared, rules, module, unfused=unfused))
+
+
+def _refuse_unconverted(model: torch.nn.Module, policy: Policy) -> None:
+    """Refuse a layer that an fp8 rule selects, could multiply in fp8, and does not."""
+    for path, why_not in unconverted(model, policy).items():
+        if why_not is None:
+            raise OrderError(
+                f"expected layers with an fp8 rule to be converted, got one at {path!r} that is not: "
+                "call nc.apply(model, policy) before nc.compile, and again (after remove() on its "
+                "handle) if layers are added"
+            )
+
+
+def _parts_of_fused_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
+    """Return the modules that torch may compute in one fused kernel, which calls none of them."""
+    parts = set[torch.nn.Module]()
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer):
+            parts.update(module.modules())
+    return parts
+
+
+class _ModelCall(ModuleCall):
+    """The call of the model itself, which gives rules to modules that were added since."""
+
+    is_of_model = True
+
+    def __init__(
+        self, inside: RuledModules, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
+    ) -> None:
+        unfused = bool(rules) and isinstance(module, torch.nn.TransformerEncoderLayer)
+        super().__init__(inside.shared, rules, module, unfused=unfused)
+        self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
+        self._inside: RuledModules | None = inside
+        # Looked up once: a policy of apex's lists has 200 rules.
+        self._names_modules = inside.shared.policy.names_modules
+
+    def follow_model(self, module: torch.nn.Module) -> None:
+        if not self._names_modules:
+            return
+        if self._inside is None:  # in a copy
+            self._inside = RuledModules(self.shared)
+        model = None if self._model is None else self._model()
+        # Paths start at the model, also where what it wraps is called.
+        self._inside.follow(module if model is None else model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_inside": None, "_model": None}
+
+
+class ModelRegion(PolicyRegion):
+    """The region of a policy around the calls of a model, whose modules follow its rules inside.
+
+    Args:
+        policy: of the region.
+        formats: device type -> the region's dtype there.
+        say: as for ``PolicyRegion``.
+        model: the model; it may have the same policy by ``nc.apply`` already.
+        warns: whether a backward pass inside it warns.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        formats: Mapping[str, torch.dtype],
+        say: Callable[[str], None],
+        *,
+        model: torch.nn.Module,
+        warns: bool,
+    ) -> None:
+        super().__init__(policy, formats, say, warns=warns)
+        self._applied: Applied | None = None
+        if applied_to(model, policy) is not None:
+            return
+        # Last, so that an error leaves the model as it was.
+        if policy.names_modules:
+            how = "delete the nc.Stepper that holds the model first"
+            self._applied = Applied(model, policy, opens=False, how_to_end=how)
+        else:
+            refuse_in_torchscript(policy, model)
+
+    def remove(self) -> None:
+        """End the rules for the modules of the model."""
+        if self._applied is not None:
+            self._applied.remove()
+
+
+def compiled_rules(policy: Policy) -> RuledModules:
+    """Return the rules for modules of one ``nc.compile``; they end when the object is freed.
+
+    They have no effect except in a region of their policy, which the compiled model opens.
+    """
+    _detach_freed()
+    ruled = RuledModules(Shared(policy, opens=False, compiled=True))
+    weakref.finalize(ruled, _detach_when_freed, ruled.calls).atexit = False
+    return ruled
+
+
+_freed: list[weakref.WeakSet[ModuleCall]] = []
+"""What stands in front of modules for an ``nc.compile`` that is gone."""
+
+
+def _detach_when_freed(calls: weakref.WeakSet[ModuleCall]) -> None:
+    _freed.append(calls)
+    # The garbage collector may run while Dynamo compiles, which guards what it found in front of a module.
+    if not is_compiling_a_frame():
+        _detach_freed()
+
+
+def _detach_freed() -> None:
+    while _freed:
+        _detach(_freed.pop())
+
+
+def _detach(calls: Iterable[ModuleCall]) -> None:
+    for call in list(calls):
+        call.detach()
+
+
+def _rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -> tuple[Rule, ...]:
+    """Return the rules that calls carry out: for a shared module those for all its paths."""
+    return tuple(rule for rule in rules_of(policy, paths, module) if rule.compute not in FP8_RECIPES)
+
+
+def _remove_copied_calls(modules: Iterable[tuple[tuple[str, ...], torch.nn.Module]], policy: Policy) -> None:
+    """Remove what was copied with a model; refuse if a module has another policy."""
+    for paths, module in modules:
+        for call in calls_on(module):
+            # The policy that came with a copy gives way to the one that is asked for.
+            if call.is_copy:
+                call.detach()
+            elif call.shared.policy != policy and not call.shared.compiled:
+                raise PolicyError(
+                    f"{type(module).__name__} {paths[0]!r} in this model has another policy already: "
+                    f"{call.shared.how_to_end}"
+                )
+
+
+def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
+    """Return the handle of ``policy`` on ``model``; None if it has no policy, PolicyError if another one."""
+    applied = _applied.get(model)
+    if applied is not None and applied.policy != policy:
+        raise PolicyError(
+            f"this {type(model).__name__} has another policy already: {applied.how_to_end}, or give that "
+            "policy"
+        )
+    return applied
+
+
+def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
+    """Return the rules that select nothing in ``model``, each with an error message.
+
+    A rule for modules must select one, and a rule with an fp8 recipe a linear layer.
+    """
+    modules: list[tuple[str, torch.nn.Module]] = []
+    for paths, module in all_paths(model):
+        modules += [(path, module) for path in paths]
+    named = [(path, class_names(type(module))) for path, module in modules]
+    linears = [path for path, module in modules if isinstance(module, torch.nn.Linear)]
+
+    missed = {}
+    for rule in policy.rules:
+        in_fp8 = rule.compute in FP8_RECIPES
+        if not rule.is_for_modules and not in_fp8:
+            continue
+        selected = [path for path, names in named if names_module(rule, path, names)]
+        if rule.is_for_modules and not selected:
+            model_name = type(modules[0][1]).__name__
+            missed[rule] = f"this {model_name} has no {rule.target}. {_near_modules(rule, modules)}"
+        elif in_fp8 and not _holds_any(selected, linears):
+            known = near_names(rule.module or "", linears[:8]) if linears else "The model has none."
+            expected = f"expected a torch.nn.Linear for the rule {rule}"
+            missed[rule] = f"{expected}, got none in {rule.target}. {known}"
+    return missed
+
+
+def _near_modules(rule: Rule, modules: list[tuple[str, torch.nn.Module]]) -> str:
+    """Suggest paths or classes of ``modules`` for those that ``rule`` names and that do not exist."""
+    if rule.module is None:
+        kinds = sorted({type(module).__name__ for _, module in modules})
+        return near_names(str(rule.module_type).rpartition(".")[2], kinds)
+    guess = near_names(rule.module, [path for path, _ in modules if path][:40])
+    named = [(path, class_names(type(module))) for path, module in modules]
+    shorter = without_prefix(rule, named)
+    if shorter is None:
+        return guess
+    known = guess.partition("Known: ")[2]
+    return f'Did you mean "{shorter}"? Paths start at the model itself. Known: {known}'
+
+
+def _holds_any(selected: list[str], linears: list[str]) -> bool:
+    """Return whether a linear layer is one of the ``selected`` modules, or inside one."""
+    for path in linears:
+        for outer in selected:
+            if path == outer or not outer or path.startswith(f"{outer}."):
+                return True
+    return False
+
+
+def refuse_in_torchscript(policy: Policy, model: torch.nn.Module) -> None:
+    """Refuse rules that hold in a TorchScript module, which casts by a table of its own.
+
+    That casts inputs to the low format before a rule that computes in another one sees them.
+    """
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/jit/passes/autocast.cpp
+    scripted = []
+    for path, module in modules_by_path(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            scripted.append(path)
+    if policy.is_plain or not scripted:
+        return
+    for device in device_types(model, (), {}):
+        _, root = region_of(policy, device)
+        assert root is not None
+        scopes = scopes_by_path(model, policy, root)
+        cast_to_low = [op for op, kind in root.resolved.native.items() if kind == LOWER]
+        for path, op in itertools.product(scripted, cast_to_low):
+            decision = scopes[path].decide(op)
+            if decision is not None and decision.compute not in (LOWER, root.resolved.lower):
+                raise PolicyError(
+                    f"a rule ({decision.because}) casts {op!r} in the TorchScript module {path!r}, where "
+                    "torch.jit casts by a table of its own: keep it out of the rule, or unscripted"
+                )
+
+
+def refuse_missed(missed: dict[Rule, str]) -> None:
+    """Raise PolicyError for the first rule that selects nothing."""
+    for message in missed.values():
+        raise PolicyError(message)

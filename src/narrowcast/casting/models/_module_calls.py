@@ -1,0 +1,648 @@
+"""Carry out a policy around the calls of modules: open its region, and enter the scopes of module rules.
+
+A module with a rule, and the model itself, have a ``ModuleCall`` in front of their own ``_call_impl``. It
+reads the autocast state, sets it, calls the module with all its hooks, and sets the state back. It holds the
+policy, so that it works in any thread: if no region of the policy is open, it opens one.
+
+Dynamo traces it. The region is then chosen once, while Dynamo traces, and its graph enters a region of
+``torch.autocast``, in whose state the scope is kept (see ``_scopes``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowcast.casting._devices import device_types, moves, weight_device_types
+from narrowcast.casting._torch_internals import (
+    CALL,
+    COMPILED_CALL,
+    REPLICATE,
+    Replacements,
+    constant_while_tracing,
+    is_exporting,
+    keep_graphs_with_regions,
+    skipped_by_dynamo,
+    skipped_itself,
+    trace_backward_outside_of_regions,
+    traced_only_inline,
+)
+from narrowcast.casting.kernels._kernels import region_of
+from narrowcast.casting.kernels._operators import LOW, compute_dtype, depends_on_inputs
+from narrowcast.casting.models._module_casts import Casts, Copies, cast_arguments, cast_outputs, wants
+from narrowcast.casting.models._tree import cast_where, tensors_inside
+from narrowcast.casting.regions import _regions
+from narrowcast.casting.regions._policy_region import PolicyRegion
+from narrowcast.casting.regions._scopes import (
+    PROMOTING,
+    autocast_state_of,
+    change_scope,
+    devices_with_scopes,
+    scope_on,
+    thread,
+)
+from narrowcast.errors import UnsupportedError
+from narrowcast.machine import check_device
+from narrowcast.policy import CASTS_TO, Policy, ResolvedPolicy, Rule, Scope, dtype_of
+
+_EXPORTED = (
+    "expected a model without a policy for torch.export, got one with that of nc.apply, which no program "
+    "keeps: export it before nc.apply or after remove()"
+)
+_keys = itertools.count()
+_calls: weakref.WeakValueDictionary[int, ModuleCall] = weakref.WeakValueDictionary()
+
+
+class _Inside(NamedTuple):
+    """What holds inside a module with a rule, on one device type.
+
+    Attributes:
+        dtype: the autocast dtype.
+        enabled: whether autocast is on.
+        scope: the rules in force.
+        casts: the cast of the inputs, or None.
+        output: the cast of the outputs, or None.
+    """
+
+    dtype: torch.dtype
+    enabled: bool
+    scope: Scope
+    casts: Casts | None
+    output: Casts | None
+
+
+State = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
+"""A region as a constant for Dynamo: its scope as the autocast format that stands for it."""
+
+
+@dataclass(eq=False)
+class Shared:
+    """State shared by the calls of one policy on one model, and by those on copies of the model.
+
+    Attributes:
+        policy: their policy.
+        opens: whether they open the policy's region.
+        admits: called with the model; if it returns False, no region is opened. Lost when pickled.
+        compiled: they belong to ``nc.compile``; the same modules may have others.
+        how_to_end: what to do before the model can have another policy, for messages.
+        removed: the policy is removed, from copies too.
+        ended: the policy is removed from the model itself.
+        called: whether a call, also of a copy, has opened a region in this process.
+        traced_scopes: those that graphs enter. A graph holds no reference, and an equal policy that is freed
+            earlier may own them.
+    """
+
+    policy: Policy
+    opens: bool
+    admits: Callable[[torch.nn.Module], bool] | None = None
+    compiled: bool = False
+    how_to_end: str = "call remove() on the handle of its nc.apply first"
+    removed: bool = False
+    ended: bool = False
+    called: bool = False
+    traced_scopes: set[Scope | None] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._region_on: dict[str, PolicyRegion] = {}
+
+    def region_on(self, device: str) -> PolicyRegion:
+        """Return the policy's region on ``device``, made at the first call."""
+        if device not in self._region_on:
+            dtype, _ = region_of(self.policy, device)
+            self._region_on[device] = PolicyRegion(self.policy, {device: dtype}, warnings.warn)
+        return self._region_on[device]
+
+    def end(self, *, copies: bool) -> None:
+        self.removed, self.ended = copies, True
+        for region in self._region_on.values():
+            region.end()
+        self._region_on.clear()
+
+    def __deepcopy__(self, _memo: object) -> Shared:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "admits": None, "_region_on": {}, "traced_scopes": set()}
+
+
+class ModuleCall:
+    """The call of one module by a policy, in front of ``nn.Module._call_impl``.
+
+    Attributes:
+        key: number by which traced code finds this object.
+        rules: those for the module.
+        is_copy: whether it came with a copy of the module.
+        below: the ``call`` that stood in front of the module before, or None.
+    """
+
+    is_of_model = False
+
+    def __init__(
+        self,
+        shared: Shared,
+        rules: tuple[Rule, ...],
+        module: torch.nn.Module,
+        *,
+        unfused: bool = False,
+    ) -> None:
+        self.shared = shared
+        self.rules = rules
+        self.is_copy = False
+        self._casts = False
+        self._by_inputs: str | None = None
+        for rule in rules:
+            if rule.op is None:
+                self._casts = True
+                # The format of such a rule is found at each call.
+                if self._by_inputs is None and depends_on_inputs(rule.compute):
+                    self._by_inputs = rule.compute
+        self._module = weakref.ref(module)
+        self._begin()
+
+        attributes = vars(module)
+        # What module.compile() made is called in place of ``_call_impl``.
+        self._compiled = attributes.get(COMPILED_CALL) is not None
+        self.below: Callable[..., Any] | None = attributes.get(COMPILED_CALL) or attributes.get(CALL)
+        attributes[CALL] = self.call
+        if self._compiled:
+            attributes[COMPILED_CALL] = self.call
+        attributes[REPLICATE] = self.replicate
+        if not isinstance(module, torch.jit.ScriptModule):
+            attributes.setdefault("forward", _Forward(module))
+        # A hook keeps nn.TransformerEncoderLayer from its fused kernel, which would pass over the rules.
+        self._hook = module.register_forward_pre_hook(_no_change) if unfused else None
+
+    def _begin(self) -> None:
+        self.key = next(_keys)
+        _calls[self.key] = self
+        # What was decided inside a scope that a module with a rule was called in.
+        self._decided: dict[tuple[Scope, torch.dtype | None], _Inside] = {}
+        self._decided_in: ResolvedPolicy | None = None
+        self._devices: list[str] = []
+        self._devices_at = -1
+
+    def detach(self) -> None:
+        """Remove it from the module; a call that is running ends in the policy."""
+        if self._hook is not None:
+            self._hook.remove()
+        module = self._module()
+        if module is None:
+            return
+        attributes = vars(module)
+        others = [other for other in calls_on(module) if other is not self]
+        for other in others:
+            if other.below == self.call:
+                other.below = self.below
+        if attributes.get(COMPILED_CALL) == self.call:
+            attributes[COMPILED_CALL] = self.below
+        if attributes.get(CALL) == self.call:
+            del attributes[CALL]
+            if others:
+                attributes[CALL] = others[0].call
+
+        # The last one leaves the module as it was.
+        if not others:
+            attributes.pop(REPLICATE, None)
+            if _has_own_forward(module):
+                del attributes["forward"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {**vars(self), "_module": self._module()}
+        for name in ("key", "_decided", "_decided_in", "_devices", "_devices_at"):
+            del state[name]  # what ``_begin`` makes
+        if self._compiled:  # a copy is not compiled
+            state["below"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._module = weakref.ref(state["_module"])
+        self.is_copy = True
+        self._begin()
+
+    # ---- called by Python
+
+    @skipped_itself
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, with its hooks, by the policy."""
+        module = self._module()
+        assert module is not None
+        below = self.below
+        if below is None:
+            below = functools.partial(getattr(type(module), CALL), module)
+        if self.shared.removed:
+            return below(*args, **kwargs)
+        # The calls of nc.compile do nothing outside of its region, which is refused itself.
+        if is_exporting() and not self.shared.compiled:
+            raise UnsupportedError(_EXPORTED)
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced_call(module, below, args, kwargs)
+        opened = _Opened(len(thread.regions))
+        try:
+            args, kwargs = self._enter(opened, module, args, kwargs)
+            output = below(*args, **kwargs)
+            if type(output) is types.GeneratorType:
+                _refuse_generator(opened, module)
+        finally:
+            _leave(opened)
+        # What the module wrote to casts of its arguments is meant for the caller's own.
+        for copy in opened.copies:
+            copy.write_back()
+        if opened.outputs:
+            output = cast_outputs(opened.outputs, output)
+        return output
+
+    def follow_model(self, module: torch.nn.Module) -> None:
+        """Give rules to modules that were added since the last call."""
+
+    def replicate(self) -> torch.nn.Module:
+        """Return a shallow copy for ``DataParallel``, which follows the policy by itself."""
+        module = self._module()
+        assert module is not None
+        replica: torch.nn.Module = getattr(type(module), REPLICATE)(module)
+        _give_twins(calls_on(module), replica)
+        if _has_own_forward(module):
+            del vars(replica)["forward"]
+        return replica
+
+    @traced_only_inline
+    def _enter(
+        self, opened: _Opened, module: torch.nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Set the autocast state for a call, and cast its arguments."""
+        if self.is_of_model:
+            self.follow_model(module)
+        scopes = self._our_scopes() if self.rules else []
+        # A part that is called by itself, or in another thread, is in no region of the policy.
+        if self.shared.opens and (self.is_of_model or not scopes):
+            self._open_regions(module, args, kwargs)
+            scopes = self._our_scopes() if self.rules else []
+        for device, outside in scopes:
+            enabled = torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device)
+            by_inputs = None
+            if self._by_inputs is not None:
+                by_inputs = self._dtype_by_inputs((args, kwargs), device)
+            inside = self._inside_now(outside, device, by_inputs, enabled=enabled)
+            if inside is None:
+                continue
+            # Before it is set, so that ``_leave`` sets it back whatever raises.
+            opened.states += ((device, enabled, dtype, outside, inside),)
+            self._set_state(inside, device, enabled, dtype)
+            if inside.output is not None:
+                opened.outputs += (inside.output,)
+            if inside.casts is not None:
+                args, kwargs, copies = cast_arguments(inside.casts, args, kwargs)
+                opened.copies += copies
+        return args, kwargs
+
+    def _open_regions(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Open the policy's regions, unless they are open."""
+        if self.shared.admits is not None and not self.shared.admits(module):
+            return
+        for device in self._devices_of(module, args, kwargs):
+            region = self.shared.region_on(device)
+            if not region.is_open():
+                region.__enter__()  # left by ``_leave``, with all that was opened since
+
+    def _devices_of(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
+        """Return the device types to open regions on: those of the weights, found again after a move."""
+        if self._devices_at != moves.count:
+            self.shared.called = True
+            devices_of_weights = weight_device_types(module)
+            self._devices = [device for device in devices_of_weights if device != "meta"]
+            # Weights on "meta" are replaced by others without a move.
+            self._devices_at = -1 if "meta" in devices_of_weights else moves.count
+            for device in self._devices:
+                check_device(device)
+        if self._devices:
+            return self._devices
+        devices = device_types(None, args, kwargs)
+        for device in devices:
+            check_device(device)
+        return devices
+
+    def _inside_now(
+        self, outside: Scope, device: str, by_inputs: torch.dtype | None, *, enabled: bool
+    ) -> _Inside | None:
+        """Return what holds inside the module for a call in ``outside``; None: the script cast nothing."""
+        if not self._casts or not enabled:
+            return self.inside(outside, device, by_inputs)
+        if outside.resolved is not self._decided_in:
+            # A region of an equal policy: the scopes of one that is gone are not kept.
+            self._decided_in = outside.resolved
+            self._decided = {}
+        inside = self._decided.get((outside, by_inputs))
+        if inside is None:
+            inside = self.inside(outside, device, by_inputs)
+            assert inside is not None
+            if inside.casts is not None:  # else the dtype is that of the region outside
+                self._decided[outside, by_inputs] = inside
+        return inside
+
+    def _set_state(self, inside: _Inside, device: str, enabled: bool, dtype: torch.dtype) -> None:
+        """Set the autocast state inside the module."""
+        if inside.enabled and inside.dtype in LOW and dtype in LOW and inside.dtype is not dtype:
+            # torch keeps weight casts by the weight alone: a region keeps those of two formats apart.
+            cache_enabled = torch.is_autocast_cache_enabled()
+            _regions.enter(self, device, inside.dtype, True, cache_enabled, inside.scope)
+            return
+        if inside.enabled is not enabled:
+            torch.set_autocast_enabled(device, inside.enabled)
+        if inside.dtype is not dtype:
+            torch.set_autocast_dtype(device, inside.dtype)
+        change_scope(inside.scope, device)
+
+    # ---- traced by Dynamo
+
+    def _traced_call(self, module: torch.nn.Module, below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.shared.admits is not None:
+            _break_the_graph()
+        devices = _traced_device_types(module, args, kwargs) if self.shared.opens else []
+        return self._traced_regions(devices, below, args, kwargs)
+
+    def _traced_regions(self, devices: list[str], below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Open the policy's regions on ``devices``, one inside the other, and call the module in them."""
+        if not devices:
+            return self._traced_rules(_devices(self.key) if self.rules else (), below, args, kwargs)
+        region = _region_to_open(self.key, devices[0])
+        if region is None:
+            return self._traced_regions(devices[1:], below, args, kwargs)
+        with _regions.traced_region(*region):
+            return self._traced_regions(devices[1:], below, args, kwargs)
+
+    def _traced_rules(
+        self, devices: tuple[str, ...], below: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Enter the scopes of the rules on ``devices``, one inside the other, and call the module in them."""
+        if not devices:
+            return below(*args, **kwargs)
+        device = devices[0]
+        by_inputs = self._dtype_by_inputs((args, kwargs), device)
+        region, input_dtype, output_dtype = _inside(self.key, device, by_inputs)
+        if input_dtype is not None:
+            args, kwargs = cast_where((args, kwargs), input_dtype, wants(device, input_dtype))
+        if region is None:
+            output = self._traced_rules(devices[1:], below, args, kwargs)
+        else:
+            with _regions.traced_region(*region):
+                output = self._traced_rules(devices[1:], below, args, kwargs)
+        if output_dtype is not None:
+            output = cast_where(output, output_dtype, wants(device, output_dtype))
+        return output
+
+    # ---- decisions
+
+    def _dtype_by_inputs(self, values: Any, device: str) -> torch.dtype | None:
+        if self._by_inputs is None:
+            return None
+        return compute_dtype(self._by_inputs, torch.float32, tensors_inside(values), device)
+
+    def _our_scopes(self) -> list[tuple[str, Scope]]:
+        """Return the device types on which a scope of this policy, or of an equal one, is in force here."""
+        rules = self.shared.policy.rules
+        our_scopes = []
+        for device in devices_with_scopes():
+            scope = scope_on(device)
+            # The identity first, since comparing all rules takes long.
+            if scope is not None and (scope.resolved.rules is rules or scope.resolved.rules == rules):
+                our_scopes.append((device, scope))
+        return our_scopes
+
+    def inside(self, outside: Scope, device: str, by_inputs: torch.dtype | None) -> _Inside | None:
+        """Return what holds inside the module; None if the script turned autocast off around it."""
+        is_on = torch.is_autocast_enabled(device)
+        is_off_by_rule = outside.rule is not None and CASTS_TO[outside.rule.compute] is None
+        if not is_on and not is_off_by_rule:
+            return None
+        scope = outside.inside(self.rules)
+        dtype_outside = torch.get_autocast_dtype(device)
+        rule = scope.rule if self._casts else None
+        if rule is None:
+            return _Inside(dtype_outside, is_on or scope.rules_operators, scope, None, None)
+        if rule.compute == "refuse":
+            raise UnsupportedError(f"a module was called, which a rule refuses ({rule})")
+
+        lower = scope.resolved.lower
+        dtype = by_inputs
+        if not depends_on_inputs(rule.compute):
+            dtype = compute_dtype(rule.compute, dtype_of(lower), (), device)
+        # An "as-is" module keeps autocast on only if a rule names an operator inside it.
+        enabled = CASTS_TO[rule.compute] is not None or scope.rules_operators
+
+        output = None
+        if rule.output is not None:
+            word = lower if rule.output == "lower" else rule.output
+            output = Casts(rule, device, dtype_of(word))
+        if dtype is None:
+            return _Inside(dtype_outside, enabled, scope, None, output)
+        return _Inside(dtype, enabled, scope, Casts(rule, device, dtype), output)
+
+
+class _Forward:
+    """``forward`` of a module's class, as an attribute of the module.
+
+    Dynamo guards that other modules of the class, and this one before it had a policy, have no such
+    attribute, so that they share no graph with this one. It is all that the bound method is, but refers to
+    the module weakly.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    @skipped_itself
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        return type(module).forward(module, *args, **kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # For isinstance: torch.compile asks whether it is the method of one of torch's own modules.
+        return types.MethodType
+
+    def __getattr__(self, name: str) -> Any:
+        module: Any = self._module()
+        method = type(module).forward.__get__(module)
+        if name == "__wrapped__":
+            return method
+        return getattr(method, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Forward, (self._module(),)
+
+
+def _has_own_forward(module: torch.nn.Module) -> bool:
+    """Return whether ``forward`` is an attribute of the instance that a ``ModuleCall`` set."""
+    return type(vars(module).get("forward")) is _Forward
+
+
+def _no_change(*_: object) -> None:
+    """Change nothing, as a hook of a module."""
+
+
+def calls_on(module: torch.nn.Module) -> list[ModuleCall]:
+    """Return what stands in front of the call of ``module`` itself, the outermost first."""
+    calls = []
+    call = vars(module).get(CALL)
+    while call is not None:
+        owner = getattr(call, "__self__", None)
+        if not isinstance(owner, ModuleCall):
+            break
+        calls.append(owner)
+        call = owner.below
+    return calls
+
+
+def _give_twins(calls: list[ModuleCall], copy: torch.nn.Module) -> list[ModuleCall]:
+    """Put others like ``calls`` in front of a shallow copy of their module; return them."""
+    twins = []
+    below: Callable[..., Any] | None = None
+    for call in reversed(calls):
+        twin = object.__new__(type(call))
+        vars(twin).update(vars(call))
+        twin._module, twin.below = weakref.ref(copy), below
+        below = twin.call
+        twins.append(twin)
+    vars(copy)[CALL] = below
+    return twins
+
+
+def _following_copies(below: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Module.__setstate__``, which ``copy.copy`` calls with the attributes of the original."""
+
+    def set_state(module: torch.nn.Module, state: Any) -> Any:
+        result = below(module, state)
+        calls = calls_on(module)
+        if calls and calls[0]._module() is not module:
+            for twin in _give_twins(calls, module):
+                twin.is_copy = True
+                twin._begin()
+            vars(module)[REPLICATE] = calls_on(module)[0].replicate
+            if _has_own_forward(module):
+                vars(module)["forward"] = _Forward(module)
+        return result
+
+    return set_state
+
+
+class _Opened:
+    """What one call of a module set: the depth of regions, and the states before it.
+
+    Attributes:
+        depth: how many regions this thread was in.
+        states: device type, whether autocast was on, its dtype and scope, and what holds inside.
+        outputs: the casts of the outputs.
+        copies: what the casts of the arguments made.
+    """
+
+    __slots__ = ("copies", "depth", "outputs", "states")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.states: tuple[tuple[str, bool, torch.dtype, Scope, _Inside], ...] = ()
+        self.outputs: tuple[Casts, ...] = ()
+        self.copies: Copies = ()
+
+
+@traced_only_inline
+def _refuse_generator(opened: _Opened, module: torch.nn.Module) -> None:
+    """Refuse a ``forward`` whose code runs after the region or the scope of its call has ended."""
+    if opened.states or len(thread.regions) > opened.depth:
+        raise UnsupportedError(
+            f"expected {type(module).__name__} to compute in its call, got a generator, which computes when "
+            'it is iterated: open "with nc.autocast(...)" around the loop over it, in place of nc.apply and '
+            "of rules for it, or let forward return a list"
+        )
+
+
+@traced_only_inline
+def _leave(opened: _Opened) -> None:
+    """Set the autocast state back."""
+    for device, enabled, dtype, outside, inside in opened.states:
+        if inside.enabled is not enabled:
+            torch.set_autocast_enabled(device, enabled)
+        if inside.dtype is not dtype:
+            torch.set_autocast_dtype(device, dtype)
+        change_scope(outside, device)
+    if len(thread.regions) > opened.depth:
+        _regions.leave_to(opened.depth)
+
+
+# ---- decided while Dynamo traces
+
+
+@constant_while_tracing
+def _region_to_open(key: int, device: str) -> State | None:
+    call = _calls[key]
+    call.shared.called = True
+    model = call._module()
+    if model is not None:
+        call.follow_model(model)
+    if not call.is_of_model and call._our_scopes():
+        return None
+    check_device(device)
+    region = call.shared.region_on(device)
+    if region.is_open():
+        return None
+    (state,) = region.states
+    return traced_state(device, state.dtype, state.enabled, state.scope, promotes=state.promotion is not None)
+
+
+@constant_while_tracing
+def _devices(key: int) -> tuple[str, ...]:
+    return tuple(device for device, _ in _calls[key]._our_scopes())
+
+
+@constant_while_tracing
+def _inside(
+    key: int, device: str, by_inputs: torch.dtype | None
+) -> tuple[State | None, torch.dtype | None, torch.dtype | None]:
+    call = _calls[key]
+    outside = scope_on(device)
+    assert outside is not None
+    inside = call.inside(outside, device, by_inputs)
+    if inside is None:
+        return None, None, None
+    call.shared.traced_scopes.add(inside.scope)
+    input_dtype = None if inside.casts is None else inside.casts.dtype
+    output_dtype = None if inside.output is None else inside.output.dtype
+    state = traced_state(device, inside.dtype, inside.enabled, inside.scope, promotes=False)
+    return state, input_dtype, output_dtype
+
+
+def traced_state(
+    device: str, dtype: torch.dtype, enabled: bool, scope: Scope | None, *, promotes: bool
+) -> State:
+    """Return a region as traced code enters it: an autocast format stands for its scope."""
+    keep_graphs_with_regions()
+    trace_backward_outside_of_regions()
+    scope_state = (autocast_state_of(scope, device),)
+    if promotes:
+        return device, dtype, enabled, (*scope_state, PROMOTING)
+    return device, dtype, enabled, scope_state
+
+
+def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
+    """Return the device type of the first parameter, or of the inputs: tracing all would take long."""
+    for weight in module.parameters():
+        return [weight.device.type]
+    return [tensor.device.type for tensor in tensors_inside((args, kwargs))[:1]]
+
+
+@skipped_by_dynamo
+def _break_the_graph() -> None:
+    """Leave the call to Python, where the ``ModuleCall`` itself stands in front of it."""
+
+
+MOVES_AND_COPIES = Replacements(
+    (torch.nn.Module, "_apply", moves.counted), (torch.nn.Module, "__setstate__", _following_copies)
+)
+"""While policies are applied: counts moves of weights, and has shallow copies of modules call themselves."""

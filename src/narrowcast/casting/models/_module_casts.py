@@ -1,0 +1,130 @@
+"""Casts of a module's arguments and outputs by a rule, and of what the module writes to its arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowcast.casting._torch_internals import traced_only_inline
+from narrowcast.casting.kernels._operators import CASTABLE
+from narrowcast.casting.models._tree import cast_where
+from narrowcast.casting.regions._scopes import thread
+from narrowcast.policy import Rule
+
+
+class Casts(NamedTuple):
+    """A cast by a rule for a module, on one device type."""
+
+    rule: Rule
+    device: str
+    dtype: torch.dtype
+
+
+def cast_arguments(casts: Casts, args: Any, kwargs: Any) -> tuple[Any, Any, Copies]:
+    """Cast a module's inputs, and return the copies that were made; for one tensor the way is short."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        tensor = args[0]
+        cast = _cast_by_rule(casts, tensor)
+        copies = () if cast is tensor else (_TensorCopy(tensor, cast),)
+        return (cast,), kwargs, copies
+    cast_args, cast_kwargs = _cast_by_rule(casts, (args, kwargs))
+    return cast_args, cast_kwargs, _copies_in((cast_args, cast_kwargs), (args, kwargs))
+
+
+@traced_only_inline
+def cast_outputs(casts_of_devices: tuple[Casts, ...], output: Any) -> Any:
+    """Cast what a module returns, on each device type."""
+    for casts in casts_of_devices:
+        output = _cast_by_rule(casts, output)
+    return output
+
+
+def _cast_by_rule(casts: Casts, values: Any) -> Any:
+    """Cast a module's inputs or outputs; meanwhile ``rule_that_casts`` returns the rule."""
+    if isinstance(values, torch.Tensor) and values.dtype is casts.dtype:
+        return values
+    # For traces of operators, which say why a tensor was cast.
+    thread.casting_rule = casts.rule
+    try:
+        return cast_where(values, casts.dtype, wants(casts.device, casts.dtype))
+    finally:
+        thread.casting_rule = None
+
+
+class _TensorCopy(NamedTuple):
+    """A cast of an argument, which the module may write to."""
+
+    original: torch.Tensor
+    cast: torch.Tensor
+
+    @traced_only_inline
+    def write_back(self) -> None:
+        # A cast is at version 0 until the module writes to it; inference tensors count no versions.
+        if not self.cast.is_inference() and self.cast._version:
+            self.original.copy_(self.cast)
+
+
+class _ListCopy(NamedTuple):
+    """A copy of a list or dict of the caller, with casts of what is in it, which the module may change.
+
+    Attributes:
+        original: that of the caller.
+        cast: the copy.
+        parts_before: what the copy held before the call.
+        original_of: the id of each of these -> what the caller's held in its place.
+    """
+
+    original: Any
+    cast: Any
+    parts_before: list[Any]
+    original_of: dict[int, Any]
+
+    @traced_only_inline
+    def write_back(self) -> None:
+        parts = _parts_of(self.cast)
+        if len(parts) == len(self.parts_before) and all(map(operator.is_, parts, self.parts_before)):
+            return
+        # What the module left in place is the caller's own again, not its cast.
+        written = [self.original_of.get(id(part), part) for part in parts]
+        if isinstance(self.cast, dict):
+            by_key = dict(zip(self.cast, written, strict=True))
+            self.original.clear()
+            self.original.update(by_key)
+        else:
+            self.original[:] = written
+
+
+Copies = tuple[_TensorCopy | _ListCopy, ...]
+
+
+def _copies_in(cast: Any, original: Any) -> Copies:
+    """Return the tensors, lists and dicts in ``cast`` that are not those of the caller."""
+    if cast is original:
+        return ()
+    if isinstance(cast, torch.Tensor):
+        return (_TensorCopy(original, cast),)
+    if type(cast) not in (tuple, list, dict):
+        return ()
+
+    # A tuple is a copy too, but nobody can write to it.
+    parts = _parts_of(cast)
+    original_parts = _parts_of(original)
+    copies: Copies = ()
+    if type(cast) is not tuple:
+        original_of = dict(zip(map(id, parts), original_parts, strict=True))
+        copies = (_ListCopy(original, cast, parts, original_of),)
+    for part, original_part in zip(parts, original_parts, strict=True):
+        copies += _copies_in(part, original_part)
+    return copies
+
+
+def _parts_of(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def wants(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor], bool]:
+    """Return which tensors a cast to ``dtype`` on a device type changes."""
+    return lambda tensor: tensor.dtype in CASTABLE and tensor.dtype != dtype and tensor.device.type == device

@@ -1,0 +1,1 @@
+"""Autocast regions, the rules that hold in them, and casts of weights."""

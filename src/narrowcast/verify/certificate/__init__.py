@@ -1,0 +1,1 @@
+"""The certificate: error over noise of each gradient, and its verdict."""

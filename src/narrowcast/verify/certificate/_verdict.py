@@ -1,0 +1,478 @@
+"""The limits, the verdict on the numbers of all parameters, and the certificate made of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from narrowcast.capture import (
+    PARAMETER_LIMIT,
+    TOTAL_FAILS,
+    TOTAL_LIMIT,
+    Estimate,
+    parameter_error,
+    parameter_limit,
+)
+from narrowcast.errors import few
+from narrowcast.verify.certificate._certificate import (
+    CANNOT_TELL,
+    FAIL,
+    PASS,
+    Certificate,
+    ParameterResult,
+    number,
+    up_to,
+)
+from narrowcast.verify.certificate._sums import FEWEST_BATCHES, Measured, Moments, Totals
+
+# Reasons of parameters that the verdict depends on.
+_NOT_FINITE_FP32 = "its FP32 gradient is not finite"
+_NOT_FINITE_MIXED = "its gradient is not finite in mixed precision"
+_NOT_FINITE_OTHER = "the FP32 gradient of the second batch is not finite"
+_NO_GRADIENT = "no gradient reaches it"
+_ZERO_GRADIENT = "its gradient is zero"
+_ZERO_FP32 = "its FP32 gradient is zero for this batch, which tests nothing"
+_ROUNDING_NOISE = "its gradient is rounding noise in FP32 itself"
+_MISSING_FP32 = "it has a gradient in mixed precision and none in FP32, which counts as zero"
+_MISSING_MIXED = "it has a gradient in FP32 and none in mixed precision, which counts as zero"
+
+# Relative error that passes whatever the noise: two and a half roundoffs (2**-8) of bf16, by rounding alone.
+# Needed because full batches have no noise to divide by, and a large one little. Not for steps that average
+# minibatches, whose noise is known: there the bias of rounding counts, however small.
+ROUNDING_SIZE = 0.01
+# Relative error where both batches are the same: about ten roundoffs of bf16, what is left of them after a
+# dozen layers; a direction within 3 degrees of FP32's. Training shrinks the gradient, so the relative error
+# grows although rounding stays the same: in the full-batch network of examples/quantized_sine.py in bf16
+# from 0.011 to 0.062 after 20 steps and 0.31 after 60. From here to PARAMETER_LIMIT the verdict is therefore
+# "cannot tell".
+SAME_BATCH_LIMIT = 0.05
+# An FP32 gradient is rounding noise if it changes by this share or more when each op rounds only once.
+# Measured in networks of convolutions and batch norms: 1e-3 at most for any other gradient, 1.0 for the bias
+# of a convolution before a batch norm, whose exact gradient is zero.
+ROUNDING_SHARE = 0.1
+
+
+class _Verdict(NamedTuple):
+    verdict: str
+    reason: str
+
+
+class _Lost(NamedTuple):
+    """A parameter whose own error is above its limit; the worst one is the largest."""
+
+    error: float
+    name: str
+    limit: float
+
+
+# ---- a certificate
+
+
+def certificate_of(
+    measured: Sequence[Measured],
+    *,
+    cannot_tell: str | None = None,
+    note: str | None = None,
+    rounding_unknown: str | None = None,
+    minibatches: int = 1,
+    averaged: int = 1,
+    **fields: Any,
+) -> Certificate:
+    """Judge the gradients of all parameters; the arguments that are not below are fields of the certificate.
+
+    Args:
+        measured: each parameter.
+        cannot_tell: why these numbers do not compare like with like, as a sentence; None: they do.
+        note: a sentence to add to the reason.
+        rounding_unknown: why FP32's own rounding was not measured, as a sentence; None: it was. If it was
+            not, a single parameter cannot fail: its gradient may be rounding noise.
+    """
+    # How many of the measured gradients a step averages.
+    gradients_averaged = minibatches / averaged
+    results = [_result(parameter, gradients_averaged) for parameter in measured]
+    both = zip(measured, results, strict=True)
+    judged = [parameter for parameter, result in both if result.judged]
+
+    # Only parameters with a second batch have noise to divide by; of the others the relative error counts.
+    with_noise = [parameter for parameter in judged if parameter.noise is not None]
+    totals = Totals.of(judged)
+    without_noise = Totals.of([parameter for parameter in judged if parameter.noise is None])
+    by_noise = Totals.of(with_noise) if with_noise else None
+    has_noise = by_noise is not None and not by_noise.no_noise
+    moments = None
+    if has_noise:
+        moments = Moments.total([parameter.moments for parameter in with_noise])
+
+    lost = _lost(results, has_noise=has_noise)
+    lost_names = {parameter.name for parameter in lost}
+    if minibatches > 1:
+        for estimate, name in _in_step(results, gradients_averaged):
+            if estimate.low > PARAMETER_LIMIT:
+                lost_names.add(name)
+    results = [replace(result, lost=result.name in lost_names) for result in results]
+
+    judgment = _without_ratios(results, cannot_tell)
+    if judgment is None:
+        of_step = None
+        if minibatches > 1:
+            of_step = _of_step(results, moments, minibatches, gradients_averaged)
+        judgment = _by_total(totals, by_noise, without_noise, of_step)
+        # A single layer whose gradient is lost, which the total of a large model would not show.
+        if lost and (rounding_unknown is None or judgment.verdict != FAIL):
+            judgment = _of_lost(lost, rounding_unknown)
+
+    # If no parameter has a second batch, the verdict itself says so.
+    notes = _notes(results, None if by_noise is None else without_noise)
+    if note:
+        notes.append(note)
+    error_over_noise = None
+    if by_noise is not None:
+        error_over_noise = by_noise.error_over_noise(moments, gradients_averaged)
+    certificate = Certificate(
+        minibatches=minibatches,
+        averaged=averaged,
+        error_over_noise=error_over_noise,
+        relative_error=totals.relative_error,
+        cosine=totals.cosine,
+        parameters=tuple(results),
+        verdict=judgment.verdict,
+        reason=" ".join([judgment.reason, *notes]),
+        _moments=moments,
+        **fields,
+    )
+
+    # What passes says for which batches, which only a finished certificate knows.
+    holds_for = up_to(certificate)
+    passes_for_step = (certificate.holds_up_to or 0) >= minibatches
+    if judgment.verdict != PASS or holds_for is None or not passes_for_step:
+        return certificate
+    holds = f"Holds for {holds_for}. Larger batches have less noise to hide the error."
+    return replace(certificate, reason=" ".join([judgment.reason, holds, *notes]))
+
+
+def _notes(parameters: Sequence[ParameterResult], without_noise: Totals | None) -> list[str]:
+    """Return sentences to add to the reason; ``without_noise``: of parameters without a second batch."""
+    notes = []
+    of_all = f"of {len(parameters)} parameters"
+    has_judged = any(parameter.judged for parameter in parameters)
+
+    names = []
+    for parameter in parameters:
+        has_noise = parameter.noise_norm is not None or parameter.reason == _NOT_FINITE_OTHER
+        if parameter.judged and not has_noise:
+            names.append(parameter.name)
+    if names and without_noise is not None:
+        notes.append(
+            f"There was no second batch for {len(names)} {of_all} ({few(names)}): of them only the relative "
+            f"error counts, {number(without_noise.relative_error)}."
+        )
+
+    names = _because(parameters, _ROUNDING_NOISE)
+    if names:
+        notes.append(
+            f"Not judged: {len(names)} {of_all}, whose gradient is rounding noise in FP32 itself "
+            f"({few(names)})."
+        )
+
+    names = _because(parameters, _NO_GRADIENT, _ZERO_GRADIENT, _ZERO_FP32)
+    if names and has_judged:
+        notes.append(
+            f"Not judged: {len(names)} {of_all}, which got no gradient or a zero one from this batch "
+            f"({few(names)})."
+        )
+
+    names = _because(parameters, _MISSING_FP32, _MISSING_MIXED)
+    if names:
+        notes.append(f"A gradient on one side only, in FP32 or in mixed precision: {few(names)}.")
+    return notes
+
+
+def _because(parameters: Sequence[ParameterResult], *reasons: str) -> list[str]:
+    return [parameter.name for parameter in parameters if parameter.reason in reasons]
+
+
+# ---- one parameter
+
+
+def _result(parameter: Measured, gradients_averaged: float) -> ParameterResult:
+    name, shape = parameter.name, parameter.shape
+    if not math.isfinite(parameter.error.first):
+        return ParameterResult(name=name, shape=shape, reason=_NOT_FINITE_FP32)
+    if parameter.error.missing == "both":
+        return ParameterResult(name=name, shape=shape, reason=_NO_GRADIENT)
+    if parameter.rounding is not None and not math.isfinite(parameter.rounding.second):
+        parameter = replace(parameter, rounding=None)
+
+    totals = Totals.of([parameter])
+    noise_norm = error_over_noise = None
+    if parameter.noise is not None:
+        error_over_noise = totals.error_over_noise(parameter.moments, gradients_averaged)
+        if not math.isinf(totals.noise):
+            noise_norm = totals.noise
+    relative_error = totals.relative_error
+    if not math.isfinite(parameter.error.second):
+        relative_error = math.inf
+    judged, reason = _whether_judged(totals, parameter)
+    return ParameterResult(
+        name=name,
+        shape=shape,
+        gradient_norm=totals.gradient,
+        error_norm=totals.error,
+        bias_norm=None if parameter.moments is None else math.sqrt(parameter.moments.bias),
+        noise_norm=noise_norm,
+        rounding_norm=None if parameter.rounding is None else totals.rounding,
+        error_over_noise=error_over_noise,
+        relative_error=relative_error,
+        cosine=totals.cosine,
+        judged=judged,
+        reason=reason,
+        _moments=parameter.moments,
+    )
+
+
+def _whether_judged(totals: Totals, parameter: Measured) -> tuple[bool, str | None]:
+    """Return whether a parameter is judged, and the first reason that applies."""
+    if not math.isfinite(parameter.error.second):
+        return True, _NOT_FINITE_MIXED
+    if parameter.rounding is not None and 0 < totals.rounding >= ROUNDING_SHARE * totals.gradient:
+        return False, _ROUNDING_NOISE
+    if math.isinf(totals.noise):
+        return True, _NOT_FINITE_OTHER
+
+    no_gradient = totals.gradient == 0 and not totals.noise > 0
+    if totals.gradient == 0 == totals.error:
+        return False, _ZERO_GRADIENT if no_gradient else _ZERO_FP32
+    return True, _why_a_number_is_none(totals, parameter, no_gradient=no_gradient)
+
+
+def _why_a_number_is_none(totals: Totals, parameter: Measured, *, no_gradient: bool) -> str | None:
+    """Return what to know of a parameter that is judged; None: all of its numbers are defined."""
+    reason = None
+    if parameter.error.missing == "second":
+        reason = _MISSING_MIXED
+    elif parameter.error.missing == "first":
+        reason = _MISSING_FP32
+    elif no_gradient:
+        reason = "its gradient is zero in FP32 and not in mixed precision"
+    elif parameter.noise is None:
+        reason = "there was no second batch to measure noise by"
+    elif totals.no_noise:
+        reason = "both batches give it the same gradient: no noise to divide by"
+    elif totals.gradient == 0:
+        reason = "its FP32 gradient is zero for this batch"
+    elif totals.mixed == 0:
+        reason = "its gradient is zero in mixed precision"
+    return reason
+
+
+def _lost(parameters: Sequence[ParameterResult], *, has_noise: bool) -> list[_Lost]:
+    """Return each parameter whose own error is above its limit, worst first."""
+    lost = []
+    for parameter in parameters:
+        error = parameter_error(parameter.error_norm, parameter.noise_norm, parameter.gradient_norm)
+        if not parameter.judged or error is None:
+            continue
+        by_noise = has_noise and parameter.noise_norm is not None
+        limit = parameter_limit(parameter.shape, has_noise=by_noise)
+        if error > limit:
+            lost.append(_Lost(error, parameter.name, limit))
+    return sorted(lost, reverse=True)
+
+
+def _of_lost(lost: Sequence[_Lost], rounding_unknown: str | None) -> _Verdict:
+    worst = lost[0]
+    names = few([parameter.name for parameter in lost])
+    reason = (
+        f"The gradient of {names} is lost in mixed precision: it is off by {number(worst.error)} of its own "
+        f"size or of minibatch noise, whichever is larger, where {worst.limit} is the limit for a single "
+        "parameter."
+    )
+    if rounding_unknown:
+        return _Verdict(CANNOT_TELL, f"{reason} {rounding_unknown}")
+    return _Verdict(FAIL, reason)
+
+
+# ---- all parameters
+
+
+def _without_ratios(parameters: Sequence[ParameterResult], cannot_tell: str | None) -> _Verdict | None:
+    """Return the verdict if it does not depend on any ratio."""
+    # What is not finite comes first: no other reason could excuse it.
+    of_fp32 = few(_because(parameters, _NOT_FINITE_FP32))
+    if of_fp32:
+        return _Verdict(CANNOT_TELL, f"FP32 itself is not finite: the gradient of {of_fp32}.")
+    of_mixed = few(_because(parameters, _NOT_FINITE_MIXED))
+    if of_mixed:
+        reason = f"Finite in FP32 and not in mixed precision: the gradient of {of_mixed}."
+        return _Verdict(FAIL, reason)
+    if cannot_tell:
+        return _Verdict(CANNOT_TELL, cannot_tell)
+    of_second = few(_because(parameters, _NOT_FINITE_OTHER))
+    if of_second:
+        return _Verdict(CANNOT_TELL, f"FP32 is not finite on the second batch: {of_second}.")
+    if not any(parameter.judged for parameter in parameters):
+        return _Verdict(CANNOT_TELL, _nothing_judged(parameters))
+    return None
+
+
+def _nothing_judged(parameters: Sequence[ParameterResult]) -> str:
+    if not parameters:
+        return "No parameter needs a gradient, so there is nothing to compare."
+    if all(parameter.reason == _ROUNDING_NOISE for parameter in parameters):
+        return (
+            "Every FP32 gradient changes wholly with how its ops round: does the loss change when it is "
+            "computed twice, for the same batch and random numbers?"
+        )
+    reasons = [f"{parameter.name}: {parameter.reason}" for parameter in parameters]
+    return f"No gradient can be judged ({few(reasons)})."
+
+
+def _by_total(
+    totals: Totals, by_noise: Totals | None, without_noise: Totals, of_step: _Verdict | None
+) -> _Verdict:
+    """Judge all parameters together.
+
+    Args:
+        totals: of all judged parameters.
+        by_noise: of those with a second batch; None: there is none.
+        without_noise: of those without one.
+        of_step: the verdict on a step of several minibatches; None: a step is of one.
+    """
+    if totals.error == 0:
+        reason = (
+            "The mixed gradients equal the FP32 ones to the bit: nothing was cast that changes a gradient."
+        )
+        return _Verdict(PASS, reason)
+
+    # Only what has noise is divided by it; without any, the relative error is all there is.
+    relative = (by_noise or totals).relative_error
+    if by_noise is not None and not by_noise.no_noise:
+        judgment = of_step or _with_noise(by_noise.error / by_noise.noise, relative)
+    elif relative is None:
+        which = " with a second batch" if totals.gradient > 0 else ""
+        return _Verdict(FAIL, f"Every FP32 gradient{which} is zero, and the mixed ones are not.")
+    elif by_noise is None:
+        return _without_second_batch(relative)
+    else:
+        judgment = _without_noise(relative)
+
+    # Parameters without a second batch must not hide behind those that have one.
+    if judgment.verdict == PASS and without_noise.error > SAME_BATCH_LIMIT * without_noise.gradient:
+        reason = (
+            f"{judgment.reason} But for some parameters there was no second batch, and their relative error "
+            f"is above {SAME_BATCH_LIMIT}."
+        )
+        return _Verdict(CANNOT_TELL, reason)
+    return judgment
+
+
+def _with_noise(ratio: float, relative: float | None) -> _Verdict:
+    # A small gradient beside large noise passes whatever happens to it, so such a pass tells nothing.
+    measured = f"Mixed precision moves the gradient by {number(ratio)} of what another minibatch does"
+    if ratio < TOTAL_FAILS and (relative is None or relative >= PARAMETER_LIMIT):
+        own = f"but by {number(relative)} of its own size"
+        if relative is None:
+            own = "which is zero in FP32"
+        reason = (
+            f"{measured}, {own}: the first batch's gradient is far smaller than the second's, so that even "
+            "losing it wholly would look small."
+        )
+        return _Verdict(CANNOT_TELL, reason)
+    if ratio < TOTAL_LIMIT:
+        return _Verdict(PASS, f"{measured}; below {TOTAL_LIMIT} passes.")
+    if relative is not None and relative <= ROUNDING_SIZE:
+        reason = (
+            f"{measured}, where below {TOTAL_LIMIT} passes; but these batches have little noise, and the "
+            f"relative error, {number(relative)}, is what rounding alone does (up to {ROUNDING_SIZE})."
+        )
+        return _Verdict(PASS, reason)
+    if ratio < TOTAL_FAILS:
+        reason = (
+            f"{measured}: from {TOTAL_LIMIT} to {TOTAL_FAILS} it may be rounding that switches ReLUs on and "
+            "off, which is harmless, or a small part of the gradient that is lost."
+        )
+        return _Verdict(CANNOT_TELL, reason)
+    return _Verdict(FAIL, f"{measured}; from {TOTAL_FAILS} on fails.")
+
+
+def _without_noise(relative: float) -> _Verdict:
+    reason = (
+        "Both batches give the same gradient (full-batch training?), so there is no minibatch noise; the "
+        f"verdict is by the relative error, {number(relative)}: up to {SAME_BATCH_LIMIT} passes, above "
+        f"{PARAMETER_LIMIT} fails."
+    )
+    if relative <= SAME_BATCH_LIMIT:
+        return _Verdict(PASS, reason)
+    if relative <= PARAMETER_LIMIT:
+        return _Verdict(CANNOT_TELL, reason)
+    return _Verdict(FAIL, reason)
+
+
+def _without_second_batch(relative: float) -> _Verdict:
+    no_yardstick = "There was no second batch to measure minibatch noise by"
+    error = f"the relative error, {number(relative)},"
+    if relative <= ROUNDING_SIZE:
+        reason = f"{no_yardstick}, but {error} is what rounding alone does (up to {ROUNDING_SIZE})."
+        return _Verdict(PASS, reason)
+    if relative > PARAMETER_LIMIT:
+        reason = f"{no_yardstick}, but {error} is past any that noise could hide ({PARAMETER_LIMIT})."
+        return _Verdict(FAIL, reason)
+    return _Verdict(CANNOT_TELL, f"{no_yardstick}, and {error} does not settle it.")
+
+
+# ---- a step of several minibatches
+
+
+def _in_step(parameters: Sequence[ParameterResult], gradients_averaged: float) -> list[tuple[Estimate, str]]:
+    """Return error over noise of each parameter that has a limit of its own in a step, worst first."""
+    estimates = []
+    for parameter in parameters:
+        moments = parameter._own_moments
+        if moments is not None:
+            estimates.append((moments.at(gradients_averaged), parameter.name))
+    return sorted(estimates, reverse=True)
+
+
+def _of_step(
+    parameters: Sequence[ParameterResult],
+    moments: Moments | None,
+    minibatches: int,
+    gradients_averaged: float,
+) -> _Verdict:
+    """Judge the mean of several minibatches, of ``gradients_averaged`` measured gradients, by noise alone."""
+    if moments is None:
+        reason = (
+            f"A step averages {minibatches} minibatches here, and it takes {FEWEST_BATCHES} batches to tell "
+            "its error."
+        )
+        return _Verdict(CANNOT_TELL, reason)
+
+    # For a fail the lower end of the interval counts too, since a few batches know a bias badly.
+    total = moments.at(gradients_averaged)
+    single = _in_step(parameters, gradients_averaged)
+    over = [(estimate, name) for estimate, name in single if estimate.value > PARAMETER_LIMIT]
+    lost = [name for estimate, name in over if estimate.low > PARAMETER_LIMIT]
+    measured = (
+        f"In a step of {minibatches} minibatches mixed precision moves the gradient by {number(total.value)} "
+        f"of the noise ({number(total.low)} to {number(total.high)})"
+    )
+    if lost:
+        worst_estimate, _ = over[0]
+        reason = (
+            f"{measured}, and the gradient of {few(lost)} by {number(worst_estimate.value)}, where "
+            f"{PARAMETER_LIMIT} is the limit for a single parameter."
+        )
+        return _Verdict(FAIL, reason)
+
+    worst = ""
+    if single:
+        _, worst_name = single[0]
+        worst = f", most that of {worst_name}"
+    if total.value >= TOTAL_FAILS and total.low >= TOTAL_LIMIT:
+        return _Verdict(FAIL, f"{measured}{worst}; from {TOTAL_FAILS} on fails.")
+    if total.value < TOTAL_LIMIT and not over:
+        return _Verdict(PASS, f"{measured}; below {TOTAL_LIMIT} passes.")
+    reason = f"{measured}{worst}; it passes below {TOTAL_LIMIT}, and each parameter below {PARAMETER_LIMIT}."
+    return _Verdict(CANNOT_TELL, reason)

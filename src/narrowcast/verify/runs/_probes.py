@@ -1,0 +1,551 @@
+"""Observers in the process of a run: they keep gradients or outputs, count memory, or find its steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.parameter import is_lazy
+
+from narrowcast.attach import Attachment, Observer, is_functorch_wrapped
+from narrowcast.casting import tensors_inside
+from narrowcast.errors import UnsupportedError
+from narrowcast.gradients import nonfinite_flags, parameters_of
+from narrowcast.machine import memory_bytes
+from narrowcast.observe.profiling import LiveTensorBytes
+from narrowcast.verify.certificate._dispatch_modes import ExactOps, Fp32Draws
+from narrowcast.verify.certificate._sums import FEWEST_BATCHES
+from narrowcast.verify.compare._samples import Minibatches
+from narrowcast.verify.runs._model_state import each_once, fingerprint, put_back, random_state, some_values
+from narrowcast.verify.runs._runs import (
+    MEMORY,
+    MOVES,
+    MOVES_FILE,
+    PAUSED,
+    STEPS,
+    STEPS_AFTER_THE_END,
+    TENSORS,
+    UNTIL,
+    GradientFacts,
+    Purpose,
+    RunSettings,
+    shared_numbers,
+    tensors_at,
+    write_result,
+)
+
+# Steps of one optimizer: another one that seldom steps should not keep the probe going.
+_MOST_STEPS = 64
+# Fewer than the skipped steps in a row after which ScaleCollapseError is raised: a probe must not fail.
+_MOST_OVERFLOWS = 20
+_MOST_CALLS = 4096
+_OUTPUTS = 3
+_FEWEST_STEPS = 3
+# What changes by more than this share of itself in a few steps moves by more than roundoffs of fp32.
+_MOVES_CLEARLY = 1e-6
+_until_the_end = ExitStack()  # never closed
+
+
+class Probe(Observer):
+    """Observe a run for one purpose, and write what was seen into its folder."""
+
+    attachment: Attachment
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        self.settings = settings
+        self.argv = argv
+        self.folder = settings.folder
+
+    def attached(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+
+    def finish(self) -> None:
+        """Write what is known; called when the script has ended."""
+
+
+class StepProbe(Probe):
+    """Call ``boundary`` at the end of each training step, until ``done`` is set.
+
+    A training step is everything between two steps of one optimizer, loading and evaluation included: of the
+    first one that steps, and when that one has ended, as in a search for the learning rate, of the next. If
+    the script makes no optimizer, it is everything between two calls of the outermost module that was the
+    first to be called twice.
+
+    Attributes:
+        unit: what is counted, ``"step"`` or ``"call"``.
+        pace: the optimizer whose steps are counted.
+    """
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        super().__init__(settings, argv)
+        self.done = False
+        self.unit = "step"
+        self.pace: torch.optim.Optimizer | None = None
+        self._steps_of_others: dict[torch.optim.Optimizer, int] = {}
+        self._pacing_module: weakref.ref[torch.nn.Module] | None = None
+        self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def returned(self, module: torch.nn.Module, output: Any) -> None:
+        if self.done or self.attachment.optimizers:
+            return
+        self.unit = "call"
+        if self._pacing_module is None and module in self._called:
+            self._pacing_module = weakref.ref(module)
+        self._called.add(module)
+        if self._pacing_module is not None and self._pacing_module() is module:
+            self.boundary()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.done:
+            return
+        if self.unit == "call":  # it called modules before it made its optimizer
+            self.unit = "step"
+            self.restart()
+        if self.pace is None:
+            self.pace = optimizer
+        if optimizer is not self.pace:
+            steps = self._steps_of_others.get(optimizer, 0) + 1
+            self._steps_of_others[optimizer] = steps
+            if steps <= STEPS_AFTER_THE_END:
+                return
+            self.pace = optimizer
+            self.pace_changed()
+        self._steps_of_others.clear()
+        self.boundary()
+
+    def boundary(self) -> None:
+        """Handle the end of a step."""
+
+    def restart(self) -> None:
+        """Drop what was seen, since the calls so far were not steps."""
+
+    def pace_changed(self) -> None:
+        """Start over with the optimizer whose steps count from now on."""
+
+
+class TimedProbe(StepProbe):
+    """Pause or end the run at the step that the parent names."""
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        super().__init__(settings, argv)
+        self._numbers = shared_numbers(settings.folder)
+
+    def restart(self) -> None:
+        self._numbers[STEPS] = 0
+
+    def boundary(self) -> None:
+        self._numbers[STEPS] += 1
+        until = self._numbers[UNTIL]
+        if until < 0 and self._numbers[STEPS] >= _FEWEST_STEPS:
+            self.attachment.stop()
+        if 0 < until <= self._numbers[STEPS]:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Stop this process and all that it started, until the parent names another step.
+
+        Waiting in Python would not do: workers of data loaders would go on, and load ahead.
+        """
+        began = time.perf_counter()
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        share = _resident_bytes() / (memory_bytes() or math.inf)
+        if on_gpu:
+            torch.cuda.synchronize()
+            _, gpu_bytes = torch.cuda.mem_get_info()
+            share = max(share, torch.cuda.max_memory_reserved() / gpu_bytes)
+        self.attachment.recorder.flush()
+        self._numbers[MEMORY] = int(1000 * share)
+        self._numbers[PAUSED] = 1
+
+        stopped = time.perf_counter()
+        # The parent may have sent SIGCONT too early, so it repeats it.
+        while 0 < self._numbers[UNTIL] <= self._numbers[STEPS]:
+            os.killpg(os.getpgrp(), signal.SIGSTOP)
+        self._numbers[PAUSED] = 0
+        waited_s = stopped - began if on_gpu else 0.0
+        self.attachment.recorder.paused(time.perf_counter() - stopped, waited_s)
+
+
+def _resident_bytes() -> int:
+    """Return the most memory that this process had so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak
+    return 1024 * peak  # elsewhere it is in KiB
+
+
+class MemoryProbe(Probe):
+    """Count the bytes of tensors; give no number if another thread or device computes, which is not seen."""
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        super().__init__(settings, argv)
+        self._counted = threading.get_ident()
+        self._elsewhere = False
+        self._live = LiveTensorBytes()
+        self._live.__enter__()
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        on_cpu = all(parameter.is_cpu for parameter in module.parameters())
+        if not on_cpu or threading.get_ident() != self._counted:
+            self._elsewhere = True
+
+    def finish(self) -> None:
+        peak: int | None = None
+        reason: str | None = None
+        try:
+            peak = self._live.peak_bytes
+        except UnsupportedError as error:
+            reason = str(error)
+        if peak == 0 or self._elsewhere:
+            peak = None
+            where = "in another thread or process than its first, or on another device than the CPU"
+            reason = f"the script computes {where}"
+        write_result(self.folder, {"peak_tensor_bytes": peak, "reason": reason})
+
+
+class GradientProbe(Probe):
+    """Hold updates back at some steps, and keep the gradients that each optimizer would have used.
+
+    A batch is what one step of an optimizer sees, accumulation included. The run ``REFERENCE`` computes in
+    FP32 and ``MIXED`` under the policy, for four batches; ``EXACT`` in FP32 by ops that round only their
+    result, for the first one. The reference's weights are loaded into the others, so that all are compared at
+    the same weights. From one of these steps to the next all train in mixed precision, on the same batches.
+    At the end ``REFERENCE`` and ``MIXED`` take a few steps more, and keep how these move the weights.
+    """
+
+    def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
+        super().__init__(settings, argv)
+        self._role = settings.purpose
+        self._process = os.getpid()
+        self._first: torch.optim.Optimizer | None = None
+        self._draws: Fp32Draws | None = None
+        self._exact = ExactOps()  # type: ignore[no-untyped-call]
+        self._steps = 0  # that updated weights
+        self._later = list(settings.at_steps)
+        self._all_facts: list[GradientFacts] = []
+        self._wait_for_next()
+
+    def _wait_for_next(self) -> None:
+        """Wait for the next step at which updates are held back; forget what belongs to the one before."""
+        self._at_step = self._later.pop(0)
+        self._is_holding = False
+        self._calls = 0
+        self._minibatches = Minibatches(lambda: self.attachment.optimizers)
+        self._modules: list[torch.nn.Module] = []
+        self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self._before: dict[str, torch.Tensor] | None = None  # weights before steps are taken again
+        self._moves = 0
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._counts: dict[torch.optim.Optimizer, int] = {}  # steps of each that were held back
+        self._overflowed: set[torch.optim.Optimizer] = set()
+        self._facts = GradientFacts(at_step=self._at_step, steps_before=self._steps)
+        self._all_facts.append(self._facts)
+        self._kept = tensors_at(self.folder, self._at_step)
+        self._kept.mkdir(parents=True, exist_ok=True)
+        self._reference = tensors_at(self.folder.parent / Purpose.REFERENCE, self._at_step)
+
+    def attached(self, attachment: Attachment) -> None:
+        super().attached(attachment)
+        # Where a format is emulated, a step takes minutes: only the compared ones are made in it.
+        attachment.pause_regions(bool(self.settings.fp32_because))
+        if not self._at_step:
+            self._begin_to_hold()
+
+    def _begin_to_hold(self) -> None:
+        """Hold updates back from now on, and drop earlier gradients."""
+        self._is_holding = True
+        self.attachment.pause_regions(False)
+        self._backwards_before = self.attachment.recorder.backwards
+        # A compiled graph would hide draws of random numbers.
+        torch.compiler.set_stance("force_eager")
+        for optimizer in self.attachment.optimizers:
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
+
+        # The scale that training has reached goes on once the gradients are kept.
+        self._exact.paused = False
+        self._scale = self.attachment.scale.value
+        if self._role != Purpose.MIXED:
+            self.attachment.continue_in_fp32()
+        elif self.settings.start_scale is not None:
+            self.attachment.continue_at_scale(min(self._scale.scale, self.settings.start_scale))
+
+    def _train_on(self) -> None:
+        """Train in mixed precision up to the next step at which updates are held back."""
+        if self._role != Purpose.MIXED:
+            self.attachment.continue_by_policy(self._scale)
+        if self.settings.fp32_because:
+            self.attachment.pause_regions(True)
+        self._wait_for_next()
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_holding:
+            return
+        # Entered at the first call, and not when the script begins: what it draws before is the same anyway.
+        if self._draws is None:
+            self._draws = Fp32Draws()
+            _until_the_end.enter_context(self._draws)
+            if self._role == Purpose.EXACT:
+                _until_the_end.enter_context(self._exact)
+        # By the inputs of the first call runs are seen to have the same batch.
+        if self._facts.batch is None:
+            self._facts.batch = fingerprint([args, kwargs], floating=False)
+            self._facts.batch_values = some_values([args, kwargs])
+        self._minibatches.called(args, kwargs)
+        if module not in self._modules:
+            self._first_call(module)
+        # A script that trains without torch.optim would go on to its end.
+        self._calls += torch.is_grad_enabled()
+        if self._calls > _MOST_CALLS:
+            if self._before is None:
+                reason = f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
+                self._facts.problem = reason
+            self.finish()
+            self.attachment.stop()
+
+    def _first_call(self, module: torch.nn.Module) -> None:
+        """Load the reference's weights into a module that is called for the first time; keep its buffers.
+
+        Tensors that it shares with an earlier module stay: they were loaded then, and may be in use.
+        """
+        file = self._reference / f"weights-{len(self._modules)}.pt"
+        self._modules.append(module)
+        buffers = dict(module.named_buffers())
+        parameters = dict(module.named_parameters())
+        if any(map(is_functorch_wrapped, parameters.values())):
+            self._facts.problem = (
+                "The script calls its model inside torch.func, where weights cannot be read, so that runs "
+                "cannot be compared at the same weights."
+            )
+            return
+        state: dict[str, torch.Tensor] = {}
+        for name, tensor in {**parameters, **buffers}.items():
+            # A lazy one has no values yet, and torch writes to none that repeats itself by ``expand``.
+            is_plain = not is_lazy(tensor) and each_once(tensor) is tensor
+            if is_plain and id(tensor) not in self._tensors:
+                state[name] = tensor
+        for name, tensor in state.items():
+            self._tensors[id(tensor)] = (name, tensor)
+        if self._role == Purpose.REFERENCE:
+            torch.save({name: tensor.detach().cpu() for name, tensor in state.items()}, file)
+        else:
+            self._load(state, file)
+        for name, buffer in buffers.items():
+            if name in state:
+                self._buffers.append((buffer, buffer.detach().clone()))
+
+    def _load(self, tensors: dict[str, torch.Tensor], file: Path) -> None:
+        try:
+            kept = torch.load(file, weights_only=True, mmap=True)
+        except (OSError, RuntimeError):
+            kept = {}
+        if _shapes(tensors) != _shapes(kept):
+            reason = "The FP32 and the mixed run did not call the same modules in the same order."
+            self._facts.problem = reason
+            return
+        for name, tensor in tensors.items():
+            put_back(tensor, kept[name].to(tensor.device))
+
+    def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._is_holding and self._before is None
+
+    def held_back(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._counts:
+            if self._first not in (None, optimizer):
+                return  # belongs to an iteration that began before updates were held back
+            self._facts.scale = self.attachment.scale_of_gradients
+        batch = self._counts.get(optimizer, 0)
+        if batch == 0:
+            self._facts.random.append([])
+        self._counts[optimizer] = batch + 1
+        if batch < self._batches_kept:
+            place = list(self._counts).index(optimizer)
+            self._facts.random[place].append(random_state())
+            self._keep_gradients(optimizer, place, batch)
+            self._count_minibatches(optimizer)
+        if self._role == Purpose.MIXED:
+            self._see_overflow(optimizer)
+        # The next batch begins with the same statistics of norms, and needs no exact sums once all are kept.
+        for buffer, before in self._buffers:
+            put_back(buffer, before)
+        self._exact.paused = not self._waiting_for(self._batches_kept)
+        self.finish()
+
+    @property
+    def _batches_kept(self) -> int:
+        return 1 if self._role == Purpose.EXACT else FEWEST_BATCHES
+
+    @property
+    def _batches_held(self) -> int:
+        """How many batches updates are held back for; as many in all runs that train on afterwards."""
+        return FEWEST_BATCHES if self._later else self._batches_kept
+
+    def returned(self, module: torch.nn.Module, output: Any) -> None:
+        if self._is_holding:
+            self._minibatches.returned(module, output)
+
+    def backward_begins(self, roots: Sequence[Any]) -> None:
+        if self._is_holding:
+            self._minibatches.backward_begins(roots)
+
+    def backward_ended(self) -> None:
+        if self._is_holding:
+            self._minibatches.backward_ended()
+
+    def _count_minibatches(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note how many minibatches this step averages, and how many samples each has."""
+        facts = self._facts
+        facts.backwards, facts.samples = self._minibatches.stepped(optimizer)
+        facts.ranks = 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            facts.ranks = torch.distributed.get_world_size()
+        facts.launched = 1
+        launched = os.environ.get("WORLD_SIZE", "")
+        if launched.isdecimal():
+            facts.launched = max(1, int(launched))
+
+    def _see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find the first scale at which every optimizer's gradients are finite again."""
+        gradients: list[torch.Tensor] = []
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        if any(nonfinite_flags(gradients).read()):
+            if self._counts[optimizer] <= FEWEST_BATCHES:
+                self._overflowed.add(optimizer)
+        elif optimizer in self._overflowed:
+            self._overflowed.remove(optimizer)
+            if not self._overflowed:
+                self._facts.good_scale = self.attachment.scale_of_gradients
+
+    def _keep_gradients(self, optimizer: torch.optim.Optimizer, place: int, batch: int) -> None:
+        """Save name, shape and gradient of each parameter."""
+        names = self.attachment.parameter_names()
+        rows = []
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if not parameter.requires_grad:
+                    continue
+                unnamed = f"optimizer {place}, group {number}, parameter {position}"
+                name = names.get(id(parameter), unnamed)
+                gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
+                rows.append((name, tuple(parameter.shape), gradient))
+        torch.save(rows, self._kept / f"gradients-{place}-{batch}.pt")
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._first is None:
+            self._first = optimizer
+        if not self._is_holding:
+            self._steps += 1
+            self._facts.steps_before = self._steps
+            if self._steps >= self._at_step:
+                self._begin_to_hold()
+        elif self._before is not None:
+            self._moves += optimizer is next(iter(self._counts))
+            if self._moves == MOVES:
+                self._keep_moves(self._before)
+                self.attachment.stop()
+        elif self._is_complete():
+            if self._overflowed or self._facts.good_scale is not None:
+                self._later.clear()  # more batches were held back than in the reference
+            if self._later:
+                self._train_on()
+                return
+            # After any rounding a line search goes elsewhere.
+            searches = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._counts)
+            if self._role == Purpose.EXACT or searches:
+                self.attachment.stop()
+                return
+            self._before = self._weights()
+            self._calls = 0
+            self._skipped = self.attachment.recorder.skipped_steps
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Copy floating parameters and buffers, by the names that the script's model gives them."""
+        names = self.attachment.parameter_names()
+        weights = {}
+        for own_name, tensor in self._tensors.values():
+            if tensor.is_floating_point():
+                name = names.get(id(tensor), own_name)
+                weights[name] = tensor.detach().cpu().float() + 0
+        return weights
+
+    def _keep_moves(self, before: dict[str, torch.Tensor]) -> None:
+        if self.attachment.recorder.skipped_steps != self._skipped:
+            return  # an overflow: the other run's steps are at other weights
+        moves = {}
+        for name, weight in self._weights().items():
+            if name not in before:
+                continue
+            move = weight - before[name]
+            # What moves by a few roundoffs in FP32 itself tells nothing.
+            if self._role != Purpose.REFERENCE or move.norm() > _MOVES_CLEARLY * before[name].norm():
+                moves[name] = move
+        self._facts.passes = self.attachment.recorder.backwards - self._backwards_before
+        torch.save(moves, self._kept / MOVES_FILE)
+        self.finish()
+
+    def _is_complete(self) -> bool:
+        if not self._counts:
+            return False
+        most = max(self._counts.values())
+        scale_moves = self.attachment.loss_scale not in (None, self._facts.scale)
+        if self._overflowed and scale_moves and most < _MOST_OVERFLOWS:
+            return False
+        return most >= _MOST_STEPS or not self._waiting_for(self._batches_held)
+
+    def _waiting_for(self, batches: int) -> int:
+        """Return how many optimizers have stepped for fewer batches."""
+        # One without parameters may never step.
+        expected = [optimizer for optimizer in self.attachment.optimizers if parameters_of(optimizer)]
+        return sum(self._counts.get(optimizer, 0) < batches for optimizer in expected or self._counts)
+
+    def finish(self) -> None:
+        """Write what is known so far: the script may end at any moment."""
+        if os.getpid() != self._process:
+            return
+        facts = self._facts
+        facts.never_stepped = self._waiting_for(1) if self._is_holding else 0
+        if self._draws is not None:
+            facts.problem = facts.problem or self._draws.undecidable
+        write_result(self.folder, {"steps": msgspec.to_builtins(self._all_facts)})
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+class OutputProbe(Probe):
+    """Keep the floating outputs of the first outermost calls, each with a fingerprint of its inputs."""
+
+    def attached(self, attachment: Attachment) -> None:
+        super().attached(attachment)
+        self._inputs: list[str] = []
+        self._pending = ""
+        (self.folder / TENSORS).mkdir(exist_ok=True)
+        torch.compiler.set_stance("force_eager")
+        self._draws = Fp32Draws()
+        _until_the_end.enter_context(self._draws)
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._pending = fingerprint([args, kwargs])
+
+    def returned(self, module: torch.nn.Module, output: Any) -> None:
+        floating = [tensor.detach().cpu() for tensor in tensors_inside(output) if tensor.is_floating_point()]
+        torch.save(floating, self.folder / TENSORS / f"outputs-{len(self._inputs)}.pt")
+        self._inputs.append(self._pending)
+        write_result(self.folder, {"inputs": self._inputs, "problem": self._draws.undecidable})
+        if len(self._inputs) >= _OUTPUTS:
+            self.attachment.stop()
