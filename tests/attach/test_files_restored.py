@@ -39,6 +39,8 @@ WAYS = {
     "a folder in place of a file": "os.remove('kept'); os.mkdir('kept'); open('kept/a', 'w').write('x')",
     "a link moved on": "os.remove('link'); os.symlink('sub', 'link')",
     "a hard link": "os.link('kept', 'a'); open('a', 'w').write('x')",
+    "sqlite3": "with sqlite3.connect('a') as db: db.execute('create table t (a)')\ndb.close()",
+    "sqlite3, by a URI": "sqlite3.connect('file:%61?mode=rwc', uri=True).execute('create table t (a)')",
     "torch.save": "torch.save([1.0], 'kept')",
     "torch.save, not ASCII": "torch.save([1.0], 'gr\u00fc\u00df'); os.rename('gr\u00fc\u00df', 'kept')",
     "torch.jit.save": "torch.jit.save(torch.jit.script(net), 'kept')",
@@ -47,7 +49,7 @@ WAYS = {
     "safetensors, by name": "import safetensors.numpy as s; s.save_file({}, filename=Path('kept'))",
 }  # fmt: skip
 HEAD = """\
-import json, os, shutil, sys, warnings
+import json, os, shutil, sqlite3, sys, warnings
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
 warnings.simplefilter("ignore")

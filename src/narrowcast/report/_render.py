@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from narrowcast.report import _explanation as explanation
-from narrowcast.report import _text
+from narrowcast.capture import bytes_text
+from narrowcast.report import _explanation, _text
 from narrowcast.report._text import UNKNOWN, WIDTH, printable, without_escapes
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _OF_TEXT = (
     "percent_change", "plural", "printable", "seconds", "short", "shortened", "speed_interval", "speed_text",
     "when", "wrapped",
 )  # fmt: skip
-_OF_EXPLANATION = ("bytes_text", "count_text", "percent", "share_of")
+_OF_EXPLANATION = ("count_text", "percent", "share_of")
 # A page runs no script, and fetches and sends nothing; only its own styles are allowed.
 _SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -61,9 +61,10 @@ def _environment(*, html: bool) -> Environment:
     )
     if html:
         environment.finalize = _spell_out
-    for module, names in ((_text, _OF_TEXT), (explanation, _OF_EXPLANATION)):
+    for module, names in ((_text, _OF_TEXT), (_explanation, _OF_EXPLANATION)):
         for name in names:
             environment.filters[name] = getattr(module, name)
+    environment.filters["bytes_text"] = bytes_text
     # For the page's own style and paths only.
     environment.filters["as_is"] = Markup
     environment.globals |= {"unknown": UNKNOWN, "width": WIDTH}

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import unquote, urlsplit
 
 import torch
 
@@ -105,7 +106,7 @@ class FileWatch:
 
     So do processes that it starts by fork or multiprocessing. It sees the files that Python opens for
     writing, truncates, renames, links and removes, and what torch and safetensors save. It does not see files
-    that other native code (h5py, sqlite3) or other programs open. Caches, devices and locks stay.
+    that other native code (h5py) or other programs open. Caches, devices and locks stay.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
 
@@ -162,6 +163,13 @@ class FileWatch:
                 self._keep(args[path_at], args[folder_at], follow=False, whole=event == "os.rename")
         elif event in ("tempfile.mkdtemp", "tempfile.mkstemp"):  # come before what creates it
             self._keep(args[0], is_temporary=True)
+        elif event == "sqlite3.connect":
+            # MLflow's tracking and Optuna's studies, with the files that SQLite writes beside a database.
+            database = os.fsdecode(args[0])
+            if database.startswith("file:"):
+                database = unquote(urlsplit(database).path)
+            for ending in ("", "-journal", "-wal", "-shm"):
+                self._keep(database + ending)
 
     def _keep(
         self,
