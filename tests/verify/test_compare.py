@@ -73,9 +73,10 @@ def test_a_comparison_of_two_seeds_from_beginning_to_end(tmp_path, compared):
     stale.write_text("of an earlier comparison")
     RunSettings(target=("train.py",), policy="bf16", purpose="timed", folder=stale.parent).write()
     (tmp_path / "kept" / "notes.txt").write_text("not ours")
-    asked = {"policy": "fp16", "loss_scale": "2", "seed": 7, "repeats": 2, "time_limit_s": 0.1}
+    asked = {"policy": "fp16", "loss_scale": "2", "seed": 7, "repeats": 2, "time_limit_s": 1.0}
     found = compared(TRAINS, "--policy", "x", progress=told.append, **asked)
-    assert [(run.name, run.format, run.seed) for run in found.runs] == [
+    # A third pair, of the first seed, if it is quick enough.
+    assert [(run.name, run.format, run.seed) for run in found.runs[:4]] == [
         ("fp32-1", "fp32", 7), ("mixed-1", "mixed", 7), ("mixed-2", "mixed", 8), ("fp32-2", "fp32", 8),
     ]  # fmt: skip
     by_name = {run.name: run for run in found.runs}
