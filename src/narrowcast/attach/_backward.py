@@ -1,7 +1,7 @@
 """Backward passes of a script: scaled where they start, unscaled in the leaves.
 
-``p.grad`` is the true gradient whenever the script can look. A hook asks the autograd engine for the number
-of the pass that it works for, so nested passes and other threads are told apart.
+``p.grad`` is the true gradient whenever the script can look. A hook finds its pass by the number that the
+autograd engine gives it, so nested passes and those of other threads do not mix.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Backward:
         @untraced
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            # Tensor subclasses make torch call itself by name: that is the same pass, not a nested one.
+            # For a tensor subclass torch calls this function again by its name: that is still the same pass.
             if self._nesting.depth and graph_task_id() == NO_GRAPH_TASK:
                 return original(*args, **kwargs)
             run = replacement
@@ -150,7 +150,7 @@ class Backward:
             self._nested_pass(functools.partial(self._torch_backward, roots, seeds, *options), nodes, factor)
             return
 
-        # Recorded in every format; only fp16 scales.
+        # Passes are recorded in every format, and scaled only in fp16.
         if not self._regions.called_a_module:
             self.before_modules = True
         scaled = self._scale.active
@@ -211,14 +211,14 @@ class Backward:
     def _may_run_again(self, leaves: Sequence[torch.Tensor], retained: bool) -> bool:
         """Return whether a pass may be run again at a lower scale, if its gradients overflow.
 
-        ``p.grad`` may be what the script wants: it has not stepped yet. Not where code in Python would run
-        twice that may not be made for it: custom Functions, checkpoints, compiled graphs.
+        Before its first step the script may want ``p.grad`` itself, which should then be finite. Not where
+        Python code would run twice that may not allow it: custom Functions, checkpoints, compiled graphs.
         """
         if not self.leaves.may_run_again(leaves, retained=retained) or self._regions.checkpoints:
             return False
         if not isinstance(self._scale.value, Dynamic) or is_capturing():
             return False
-        # What leaves hold is taken from them meanwhile, and hooks might look at it.
+        # During the pass, gradients that leaves had before are put aside; a hook could miss them.
         if _views and any(leaf.grad is not None for leaf in leaves):
             return False
         # Hooks of others, as of a library that averages gradients, may not be made to run twice.
@@ -236,7 +236,7 @@ class Backward:
         inputs: Any,
         makes_graph: bool,
     ) -> PassGradients | None:
-        """Run a pass, at lower scales until its gradients are finite; what leaves hold is added afterwards.
+        """Run a pass, again at lower scales until its gradients are finite; then add those from before.
 
         If they are not finite at a scale of 1 either, they stay so, as in FP32, and the scale falls once.
         """
@@ -267,7 +267,7 @@ class Backward:
         while True:
             lower = value.after_step(overflow=True)
             if lower == value or lower.scale <= 1.0:
-                break  # it falls no further, or a scale of 1 is known to do
+                break  # the scale falls no further, or reaches 1, which is known to work
             falls = lower.scale < value.scale
             value = lower
             if falls:
@@ -311,7 +311,7 @@ class Backward:
         self._nested_leaves += leaves
 
     def factor_at_hook(self, at_leaf: bool) -> float | None:
-        """Return the factor of the gradients that a hook would see now; None: they are true."""
+        """Return the factor by which gradients are scaled that a hook gets now; None: they are not scaled."""
         # ``backward`` has unscaled a leaf's gradient before its hooks run; ``grad`` has not.
         task = graph_task_id()
         if at_leaf:
@@ -325,7 +325,7 @@ class Backward:
 
     @contextmanager
     def _numbered(self, nodes: Sequence[Any], table: dict[int, float], factor: float) -> Iterator[None]:
-        """Enter the pass that starts at ``nodes`` into ``table`` while it runs, under the engine's number."""
+        """While the pass from ``nodes`` runs, hold its ``factor`` in ``table`` under the engine's number."""
         numbers: list[int] = []
 
         def enter(_: Any) -> None:
@@ -491,7 +491,7 @@ def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) 
         if seed is not None:
             scaled.append(seed * factor)
         elif _is_one_real_number(root):
-            scaled.append(torch.ones_like(root) * factor)  # infinite, as any overflow, if root is in fp16
+            scaled.append(torch.ones_like(root) * factor)  # may overflow in fp16, as any gradient
         else:
             scaled.append(None)  # torch raises
     return scaled
@@ -541,7 +541,7 @@ class TrueView:
         if backward is None:
             return self.hook(*args)
         if backward.frees_graph:
-            return None  # a pass without gradients
+            return None  # this pass only frees the graph
         factor = backward.factor_at_hook(self.at_leaf)
         if factor is None:
             return self.hook(*args)

@@ -94,7 +94,8 @@ class _Verb(TyperCommand):
         of_script = list(ctx.params.get("arguments") or ())
         behind = self._own_options_in(of_script)
         # With "--" before the script's name, the user says whose options these are.
-        is_meant = words[-len(of_script) - 2 : -len(of_script) - 1] == ["--"]
+        before_script = words[: -len(of_script) - 1]
+        is_meant = before_script[-1:] == ["--"]
         if behind and not is_meant and not ctx.resilient_parsing and launched("RANK", 0) == 0:
             names, script = " and ".join(behind), ctx.params["script"]
             tell(f"{names} went to {script}; before the name of the script it would be for narrowcast")
@@ -102,15 +103,11 @@ class _Verb(TyperCommand):
 
     def _own_options_in(self, of_script: list[str]) -> list[str]:
         """Return the verb's options that stand among the arguments of the script."""
-        names = {word.partition("=")[0] for word in of_script}
-        behind, has_policy = [], False
-        for option in self.params:
-            for name in option.opts:
-                has_policy = has_policy or name == "--policy"
-                if name in _TELLING and name in names:
-                    behind.append(name)
-        # Many scripts have a -p of their own, as of a port.
-        if has_policy and _SHORT_POLICIES.intersection(pairwise(of_script)):
+        words = {word.partition("=")[0] for word in of_script}
+        own_names = [name for option in self.params for name in option.opts]
+        behind = [name for name in own_names if name in _TELLING and name in words]
+        # Many scripts have a -p of their own, as of a port: only -p and the name of a preset is ours.
+        if "--policy" in own_names and _SHORT_POLICIES.intersection(pairwise(of_script)):
             behind.append("-p")
         return behind
 
@@ -139,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text += f" To run a script: narrowcast run {words[0]}"
         talk(text)
         return int(getattr(error, "exit_code", WRONG_USE))
-    except typer.Abort:  # nobody answers a question
+    except typer.Abort:  # Control-C, or the input ended at a question
         return INTERRUPTED
     except NarrowcastError as error:
         talk(str(error))
@@ -152,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_USE
     finally:
         sys.excepthook = hook  # typer installs its own, but the script must find Python's
-    # ``run`` returns what runs the script, so that nothing of ours is on the stack in between.
+    # ``run`` returns a function instead of running the script, so that typer is not on the script's stack.
     if callable(action):
         action = action()
     return int(action or 0)

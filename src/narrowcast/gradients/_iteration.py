@@ -61,14 +61,14 @@ _ITERATIONS: weakref.WeakSet[Iteration] = weakref.WeakSet()
 
 
 class OptimizerState(dict[str, Any]):
-    """What is known of one optimizer; the items "stage" and "found_inf_per_device" are those of torch.
+    """What is known of one optimizer.
 
-    Other libraries read and write the items, and nothing else.
+    Its items ("stage", "found_inf_per_device") are torch's, and other libraries read and write them.
 
     Attributes:
         check: the check of its gradients; None before it, and after the step.
-        later_loss: of a loss that was scaled after the gradients were unscaled: its node in the graph, and
-            how often the gradients had been written to.
+        later_loss: set if a loss was scaled after these gradients were unscaled: its node in the graph, and
+            the versions of the gradients then.
     """
 
     __slots__ = ("check", "later_loss")
@@ -88,8 +88,9 @@ class OptimizerStates(dict[int, OptimizerState]):
 
     def __setitem__(self, key: int, state: Mapping[str, Any]) -> None:
         if not isinstance(state, OptimizerState):
-            items, state = state, OptimizerState()
-            state.update(items)
+            converted = OptimizerState()
+            converted.update(state)
+            state = converted
         super().__setitem__(key, state)
 
 
@@ -122,7 +123,7 @@ class Iteration:
         self.schedulers = SchedulersAfterSkips()
         self._flat_copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, FlatCopies]
         self._flat_copies = weakref.WeakKeyDictionary()
-        # Whether ``update`` came, and no ``scale`` since.
+        # True from ``update`` to the next ``scale``.
         self._updated = False
         # Whether a CUDA graph holds a call of ``scale``, whose replays nobody sees.
         self._replayed = False
@@ -155,10 +156,11 @@ class Iteration:
         self, optimizer: torch.optim.Optimizer, later_loss: tuple[Any, list[int]], check: GradientCheck
     ) -> None:
         """Refuse gradients that were unscaled, and then got more from a loss that was scaled afterwards."""
-        # The loss of another optimizer may be scaled meanwhile: what counts is who got gradients.
+        # Scaling the loss of another optimizer is allowed. So refuse only if gradients changed since then, and
+        # this loss reaches their parameters.
         node, versions = later_loss
-        has_no_new_ones = len(self._gradients(optimizer).values) == len(check.gradients.values)
-        if has_no_new_ones and versions == versions_of(check.gradients):
+        has_new_gradients = len(self._gradients(optimizer).values) != len(check.gradients.values)
+        if not has_new_gradients and versions == versions_of(check.gradients):
             return
         leaves = leaves_below(node)
         if any(id(parameter) in leaves for parameter in parameters_of(optimizer)):
@@ -201,7 +203,10 @@ class Iteration:
         return flags
 
     def may_lack_checks(self) -> bool:
-        """Return whether all that happened is that optimizers which were trained before had no gradients."""
+        """Return whether ``update`` may find no flags: an optimizer had gradients in an earlier iteration.
+
+        Then only this batch had none, which is no error.
+        """
         return any(key in self._trained for key in self.states)
 
     def forget_steps(self) -> None:
@@ -255,7 +260,7 @@ class Iteration:
         gradients = self._gradients(optimizer, summed=True)
         total = _check.clip_unscaled(gradients, max_norm, order, scaling, flat=flat)
 
-        # What was not finite before clipping stays so, whatever clipping made of it.
+        # A gradient that was not finite before clipping counts as such, even if clipping made it finite.
         check.norm = total.norm
         check.flags = check.flags or total.flags
         if check.ranks_differ is None:
@@ -293,7 +298,7 @@ class Iteration:
     ) -> None:
         state.check = check
         state["stage"] = stage
-        # torch's own entry, empty where it has none: scripts read it, and update counts on it.
+        # torch's own entry, which scripts and ``update`` read; empty if nothing was checked, as in torch.
         flags = {}
         if check.any_checked:
             flags[check.found_inf.device] = check.found_inf
@@ -341,7 +346,7 @@ class Iteration:
         return tuple(results)
 
     def _check_for_step(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> GradientCheck:
-        # First: of an optimizer that weights.hold holds it may raise.
+        # Asked first, since it may raise for an optimizer that weights.hold holds.
         skips_itself = _torch_internals.takes_grad_scale(optimizer)
         check = state.check
 
@@ -361,7 +366,7 @@ class Iteration:
 
         # A script may have written flags into torch's own entries.
         flags = list(state["found_inf_per_device"].values())
-        if flags and not (len(flags) == 1 and flags[0] is check.found_inf):
+        if flags and (len(flags) > 1 or flags[0] is not check.found_inf):
             on_one_device = [flag.to(check.found_inf.device) for flag in flags]
             check.replace_flag(torch.stack(on_one_device).amax())
             check.any_checked = True
@@ -374,13 +379,14 @@ class Iteration:
         if state.later_loss is not None:
             self._refuse_later_backward(optimizer, state.later_loss, check)
             state.later_loss = None
+        # On a CPU it is known already; from other devices it is read in ``_result``.
         if check.ranks_differ is not None and check.ranks_differ.device.type == "cpu" and check.ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)
         check.refuse_changes()
         return check
 
     def _without_gradients(self, optimizer: torch.optim.Optimizer, *, may_be_first: bool) -> None:
-        """Warn of a batch without gradients; raise if the optimizer never had any, or they came too late.
+        """Warn if no parameter had a gradient; raise if none ever had, or they came only after the check.
 
         As in torch, a fused optimizer may step without gradients at first, and only ``update`` raises.
         """
@@ -395,11 +401,10 @@ class Iteration:
             raise OrderError(_NO_GRADIENTS)
 
     def _defers_unscaling(self, optimizer: torch.optim.Optimizer, scaling: Scaling) -> bool:
-        """Return whether the step of an optimizer that can divide gradients is to do so.
+        """Return whether to leave the division by the scale to the step of the optimizer, if it can divide.
 
-        On a CPU it is faster for torch's own to divide before the step. But if the scale is not a power of
-        two, only a division inside the step gives torch's bits. A scale of 1 is not given to the step,
-        because torch's kernels write gradients back if they divide.
+        Not at a scale that is always 1: torch's kernels would write all gradients back. On a CPU torch's own
+        optimizers are faster if it is done before; that gives torch's bits only if the scale is a power of 2.
         """
         if scaling.below_one or not scaling.scales:
             return False
@@ -419,13 +424,13 @@ class Iteration:
         args: Any,
         kwargs: Any,
     ) -> StepResult:
-        """Step, unless ``found_inf`` is above 0, which ``skipped`` says if the host knows it."""
+        """Step, or skip if ``found_inf`` is above 0: ``skipped``, or None if only the device knows it."""
         skips_itself = _torch_internals.takes_grad_scale(optimizer)
         if skipped is None and (not skips_itself or _torch_internals.starts_momentum(optimizer)):
             skipped = bool(found_inf.item())
 
-        # Names are looked for at once if the step is skipped; if only the device knows, after the step. In
-        # between stand gradients that cannot be held until then.
+        # If the host knows that the step is skipped, find the names now. If only the device knows, find them
+        # after the step, or now as well if these gradients cannot be held until then.
         looks_later = skipped is None and check.can_look_later()
         nonfinite: Callable[[], tuple[str, ...]] | None = None
         if skipped is not False and check.overflowed is not False and not looks_later:
@@ -446,7 +451,7 @@ class Iteration:
         return self._result(optimizer, state, check, found_inf, skipped, nonfinite or (), returned)
 
     def step_by_itself(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> StepResult:
-        """Step an optimizer of torch's old contract, which gets the scaler in ``kwargs`` and unscales."""
+        """Step an optimizer that takes ``grad_scaler``, torch's old interface, and unscales by itself."""
         state = self.state("step", optimizer)
         warnings.warn(
             "an optimizer whose step takes grad_scaler unscales by itself; torch is going to hand it the "
@@ -481,6 +486,7 @@ class Iteration:
             fresh_state = self.states[id(optimizer)] = OptimizerState()
             loss = closure()
             if self.states.get(id(optimizer)) is not fresh_state:
+                # Raises an error of its own if no loss was scaled yet.
                 self._loss_scale.factor_for("step")
                 raise OrderError("update() was called inside the closure of a step: call it after the step")
 
@@ -539,7 +545,7 @@ class Iteration:
     ) -> StepResult:
         """End the step of an optimizer: report it, now or once the host can know its flag."""
         state["stage"] = OptState.STEPPED
-        state.check = None  # which holds the gradients
+        state.check = None  # frees the gradients, which it holds
         result = StepResult(
             found_inf=found_inf if skipped is None else skipped,
             scale=self._loss_scale.copied(),
@@ -580,6 +586,7 @@ def call_step(
     is_torchs_own = _torch_internals.is_torchs_own(optimizer)
     scale_of_script = getattr(optimizer, "grad_scale", None)  # which a script may set for one step
     needs_attributes = check.divisor is not None or scale_of_script is not None or skipped is None
+    # torch's own steps work without the attributes too; a step of another library may expect them each time.
     if not skips_itself or (is_torchs_own and not needs_attributes):
         return optimizer.step(*args, **kwargs)
 
@@ -590,7 +597,8 @@ def call_step(
         grad_scale = grad_scale * scale_of_script
     target.grad_scale = grad_scale
     target.found_inf = found_inf
-    # Given found_inf, torch's fused optimizers take back the step that they counted, in one more pass.
+    # With found_inf torch's fused optimizers run one more kernel, which corrects their count of steps. It is
+    # not needed if the step is certainly taken.
     if skipped is False and is_torchs_own:
         target.found_inf = None
     try:

@@ -77,7 +77,7 @@ class Axis:
         # Values that are all the same stand in the middle.
         size = max(abs(low), abs(high))
         if high - low <= 1e-9 * size:
-            half = 0.5 if log else size / 10 or 1.0
+            half = 0.5 if log else (size / 10 or 1.0)  # 1.0: all are 0
             low, high = low - half, high + half
 
         # Lines at the ends of the range are not cut by the frame.
@@ -88,7 +88,7 @@ class Axis:
         return math.log10(value) if self._log else value
 
     def at(self, value: float) -> float:
-        """Return the position of ``value``."""
+        """Return where ``value`` is: 0 at the low end of the axis, 1 at its high end."""
         return (self._scaled(value) - self._low) / (self._high - self._low)
 
     def ticks(self) -> _Ticks:
@@ -111,9 +111,11 @@ class Axis:
 def _round_values(low: float, high: float) -> list[tuple[str, float]]:
     """Return three to seven multiples of 1, 2 or 5 times a power of ten."""
     step = size = 10.0 ** math.floor(math.log10((high - low) / 5))
+    # The smallest step of which at most six fit.
     for times in (2, 5, 10, 20):
-        if (high - low) / step > 6:
-            step = size * times
+        if (high - low) / step <= 6:
+            break
+        step = size * times
     # As many decimals as the step has, unless they are too many.
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     form = f".{decimals}f"
@@ -152,7 +154,7 @@ def run_name(run: TimedRun) -> str:
 
 
 def loss_figures(runs: Sequence[TimedRun], first: str | None = None) -> tuple[list[Figure], int]:
-    """Draw the losses of each call site; return how many call sites were too many.
+    """Draw the losses of each call site, up to six; also return how many call sites were left out.
 
     ``first``: the call site that is drawn first, since it is the one that is judged.
     """
@@ -302,7 +304,7 @@ def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
     """Draw the errors of gradients, together and each, beside their limits; None: none was measured."""
     key, limits = "error_over_noise", [TOTAL_LIMIT, PARAMETER_LIMIT]
     if certificate[key] is None:
-        # Without noise the limits depend on why there is none: the reason says them.
+        # Without noise the limits depend on why there is none: the text of the certificate's reason has them.
         key, limits = "relative_error", []
     if certificate[key] is None:
         return None
@@ -331,14 +333,14 @@ class _Errors:
 
     Attributes:
         of: ``"gradients"`` or ``"outputs"``.
-        key: which error, of the record that they are in.
-        total: of all together.
-        limits: of the total and of a parameter, where they have one.
+        key: which kind of error: ``"error_over_noise"`` or ``"relative_error"``.
+        total: the error of all together.
+        limits: the limit of the total, and that of each parameter; empty or shorter where there is none.
         parameters, lost: how many were judged, and how many of these are lost.
         single: the error of each parameter, and ``"kept"``, ``"lost"``, or ``"exempt"``: beyond the limit,
             but not counted.
-        why_total: why the total does not count, if it is beyond its limit.
-        why_single: why parameters do not count that are beyond theirs.
+        why_total: why the total is not counted although it is beyond its limit; None if it is within it.
+        why_single: each parameter that is not counted although it is beyond its limit, and why.
     """
 
     of: str
@@ -357,7 +359,8 @@ def _error_figure(errors: _Errors) -> Figure:
     values = [value for value, _ in errors.single]
     x = _axis_of_errors([total, *map(_within_axis, values)])
 
-    # Middle and half the height of the rows: all together, and each parameter.
+    # The row of all errors together and that of each parameter: its middle from the top, and half its height.
+    # Ticks are at the middles too, but in percent from the bottom.
     rows = [(500, 400)]
     y_ticks: _Ticks = (("together", 50.0),)
     if values:

@@ -1,4 +1,4 @@
-"""Finds captures, and writes pages beside them."""
+"""Write pages beside captures, and find captures."""
 
 from __future__ import annotations
 

@@ -81,10 +81,11 @@ def comparison_page(comparison: ComparisonCapture) -> str:
 def run_page(capture: Capture, folder: Path) -> str:
     """Render the page of a single run, whole or cut short; what explain found of it is in ``folder``."""
     panel = explain_panel(folder)
-    verb, losses, more_sites = "explain", list[Figure](), 0
-    # Losses of the few, slowed steps that explain watches mean nothing.
+    verb = "run" if panel is None else "explain"
+    losses: list[Figure] = []
+    more_sites = 0
+    # explain watches only a few, slowed steps, whose losses mean nothing.
     if panel is None:
-        verb = "run"
         side = "fp32" if formats_of([capture]) in ("", "fp32") else "mixed"
         run = TimedRun(name="run", format=side, seed=NO_SEED, last_line="", capture=capture)
         losses, more_sites = loss_figures([run])
@@ -116,9 +117,9 @@ def _error_figure(found: Mapping[str, Any]) -> Figure | None:
 
 
 def _proof(found: Mapping[str, Any], error: Figure | None, losses: Sequence[Figure]) -> Figure | None:
-    """Return the figure that proves the first answer: losses if it goes by them alone."""
+    """Return the figure beside "Is it right?": the errors, or a loss if the answer is about losses alone."""
     why = found["verdict"]["right"]
-    # The answer names what it goes by.
+    # The answer is text such as "no: losses: ..." or "no: gradients: ...; losses: ...".
     by_losses = "losses:" in why and "gradients:" not in why
     if error is not None and not by_losses:
         return error
@@ -182,7 +183,10 @@ def _facts(captures: Iterable[Capture]) -> list[tuple[str, str]]:
 
 
 def _parameters(certificate: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a certificate (of a summary: NaN and infinities are text), worst first."""
+    """Return the parameters of a certificate, worst first.
+
+    The certificate is that of a summary, in which NaN and infinities are text.
+    """
     judged, others = [], []
     for parameter in certificate["parameters"]:
         if parameter["judged"]:

@@ -21,7 +21,7 @@ from narrowcast.weights import LOW_DTYPES, held_by, hold, lower
 
 
 def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.dtype]:
-    """Return what ``policy`` computes in on each type of device that the model is on."""
+    """Return the dtype that ``policy`` computes in, for each type of device that the model is on."""
     policy = as_policy(policy)
     if not isinstance(model, torch.nn.Module):
         raise SettingError(
@@ -39,7 +39,7 @@ def formats_of(model: torch.nn.Module, policy: Policy | str) -> dict[str, torch.
 
     formats = {device: resolve(policy, device, low_weights=True) for device in devices}
     if policy.holds_low_weights and policy.compute == "auto":
-        # A model that is in a low format already says which.
+        # A model whose low weights are all in one format stays in it, whatever "auto" would choose.
         low_dtypes = {parameter.dtype for parameter in model.parameters()}.intersection(LOW_DTYPES)
         if len(low_dtypes) == 1:
             formats = dict.fromkeys(devices, low_dtypes.pop())
@@ -112,7 +112,10 @@ def optimizers_by_name(optimizer: Any) -> dict[str | None, list[torch.optim.Opti
 def _by_same_names(
     what: str, argument: Any, by_name: Mapping[str | None, Any], *, shared: bool = False
 ) -> dict[str | None, Any]:
-    """Return an argument by the names of the optimizers; with ``shared``, one may be for all of them."""
+    """Return a dict from each optimizer's name to its part of ``argument``.
+
+    With ``shared``, an argument that is no dict goes to every name.
+    """
     if argument is None:
         return dict.fromkeys(by_name)
     if isinstance(argument, Mapping):
@@ -169,8 +172,8 @@ def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, *, low_weights: bool
     elif any(parameter.dtype == torch.bfloat16 for parameter in parameters_of(optimizer)):
         warnings.warn(
             f"{name} updates weights held in bf16, which loses updates smaller than 2**-9 of a weight: "
-            'policy="O2" keeps fp32 masters, nc.weights.hold less, and nc.weights.UpdateMeter measures '
-            "the loss",
+            'policy="O2" keeps fp32 masters, nc.weights.hold(optimizer, "kahan") keeps 2 bytes a weight '
+            "in place of 4, and nc.weights.UpdateMeter measures what is lost",
             UserWarning,
             stacklevel=4,
         )
@@ -211,14 +214,18 @@ def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> A
                 kwargs = cast_floating(kwargs, dtype, only=(torch.float32,))
         return args, kwargs
 
-    # TorchScript modules call hooks, but refuse the method.
+    # As a function of the class: a TorchScript module calls hooks, but its own method refuses to add them.
     return torch.nn.Module.register_forward_pre_hook(model, hook, prepend=True, with_kwargs=True)
 
 
 def _lower_weights(
     model: torch.nn.Module, formats: Mapping[str, torch.dtype], level: str
 ) -> Mapping[torch.Tensor, torch.Tensor] | None:
-    """Cast the weights of ``model`` as apex's ``level`` does, and return their fp32 values; None in fp32."""
+    """Cast the weights of ``model`` as apex's ``level`` does, and return their fp32 values by parameter.
+
+    None if the format is fp32, where nothing is cast. Empty if the caller lowered the model before: then no
+    fp32 values are known.
+    """
     dtypes = set(formats.values())
     if len(dtypes) > 1:
         raise PolicyError(f"policy {level!r} needs one format, and this model's devices have {dtypes}")
@@ -226,27 +233,26 @@ def _lower_weights(
     if dtype == torch.float32:
         return None
 
-    # O3 lowers batch norms too.
-    options: dict[str, Any] = {}
-    if level == "O3":
-        options["keep_fp32"] = None
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         _check_lowered_before_ddp(model, dtype, level)
         return {}
     if all(parameter.dtype != torch.float32 for parameter in model.parameters()):
         return {}
-    return lower(model, dtype, **options)
+    if level == "O3":
+        return lower(model, dtype, keep_fp32=None)  # batch norms too
+    return lower(model, dtype)
 
 
 def _check_lowered_before_ddp(model: torch.nn.Module, dtype: torch.dtype, level: str) -> None:
     """Refuse a model that DDP has wrapped in fp32: its buckets of gradients keep that format."""
     is_low = [parameter.dtype == dtype for parameter in model.parameters()]
-    keep_option = ""
     if level == "O3":
         is_lowered = all(is_low)
         keep_option = ", keep_fp32=None"
     else:
+        # O2 leaves batch norms in fp32.
         is_lowered = any(is_low)
+        keep_option = ""
     if not is_lowered:
         raise PolicyError(
             f"policy {level!r} casts the weights, and DistributedDataParallel has made its buckets for fp32: "

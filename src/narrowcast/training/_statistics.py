@@ -54,7 +54,7 @@ class Statistics:
         self._remembers = True
 
     def restore(self, skipped: torch.Tensor | bool = True) -> None:
-        """Restore the values if the step was skipped, and keep them."""
+        """Restore the values if the step was skipped; the copies stay until ``forget``."""
         if skipped is not False and self._remembers:
             self._restore_values(skipped)
 
@@ -88,7 +88,8 @@ class Statistics:
         if _are_the_same(buffers, self._buffers):
             return
 
-        # A lazy buffer has no values before the first forward pass; then the list is another one.
+        # A lazy buffer has no values before the first forward pass. It is left out here, so that the lists
+        # differ, and are made again, until it has values.
         self._buffers = [buffer for buffer in buffers if not torch.nn.parameter.is_lazy(buffer)]
 
         plain_buffers: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -136,7 +137,10 @@ def _is_expanded(buffer: torch.Tensor) -> bool:
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:
-    """Return whether ``buffer`` lies in memory as it is, and not sparse, quantized or in a subclass."""
+    """Return whether ``buffer`` is a contiguous torch.Tensor of plain numbers.
+
+    That is, not sparse, not quantized, not of a subclass, and not conjugated or negated lazily.
+    """
     dense = type(buffer) is torch.Tensor and buffer.layout == torch.strided and not buffer.is_quantized
     return dense and buffer.is_contiguous() and not buffer.is_conj() and not buffer.is_neg()
 

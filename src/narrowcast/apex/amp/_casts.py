@@ -71,7 +71,7 @@ def disable_casts() -> Iterator[None]:
 
 @contextmanager
 def _no_region() -> Iterator[None]:
-    """Turn casts off inside, except in models, which open their own regions."""
+    """Turn casts off inside. Calls of models still cast, unless ``_admits`` refuses them."""
     with ExitStack() as regions:
         for device in active_scopes():
             regions.enter_context(ScopedRegion(device, torch.get_autocast_dtype(device), False))
@@ -235,7 +235,7 @@ def planned_casts(half: torch.dtype, models: list[torch.nn.Module]) -> Casts:
     return Casts(policy, half, {**whole, **functions})
 
 
-# By the id of the rules of their policy, which the regions of the policy share in any thread; oldest first.
+# Key: id of the policy's rules, by which any thread finds the handle of its region. Oldest first.
 handles: dict[int, Handle] = {}
 
 

@@ -1,7 +1,7 @@
 """Optimizers as ``amp.initialize`` prepares them: fp32 masters, skipped steps, and gradients of blocks.
 
-Gradients from before a ``scale_loss`` block are unscaled, and are kept apart during it. Those of the block
-are scaled; at its end they are unscaled, and the others are added.
+During a ``scale_loss`` block, gradients from before it, which are not scaled, are kept apart. At its end the
+block's gradients are divided by the scale, and the earlier ones are added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from narrowcast.errors import AmpError
 from narrowcast.gradients import closure_of, lost_eps, mark_as_stepped, parameters_of, unscale_by
 from narrowcast.weights import hold, version_of
 
-# The attribute of an optimizer in which apex keeps its own record too.
+# apex uses an attribute of this name too.
 _STASH = "_amp_stash"
 # Methods that scripts of apex call before they load masters from a checkpoint.
 _MAKE_MASTERS = ("_amp_lazy_init", "_lazy_init_maybe_master_weights")
@@ -60,7 +60,7 @@ class PreparedOptimizer:
         for name in _MAKE_MASTERS:
             setattr(optimizer, name, self.refresh)
         self._wrap("step", self._step)
-        # Before the masters, whose holder puts its own zero_grad in front.
+        # Wrapped before masters are made: their holder then wraps this one.
         self._wrap("zero_grad", self._zero_grad)
         self.refresh(originals)
 
@@ -89,7 +89,7 @@ class PreparedOptimizer:
         gradients = self.gradients
         if not self.properties.master_weights:
             return
-        # Embeddings and norms in float32 may be all that it has at first.
+        # An optimizer may start with float32 parameters only, and get half ones later.
         if gradients.masters is None and any(p.dtype in LOW_DTYPES for p in gradients.leaves):
             gradients.masters = Masters(hold(self.optimizer, originals=originals))
         if gradients.masters is not None:
@@ -112,7 +112,7 @@ class PreparedOptimizer:
         return inner(*args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # What apex would silently do wrong.
+        # Refuse what apex would silently do wrong.
         if self.in_block:
             raise AmpError(
                 f"{self._name}.step() came inside a scale_loss block, where gradients are scaled: call it "
@@ -124,16 +124,16 @@ class PreparedOptimizer:
                 "step(), or use narrowcast.GradScaler, whose step takes closures"
             )
 
-        # The block found an overflow.
+        # The last block found gradients that are not finite.
         if self.skip is not None:
             maybe_print(self.skip)
             self.skip = None
-            # model.zero_grad(), which many scripts call, does not clear them.
+            # Cleared here, since model.zero_grad(), which many scripts call, does not reach masters.
             self.gradients.drop_masters_gradients()
             mark_as_stepped(self.optimizer)
             return None
 
-        # What may be stepped on is unscaled.
+        # A step needs unscaled gradients.
         if self.gradients.delayed_scale is not None:
             raise AmpError(
                 f"{self._name}.step() came while gradients are scaled by {self.gradients.delayed_scale:g}, "
@@ -147,9 +147,8 @@ class PreparedOptimizer:
 def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
     """Return ``optimizer``, or the optimizer inside a wrapper as apex's LARC is; else raise ``AmpError``.
 
-    Such a wrapper changes the gradients of ``param_groups`` in its ``step``, then calls that of ``optim``:
-    the gradients that it finds there are unscaled, and under O2 those of the masters, if ``optim`` is
-    prepared.
+    The ``step`` of such a wrapper changes the gradients in ``param_groups`` and then calls ``optim.step``. If
+    ``optim`` is prepared, these gradients are unscaled, and under O2 those of the masters.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -198,9 +197,9 @@ class _TakenGradient:
 class BlockGradients:
     """The gradients of one optimizer from block to block.
 
-    Under O2 the unscaled gradients belong to the masters. The scaled ones of the half weights stay in
-    ``.grad`` until the next block, as in apex; if the script sets them to None, as ``model.zero_grad()``
-    does, those of the masters are cleared too.
+    Under O2 masters have the unscaled gradients. Half weights keep the scaled ones in ``.grad`` until the
+    next block, as in apex. If the script sets those to None, as ``model.zero_grad()`` does, the masters' are
+    cleared too.
 
     Attributes:
         masters: None if the optimizer has no half parameters.
@@ -221,7 +220,7 @@ class BlockGradients:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The parameters that backward passes give gradients to: half weights in place of their masters."""
+        """The parameters that get gradients in a backward pass: the half weights, not their masters."""
         parameters = parameters_of(self._optimizer)
         if self.masters is None:
             return parameters
@@ -241,7 +240,7 @@ class BlockGradients:
                 "Give blocks that accumulate with delay_unscale=True one loss_id, or leave delay_unscale out"
             )
 
-        # A delayed block before this one has put the unscaled gradients apart, and this one adds to its own.
+        # After a delayed block the earlier gradients are kept apart already, and this block adds to its own.
         if self.delayed_scale is None:
             self._drop_taken_gradients()
             if self.masters is not None:
@@ -253,7 +252,7 @@ class BlockGradients:
         self.delayed_scale = scale
 
     def unscale(self, scale: float) -> torch.Tensor:
-        """Unscale the gradients of a block, and of delayed ones before it, and add those from before.
+        """Unscale the gradients of this block and of delayed ones before it; then add those kept apart.
 
         Returns:
             Float32 of shape (2,), on the device of the gradients: the first is above 0 if a gradient of the
@@ -283,7 +282,8 @@ class BlockGradients:
     def abandon(self) -> None:
         """Restore the gradients from before a block that raised, and drop those of the block.
 
-        Gradients of delayed blocks before it stay scaled, and were added to: only ``zero_grad`` helps.
+        After a delayed block nothing can be restored, since its gradients are scaled and contain a part of
+        this block's: only ``zero_grad`` helps.
         """
         if self.delayed_scale is not None:
             return
@@ -303,7 +303,7 @@ class BlockGradients:
         return False
 
     def check_graph(self) -> None:
-        """Refuse gradients that have a graph of their own: their graph would hold the scale."""
+        """Refuse gradients with a graph (``create_graph=True``): unscaling does not reach into it."""
         if any(p.grad is not None and p.grad.requires_grad for p in self.leaves):
             raise AmpError(
                 "backward(create_graph=True) in a scale_loss block is not supported: take the inner gradient "
@@ -326,7 +326,7 @@ class BlockGradients:
 
     @contextmanager
     def low_gradients_hidden(self) -> Iterator[None]:
-        """Hide the gradients that the masters have taken over from a step, which would add them again."""
+        """During a step, hide half weights' gradients, which masters have already and it would add again."""
         self._follow_cleared_gradients()
         hidden = [(taken.low, taken.low.grad) for taken in self._taken]
         for low, _ in hidden:

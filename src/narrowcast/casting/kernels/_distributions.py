@@ -1,9 +1,9 @@
-"""Distributions of torch that are made from low probabilities, in regions that promote.
+"""Distributions of torch that are made from probabilities in bf16 or fp16, in regions that promote.
 
-``Categorical(probs=...)`` mostly raises in bf16 and fp16, since low probabilities do not add up to 1 within
+``Categorical(probs=...)`` mostly raises for these, since rounded probabilities do not add up to 1 within
 1e-6. Others clamp probabilities to the eps of their format, 0.008 in bf16: the logarithm of a smaller one is
-wrong, and its gradient is zero. So these distributions take their probabilities in fp32: under ``run`` those
-that come straight from a sigmoid or a softmax computed again, all others as they are.
+wrong, and its gradient is zero. So these distributions take their probabilities in fp32. Under ``run``, those
+that come straight from a sigmoid or a softmax are computed again in fp32; all others are only cast.
 https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributions/utils.py
 """
 
@@ -23,7 +23,7 @@ from narrowcast.casting.regions._scopes import is_promoting
 
 
 def _of_probabilities() -> list[type]:
-    """Return the distributions of torch that are made from probabilities."""
+    """Return the distributions of torch whose constructors have an argument ``probs``."""
     made_from_probabilities = []
     for name in torch.distributions.__all__:
         kind = getattr(torch.distributions, name)
@@ -37,7 +37,7 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def _taking_fp32(below: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that takes low probabilities in fp32 in regions that promote."""
+    """Return a constructor that, in regions that promote, casts probabilities in bf16 or fp16 to fp32."""
     position = _parameters(below).index("probs")
 
     @functools.wraps(below)
@@ -59,4 +59,4 @@ def _in_fp32(probs: Any) -> Any:
 
 
 DISTRIBUTIONS = Replacements(*((kind, "__init__", _taking_fp32) for kind in _of_probabilities()))
-"""Constructors of distributions while there are promotions."""
+"""The constructors that stand for torch's as long as a ``Promotion`` lives."""

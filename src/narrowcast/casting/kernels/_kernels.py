@@ -8,13 +8,12 @@ dispatch table is as before. If no rule is in force in the calling thread, a ker
 - any other is redispatched below autocast, as if there were no kernel: a composite is decomposed, and its
   parts are cast.
 
-Rules inside the transformations of ``torch.func`` need kernels in front of its layers. ``vmap``, ``grad`` and
-``jvp`` come before autocast in the dispatcher. ``vmap`` decomposes composites before autocast sees them, so a
-rule for ``softmax`` would be ignored; and below each layer autocast is on again, so the product inside a
-``linear`` that a rule computes in fp32 would be cast to the region's format. If rules are in force, the
-kernels in front cast the inputs first, and the layers run with autocast off. Code outside of ``torch.func``
-never reaches these kernels. Operators that a layer calls skip them, also those inside a composite about which
-nothing is decided; if ``vmap`` would thereby ignore a rule, an error is raised.
+``vmap``, ``grad`` and ``jvp`` of ``torch.func`` come before autocast in the dispatcher. Two things would go
+wrong there. ``vmap`` decomposes composites first, so a rule for ``softmax`` would be ignored. Below each
+layer autocast is on again, so the product inside a ``linear`` that a rule computes in fp32 would be cast to
+the region's format. So while rules are in force, kernels in front of the layers cast the inputs, and the layers
+run with autocast off. Code outside of ``torch.func`` never reaches these kernels. Nor do operators that a
+layer calls itself: if ``vmap`` would ignore a rule for that reason, an error is raised.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class _AutocastKernels:
         self._libraries: dict[str, Any] = {}
 
     def add(self, op: str) -> None:
-        # Before ours is registered, which would be found in its place.
+        # First, since a lookup after ours is registered would return ours.
         native = native_kernel(op, self.device_type)
         if native is not None:
             self.native[op] = native
@@ -123,7 +122,7 @@ class _AutocastKernels:
 
 
 class _PromotingKernels(_AutocastKernels):
-    """The kernels with which operators promote on another key than autocast's, which no rule concerns."""
+    """Kernels on a key other than autocast's. They only make operators promote; rules do not use them."""
 
     def __init__(self, key: str, promote: Callable[[str, _Kernel], _Kernel]) -> None:
         super().__init__("cpu")
@@ -139,7 +138,8 @@ def own_kernel(op: str, device_type: str) -> _Kernel | None:
     """Return our kernel of ``op``, to be called with a keyset first, or None.
 
     Under a ``TorchDispatchMode`` PyTorch calls the kernel that Python registered last for this name and key,
-    even a removed one. So an overlay may run after its end, and must call our kernel directly.
+    even after it was removed. So a kernel of an overlay may still be called after the overlay's ``end``; it
+    then calls what this returns.
     """
     kernels = _kernels_on.get(device_type)
     return None if kernels is None else kernels.installed.get(op)
@@ -149,7 +149,7 @@ _kernels_on: dict[str, _AutocastKernels] = {
     _BATCHED: _PromotingKernels(_BATCHED, promoting_under_vmap),
     _SPARSE_CSR: _PromotingKernels(_SPARSE_CSR, promoting_sparse),
 }
-"""Device type -> the kernels on its autocast key; and those on two other keys, by the key."""
+"""Device type -> the kernels on its autocast key; ``_BATCHED`` and ``_SPARSE_CSR`` -> those on these keys."""
 
 
 # ---- which kernels there are
@@ -161,7 +161,7 @@ class _Need(NamedTuple):
     Attributes:
         where: the device type, or another key of ``_kernels_on``.
         ops: the operators.
-        by_rules: whether a policy decides about them, so that ``torch.func`` must meet them too.
+        by_rules: whether a policy decides about them; these get kernels in front of ``torch.func`` too.
     """
 
     where: str
@@ -175,7 +175,7 @@ _needs_of: weakref.WeakKeyDictionary[object, list[_Need]] = weakref.WeakKeyDicti
 
 
 class _Ended:
-    """Whether something that needed kernels has ended since they were last compared with what is needed."""
+    """Whether a user of kernels has ended since ``_update`` last ran."""
 
     unnoticed = False
 
@@ -201,8 +201,8 @@ def _a_user_ended() -> None:
 def _remove_unneeded() -> None:
     """Remove the kernels that nothing needs any more.
 
-    Garbage is collected anywhere, perhaps while this or another thread changes kernels. So this waits for
-    nobody: who holds the lock then looks again.
+    Garbage is collected anywhere, perhaps while this or another thread changes kernels. So this does not wait
+    for the lock: the thread that holds it looks again after its release.
     """
     while _Ended.unnoticed and _lock.acquire(blocking=False):
         try:
@@ -214,7 +214,7 @@ def _remove_unneeded() -> None:
 
 def _update() -> None:
     """Install the kernels that are needed and missing, and remove those that are not needed."""
-    # A set of all that is needed, not counts: a user that is gone needs no kernel, however it went.
+    # Computed anew each time, not counted down: a user that vanished without notice leaves no kernel behind.
     needed: defaultdict[str, set[str]] = defaultdict(set)
     ruled: defaultdict[str, set[str]] = defaultdict(set)
     for where, ops, by_rules in itertools.chain.from_iterable(list(_needs_of.values())):
@@ -237,7 +237,7 @@ def _update() -> None:
 
 
 class Overlay(Protocol):
-    """Kernels on top of ours, removed while ours change, so that ours never call them."""
+    """Kernels on top of ours, taken away while ours change, lest a new one takes them for PyTorch's."""
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
@@ -313,12 +313,12 @@ def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | No
 
 
 class Promotion:
-    """As long as this lives, operators promote where they would raise, in regions that are opened with it.
+    """While this lives, operators that raise where formats differ promote, in regions opened with it.
 
     Args:
         policy: of these regions.
         dtype: their dtype on ``device_type``.
-        say: called once for each operator that runs in fp32 for want of a low kernel.
+        say: called once for each operator that runs in fp32 since PyTorch has no bf16 or fp16 kernel for it.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class NotesOfResults:
         _direct_results.living.add(self)
 
     def begin_gather(self) -> None:
-        """Have ``gather`` note its results too; it has no kernel in models without the other operators."""
+        """Have ``gather`` note its results too; only now, since most models do not need its kernel."""
         if not self._gathers:
             self._gathers = True
             need(self, _Need(self._device_type, (GATHER,)))
@@ -376,13 +376,13 @@ def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
         if decision is None:
             return None
         action = _operators.action_for(op, decision, scope)
-        # Where a decision casts nothing, formats may meet.
+        # These decisions cast nothing, so inputs of different formats may reach the operator.
         if decision.compute in (UNLISTED, FP32_SET_DTYPE) and op in promoted():
             go_on = promoting(op, lambda keyset, *args, **kwargs: action(keyset, args, kwargs), device_type)
             return lambda keyset, args, kwargs: go_on(keyset, *args, **kwargs)
         return action
 
-    @skipped_by_dynamo  # after a graph break it would compile our code as the script's
+    @skipped_by_dynamo  # else Dynamo would compile this function after a graph break
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         scope = scope_on(device_type)
         if scope is None:
@@ -413,8 +413,8 @@ def _kernel(op: str, device_type: str, native: _Kernel) -> _Kernel:
 def _update_functorch(ruled: Mapping[str, Iterable[str]]) -> None:
     """Register in front of ``torch.func`` what the kernels on autocast keys need; remove everything else.
 
-    In front: operators with a rule, and those on PyTorch's table. Inside: those that ``vmap`` decomposes in
-    spite of a rule.
+    In front of all layers: operators with a rule, and those on PyTorch's table. Inside a layer: operators
+    with a rule that ``vmap`` decomposes; their kernels raise.
 
     Args:
         ruled: device type -> the operators there that a policy decides about.
@@ -459,10 +459,10 @@ def _kernel_in_front(op: str, below: _Kernel) -> _Kernel:
 
 def _prepare_in_front(op: str, scope: Scope) -> _operators.Action | None:
     decision = scope.decide(op)
-    # Of an unlisted operator the parts are decided about, inside the layers.
+    # An unlisted operator is not cast itself; its parts are, inside the layers.
     if decision is not None:
         return None if decision.compute == UNLISTED else _operators.action_for(op, decision, scope)
-    # Inside the layers PyTorch's own kernel would come too late.
+    # PyTorch's own kernel casts here, in front: inside the layers it would be too late.
     kernels = _kernels_on[scope.resolved.device_type]
     native = kernels.native.get(op) if op in kernels.installed else native_kernel(op, kernels.device_type)
     if native is None:
@@ -479,8 +479,8 @@ def _kernel_inside(op: str, below: _Kernel) -> _Kernel:
         decision = None if scope is None else scope.decide(op)
         if decision is not None and decision.compute != UNLISTED:
             raise UnsupportedError(
-                f"{op} was called inside another operator under torch.vmap, which passes over what is "
-                f"decided about it ({decision.because}); call it by itself, or give the other operator a rule"
+                f"torch.vmap would ignore what is decided about {op} ({decision.because}), since {op} was "
+                "called inside another operator: call it by itself, or give the other operator a rule"
             )
         return below(keyset, *args, **kwargs)
 
@@ -488,7 +488,7 @@ def _kernel_inside(op: str, below: _Kernel) -> _Kernel:
 
 
 def _scope_of(args: Any, kwargs: Any) -> Scope | None:
-    """Return the scope in force where autocast is on and a call has tensors; None: there is none."""
+    """Return the scope of the first device type with autocast on and a tensor in the call, or None."""
     for device, scope in scopes_here().items():
         if torch.is_autocast_enabled(device):
             tensors = _operators.tensors_in((*args, *kwargs.values()))

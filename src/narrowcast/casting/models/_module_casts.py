@@ -1,4 +1,4 @@
-"""Casts of a module's arguments and outputs by a rule, and of what the module writes to its arguments."""
+"""Cast a module's arguments and outputs by a rule, and copy what it wrote to its arguments to the caller's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Casts(NamedTuple):
 
 
 def cast_arguments(casts: Casts, args: Any, kwargs: Any) -> tuple[Any, Any, Copies]:
-    """Cast a module's inputs, and return the copies that were made; for one tensor the way is short."""
+    """Cast a module's inputs, and return the copies that were made. One tensor alone takes a shorter way."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         tensor = args[0]
         cast = _cast_by_rule(casts, tensor)
@@ -68,13 +68,13 @@ class _TensorCopy(NamedTuple):
 
 
 class _ListCopy(NamedTuple):
-    """A copy of a list or dict of the caller, with casts of what is in it, which the module may change.
+    """A copy of the caller's list or dict that holds casts; the module may change it.
 
     Attributes:
-        original: that of the caller.
-        cast: the copy.
-        parts_before: what the copy held before the call.
-        original_of: the id of each of these -> what the caller's held in its place.
+        original: the caller's list or dict.
+        cast: the copy that the module gets.
+        parts_before: the items of the copy before the call.
+        original_of: from the id of each of these items to the caller's item in the same place.
     """
 
     original: Any
@@ -87,7 +87,7 @@ class _ListCopy(NamedTuple):
         parts = _parts_of(self.cast)
         if len(parts) == len(self.parts_before) and all(map(operator.is_, parts, self.parts_before)):
             return
-        # What the module left in place is the caller's own again, not its cast.
+        # For an item that the module left as it was, put back the caller's item instead of the cast of it.
         written = [self.original_of.get(id(part), part) for part in parts]
         if isinstance(self.cast, dict):
             by_key = dict(zip(self.cast, written, strict=True))
@@ -126,5 +126,5 @@ def _parts_of(container: Any) -> list[Any]:
 
 
 def wants(device: str, dtype: torch.dtype) -> Callable[[torch.Tensor], bool]:
-    """Return which tensors a cast to ``dtype`` on a device type changes."""
+    """Return a function that says whether a cast to ``dtype`` on a device type would change a tensor."""
     return lambda tensor: tensor.dtype in CASTABLE and tensor.dtype != dtype and tensor.device.type == device

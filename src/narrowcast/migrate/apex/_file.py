@@ -1,7 +1,7 @@
 """Rewrite the apex part of one file as a whole, or leave its calls as they are.
 
-A file that has another shape than the canonical one keeps apex: for torch with the reason, for narrowcast
-with ``narrowcast.apex`` imported in place of apex.
+A file whose shape is not the canonical one keeps its calls of apex, and the reason is reported. If the target
+is narrowcast, ``narrowcast.apex`` is then imported in place of apex.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SYNCBN = "apex.parallel.convert_syncbn_model"
 _TORCH_SYNCBN = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
 _SYNCBN_NOTE = "torch's SyncBatchNorm: in a process group it needs CUDA when it trains"
 
-# What to write in place of what is not rewritten.
+# What the user should write instead of a name that is not rewritten.
 _FUNCTIONS = {
     "half_function": "cast its inputs inside, or torch.amp.custom_fwd for a Function",
     "float_function": "cast its inputs to float32 inside a region with enabled=False",
@@ -158,7 +158,7 @@ def _why(full: str) -> str:
     if full == "apex.amp":
         return "apex.amp itself is passed on or compared: only call its functions"
     if full in _INSTEAD:
-        return f"{full} stays: write {_INSTEAD[full]} first"
+        return f"{full} stays: first write {_INSTEAD[full]}"
     reason = f"{full} has no equivalent that computes the same"
     if full.startswith("apex.fp16_utils."):
         reason += f": {_BY_HAND}"
@@ -175,13 +175,15 @@ def _write_ddp(source: Source, changes: Changes, reference: Reference) -> None:
         if not is_plain(call) or len(call.args) != 1 or keywords - _DDP_ARGUMENTS:
             refuse(call, f"{reference.full} with arguments that torch's does not have")
         if call.keywords:
+            # Remove everything between the model and the closing bracket.
             after_model = source.span(call.args[0])[1]
-            changes.replace((after_model, source.span(call)[1] - 1), "")
+            closing_bracket = source.span(call)[1] - 1
+            changes.replace((after_model, closing_bracket), "")
         changes.report(source.start(call), RULE, _DDP_NOTE, fixed=True)
     elif "isinstance" not in source.code(source.parents[reference.node]):
         refuse(reference.node, f"{reference.full} is passed on: call it here")
 
-    # Imported by its name it keeps that, and the import moves to torch.
+    # A bare name stays as it is, since its import moves to torch; a dotted name is replaced here.
     if "." in source.code(reference.node):
         changes.replace(source.span(reference.node), _TORCH_DDP)
         require_import(source, changes, "torch", "torch")
@@ -254,7 +256,8 @@ def _keep(source: Source, target: Target, why: NotCanonicalError) -> Changes:
 
 def _import_from_narrowcast(source: Source, changes: Changes) -> None:
     """Import from ``narrowcast.apex`` the packages that it has; every call stays."""
-    # By the name that an import binds, which is either apex's or narrowcast's.
+    # A name stands for apex or for narrowcast.apex in the whole file. So an import moves only if
+    # narrowcast.apex has everything that is used of its name: this collects what it lacks, by that name.
     lacking: dict[str, list[str]] = defaultdict(list)
     for reference in source.references:
         if not _has(reference.full):
@@ -283,8 +286,9 @@ def _import_from_narrowcast(source: Source, changes: Changes) -> None:
 
 def _has(full: str) -> bool:
     """Return whether narrowcast.apex has a name: its packages have all public names of apex but a few."""
-    package = full.split(".")[1:2]
-    is_known = not package or package[0] in (*narrowcast.apex.__all__, "*")
+    _, *rest = full.split(".")
+    is_known = not rest or rest[0] == "*" or rest[0] in narrowcast.apex.__all__
+    # The dot makes a name match itself and its attributes, and no longer name that begins like it.
     return is_known and not f"{full}.".startswith(_LACKING)
 
 

@@ -27,8 +27,8 @@ class Checkpoint:
 
     Attributes:
         position: the position given to ``save_checkpoint``; None if there was none.
-        policy: the policy of the run; None if it was saved without one. Where ``auto`` would now be another
-            format, that of a loop without a ``Stepper`` computes in the format that was saved.
+        policy: the policy of the run; None if it was saved without one. For a loop without a ``Stepper``, if
+            ``auto`` would now choose another format, this policy computes in the saved format instead.
         notes: one sentence for each thing that was left out or not found. Empty if the run continues bit
             for bit.
         ranks: how many ranks saved it.
@@ -67,15 +67,15 @@ def save_checkpoint(
 
     Args:
         path: of a file, or of a folder for several ranks; the folder above it exists.
-        model: the module; names do not show DDP or ``torch.compile``.
+        model: the module. Wrapping it in DDP or ``torch.compile`` does not change the names that are saved.
         optimizer: one, a list or a dict; not needed for those of ``stepper``.
         stepper: a ``nc.Stepper``.
         scheduler: one, a list or a dict, of those that ``stepper`` does not move.
         scaler: a ``nc.GradScaler`` or ``torch.amp.GradScaler``, a list or a dict.
         policy: a ``Policy``, a preset's name or a TOML file; a Stepper has its own.
         position: where in the data the run is: dicts, lists, tuples, strings, numbers, booleans, None, bytes
-            and dense tensors, nested. Floats and tensors come back to the bit; tensors on the CPU, NumPy's
-            numbers as Python's. The generator of a data loader belongs here.
+            and dense tensors, nested. Floats and tensors come back bit for bit, tensors on the CPU; NumPy's
+            numbers come back as Python's. The generator of a data loader belongs here.
 
     Raises:
         CheckpointError: something cannot be saved, or the file cannot be written, on this rank or another.
@@ -178,7 +178,9 @@ def load_checkpoint(
     # A rank whose objects do not fit stops all, before anything is loaded.
     saved_policy = ranks.agreed(checked_policy)
     run.load(fit, tree)
-    if saved_policy is not None and stepper is None and run.objects.live:
+    # A Stepper sets its own formats, and with the model alone no run continues.
+    continues_loop = stepper is None and bool(run.objects.live)
+    if saved_policy is not None and continues_loop:
         saved_policy = _policy_to_go_on_under(saved_policy, given_policy, model, tree.get("formats", {}))
     return Checkpoint(
         position=tree["position"],
@@ -214,14 +216,14 @@ def _policy_of(stepper: Any, policy: Any) -> Policy | None:
 
 
 def _checked_policy(fit: Fit, tree: Mapping[str, Any], given_policy: Policy | None) -> Policy | None:
-    """Return the policy of a checkpoint, if any; refuse another one than was given."""
+    """Return a checkpoint's policy, if any; refuse the checkpoint if another policy was given."""
     if tree["policy"] is None:
         return None
     saved_policy = policy_in(tree["policy"].encode(), fit.source)
     if given_policy is None:
         return saved_policy
 
-    # "auto" and the format that it was are the same policy.
+    # A policy of "auto" counts as one of the format that "auto" was when the checkpoint was saved.
     of_stepper_or_loop = tree["stepper"] or tree
     formats = of_stepper_or_loop.get("formats", {})
     if _in_saved_format(saved_policy, formats) != _in_saved_format(given_policy, formats):
@@ -237,14 +239,12 @@ def _policy_to_go_on_under(
     saved_policy: Policy, given_policy: Policy | None, model: torch.nn.Module, formats: Mapping[str, str]
 ) -> Policy:
     """Return the policy of a loop without a Stepper: in the saved format where ``auto`` is another now."""
-    policy = saved_policy
     now = _formats_of_auto(model, saved_policy)
-    for device, before in formats.items():
-        if now.get(device, before) != before:
-            if given_policy is None or given_policy.compute == "auto":
-                warn_of_other_format(device, before)
-            policy = _in_saved_format(policy, {device: before})
-    return policy
+    changed = {device: before for device, before in formats.items() if now.get(device, before) != before}
+    if given_policy is None or given_policy.compute == "auto":
+        for device, before in changed.items():
+            warn_of_other_format(device, before)
+    return _in_saved_format(saved_policy, changed)
 
 
 def _formats_of_auto(model: torch.nn.Module, policy: Policy) -> dict[str, str]:

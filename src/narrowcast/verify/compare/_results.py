@@ -31,8 +31,8 @@ from narrowcast.verify.runs._runs import (
 )
 
 _MOST_TRIES = 8
-# What a script trains in between the steps that are compared, in each of the runs that keep gradients. At
-# those steps all but the mixed one compute in FP32.
+# Every run that keeps gradients trains in mixed precision between the compared steps, FP32's too; at those
+# steps ``GradientProbe`` switches it to FP32.
 _TRAINS_IN = "mixed"
 # How far the inputs of two runs may differ, as a share of how far they vary: a state that is carried in bf16
 # differs by 0.004 to 0.02, and another batch by 1.4.

@@ -1,4 +1,7 @@
-"""The process of one run: ``python -m narrowcast.verify.runs._child FILE`` with ``RunSettings``."""
+"""The process of one run: ``python -m narrowcast.verify.runs._child FILE`` with ``RunSettings``.
+
+On Linux ``_server`` forks it and calls ``main``.
+"""
 
 from __future__ import annotations
 

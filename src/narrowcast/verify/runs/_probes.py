@@ -46,14 +46,14 @@ from narrowcast.verify.runs._runs import (
     write_result,
 )
 
-# Steps of one optimizer: another one that seldom steps should not keep the probe going.
+# After so many steps of one optimizer the probe no longer waits for the others.
 _MOST_STEPS = 64
-# Fewer than the skipped steps in a row after which ScaleCollapseError is raised: a probe must not fail.
+# Fewer than the skips in a row that raise ScaleCollapseError, so that a probe ends before.
 _MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
 _OUTPUTS = 3
 _FEWEST_STEPS = 3
-# What changes by more than this share of itself in a few steps moves by more than roundoffs of fp32.
+# A weight whose relative change in a few steps is larger has moved by more than fp32's rounding.
 _MOVES_CLEARLY = 1e-6
 _until_the_end = ExitStack()  # never closed
 
@@ -78,10 +78,10 @@ class Probe(Observer):
 class StepProbe(Probe):
     """Call ``boundary`` at the end of each training step, until ``done`` is set.
 
-    A training step is everything between two steps of one optimizer, loading and evaluation included: of the
-    first one that steps, and when that one has ended, as in a search for the learning rate, of the next. If
-    the script makes no optimizer, it is everything between two calls of the outermost module that was the
-    first to be called twice.
+    A training step is everything between two steps of one optimizer, loading and evaluation included. That
+    optimizer is the first one that steps; if it stops stepping, as after a search for the learning rate, the
+    next one. Without an optimizer, a step is everything between two calls of one outermost module: the first
+    that was called twice.
 
     Attributes:
         unit: what is counted, ``"step"`` or ``"call"``.
@@ -187,7 +187,7 @@ def _resident_bytes() -> int:
 
 
 class MemoryProbe(Probe):
-    """Count the bytes of tensors; give no number if another thread or device computes, which is not seen."""
+    """Count the bytes of this thread's tensors on the CPU; no number if the script computes elsewhere."""
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
@@ -218,11 +218,15 @@ class MemoryProbe(Probe):
 class GradientProbe(Probe):
     """Hold updates back at some steps, and keep the gradients that each optimizer would have used.
 
-    A batch is what one step of an optimizer sees, accumulation included. The run ``REFERENCE`` computes in
-    FP32 and ``MIXED`` under the policy, for four batches; ``EXACT`` in FP32 by ops that round only their
-    result, for the first one. The reference's weights are loaded into the others, so that all are compared at
-    the same weights. From one of these steps to the next all train in mixed precision, on the same batches.
-    At the end ``REFERENCE`` and ``MIXED`` take a few steps more, and keep how these move the weights.
+    A batch is what one step of an optimizer sees, accumulation included. There are three runs:
+
+    - ``REFERENCE``: in FP32, four batches;
+    - ``MIXED``: under the policy, the same four;
+    - ``EXACT``: in FP32 by ops that round only their result, the first batch.
+
+    ``MIXED`` and ``EXACT`` load the weights of ``REFERENCE``. Between two compared steps all three train in
+    mixed precision on the same batches. At the end ``REFERENCE`` and ``MIXED`` take a few steps more, and
+    keep how these move the weights.
     """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
@@ -245,7 +249,7 @@ class GradientProbe(Probe):
         self._minibatches = Minibatches(lambda: self.attachment.optimizers)
         self._modules: list[torch.nn.Module] = []
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        self._before: dict[str, torch.Tensor] | None = None  # weights before steps are taken again
+        self._before: dict[str, torch.Tensor] | None = None  # weights when updates go on; None before
         self._moves = 0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._counts: dict[torch.optim.Optimizer, int] = {}  # steps of each that were held back
@@ -258,7 +262,7 @@ class GradientProbe(Probe):
 
     def attached(self, attachment: Attachment) -> None:
         super().attached(attachment)
-        # Where a format is emulated, a step takes minutes: only the compared ones are made in it.
+        # Where the CPU emulates the format, a step takes minutes: only the compared steps use it.
         attachment.pause_regions(bool(self.settings.fp32_because))
         if not self._at_step:
             self._begin_to_hold()
@@ -274,8 +278,8 @@ class GradientProbe(Probe):
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
 
-        # The scale that training has reached goes on once the gradients are kept.
         self._exact.paused = False
+        # ``_train_on`` goes on with the scale that training has reached.
         self._scale = self.attachment.scale.value
         if self._role != Purpose.MIXED:
             self.attachment.continue_in_fp32()
@@ -293,13 +297,13 @@ class GradientProbe(Probe):
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_holding:
             return
-        # Entered at the first call, and not when the script begins: what it draws before is the same anyway.
+        # Only from the first call on: random numbers drawn before are the same in all runs.
         if self._draws is None:
             self._draws = Fp32Draws()
             _until_the_end.enter_context(self._draws)
             if self._role == Purpose.EXACT:
                 _until_the_end.enter_context(self._exact)
-        # By the inputs of the first call runs are seen to have the same batch.
+        # Equal inputs of the first call show that two runs have the same batch.
         if self._facts.batch is None:
             self._facts.batch = fingerprint([args, kwargs], floating=False)
             self._facts.batch_values = some_values([args, kwargs])
@@ -332,7 +336,7 @@ class GradientProbe(Probe):
             return
         state: dict[str, torch.Tensor] = {}
         for name, tensor in {**parameters, **buffers}.items():
-            # A lazy one has no values yet, and torch writes to none that repeats itself by ``expand``.
+            # Not lazy tensors, which have no values yet, nor expanded ones, which cannot be written.
             is_plain = not is_lazy(tensor) and each_once(tensor) is tensor
             if is_plain and id(tensor) not in self._tensors:
                 state[name] = tensor
@@ -377,7 +381,7 @@ class GradientProbe(Probe):
             self._count_minibatches(optimizer)
         if self._role == Purpose.MIXED:
             self._see_overflow(optimizer)
-        # The next batch begins with the same statistics of norms, and needs no exact sums once all are kept.
+        # Each batch starts from the same statistics of norms. Exact sums stop once all gradients are kept.
         for buffer, before in self._buffers:
             put_back(buffer, before)
         self._exact.paused = not self._waiting_for(self._batches_kept)
@@ -389,7 +393,7 @@ class GradientProbe(Probe):
 
     @property
     def _batches_held(self) -> int:
-        """How many batches updates are held back for; as many in all runs that train on afterwards."""
+        """How many batches updates are held back for; equal in all runs that train on."""
         return FEWEST_BATCHES if self._later else self._batches_kept
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
@@ -459,11 +463,12 @@ class GradientProbe(Probe):
                 self.attachment.stop()
         elif self._is_complete():
             if self._overflowed or self._facts.good_scale is not None:
-                self._later.clear()  # more batches were held back than in the reference
+                # More batches were held back than in the reference, so later steps cannot be compared.
+                self._later.clear()
             if self._later:
                 self._train_on()
                 return
-            # After any rounding a line search goes elsewhere.
+            # Any rounding sends a line search another way, so its moves cannot be compared.
             searches = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._counts)
             if self._role == Purpose.EXACT or searches:
                 self.attachment.stop()
@@ -484,7 +489,7 @@ class GradientProbe(Probe):
 
     def _keep_moves(self, before: dict[str, torch.Tensor]) -> None:
         if self.attachment.recorder.skipped_steps != self._skipped:
-            return  # an overflow: the other run's steps are at other weights
+            return  # a step was skipped here only, so the runs are at different weights
         moves = {}
         for name, weight in self._weights().items():
             if name not in before:
@@ -507,7 +512,7 @@ class GradientProbe(Probe):
         return most >= _MOST_STEPS or not self._waiting_for(self._batches_held)
 
     def _waiting_for(self, batches: int) -> int:
-        """Return how many optimizers have stepped for fewer batches."""
+        """Return how many optimizers have stepped fewer than ``batches`` times."""
         # One without parameters may never step.
         expected = [optimizer for optimizer in self.attachment.optimizers if parameters_of(optimizer)]
         return sum(self._counts.get(optimizer, 0) < batches for optimizer in expected or self._counts)
