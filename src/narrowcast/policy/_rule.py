@@ -46,7 +46,8 @@ COMPUTES: dict[str, str | None] = {
 }
 """Each word for ``compute`` of a rule -> the format that operators' inputs are cast to; None: no cast.
 
-A word that maps to another format than ``FORMATS`` and ``WIDEST`` also needs ``casting/_operators.py``.
+A word that maps to another format than ``FORMATS`` and ``WIDEST`` also needs
+``casting/kernels/_operators.py``.
 """
 
 
