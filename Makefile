@@ -46,7 +46,7 @@ test-long: $(READY)  ## exhaustive products, long random runs, kills, and the te
 	$(PYTEST) -n auto -m long
 	$(AVX2_ALONE) $(PYTEST) -n auto -m "cpu_kind and not long"
 
-breakages: $(READY)  ## break the package in forty ways; the tests must notice each; an hour
+breakages: $(READY)  ## break the package in each way of tests/breakages.toml; the tests must notice; an hour
 	$(RUN) tests/breakages.py
 
 check: $(READY)  ## lint, formatting, types, and the layout of the packages

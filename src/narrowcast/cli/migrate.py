@@ -1,4 +1,4 @@
-"""``narrowcast migrate``: rewrites scripts from apex and deprecated names, and reports mistakes."""
+"""``narrowcast migrate``: rewrites apex's usual loop and deprecated names, and reports mistakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def migrate(
     ] = "torch",
     as_json: JsonOption = False,
 ) -> int:
-    """Rewrite apex and deprecated names of torch.amp, and report mistakes in mixed precision.
+    """Rewrite apex's usual loop and deprecated names of torch.amp, and report mistakes in mixed precision.
 
     Prints a diff on stdout, and on stderr what was changed or left alone and why. Everything else in a file
     stays byte for byte. Running it again changes nothing.

@@ -156,8 +156,8 @@ class Iteration:
         self, optimizer: torch.optim.Optimizer, later_loss: tuple[Any, list[int]], check: GradientCheck
     ) -> None:
         """Refuse gradients that were unscaled, and then got more from a loss that was scaled afterwards."""
-        # Scaling the loss of another optimizer is allowed. So refuse only if gradients changed since then, and
-        # this loss reaches their parameters.
+        # Scaling the loss of another optimizer is allowed. So refuse only if gradients changed since then,
+        # and this loss reaches their parameters.
         node, versions = later_loss
         has_new_gradients = len(self._gradients(optimizer).values) != len(check.gradients.values)
         if not has_new_gradients and versions == versions_of(check.gradients):

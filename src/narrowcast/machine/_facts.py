@@ -1,4 +1,4 @@
-"""What this machine has, from torch, the driver's tools and the system, and what does not fit together."""
+"""What this machine has, from torch and the system, and what does not fit together."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ CACHE_FORMAT = 3
 
 
 def key_of_machine(facts: dict[str, Any], budget: Budget) -> dict[str, Any]:
-    """Return everything that rates depend on: processors, threads, torch, driver, and the budget."""
+    """Return everything that rates depend on: processors, threads, the system, torch, and the budget."""
     of_torch = ("version", "build", "cuda", "hip", "cudnn", "cpu_kernels")
     return {
         "cache_format": CACHE_FORMAT,
@@ -31,7 +31,7 @@ def key_of_machine(facts: dict[str, Any], budget: Budget) -> dict[str, Any]:
 
 def rates_path(folder: Path, key: dict[str, Any]) -> Path:
     """Return where the rates of ``key`` are kept: machines that share a home folder have a file each."""
-    # A change of anything in the key, as of the driver, is another file.
+    # A change of anything in the key, as of torch, is another file.
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return folder / "rates" / f"{digest[:16]}.json"
 

@@ -1,4 +1,4 @@
-"""Rewrite scripts from apex and deprecated names to ``torch.amp`` or narrowcast, and report mistakes."""
+"""Rewrite apex's usual loop and deprecated names to ``torch.amp`` or narrowcast, and report mistakes."""
 
 from narrowcast.migrate._migration import (
     as_json,

@@ -67,7 +67,7 @@ class Decided(
 
 
 def decided_sites(found: Mapping[str, Any]) -> list[Decided]:
-    """Return the decisions in what ``observe.explained`` returned, in the order of the first call.
+    """Return the decisions in what ``explained`` returned, in the order of the first call.
 
     Without what computes nothing, and without backward, the optimizer and code outside of regions, in which
     nothing is decided.
@@ -149,7 +149,7 @@ class Lock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lock_of(found: Mapping[str, Any]) -> Lock:
-    """Return the lock of what ``observe.explained`` returned."""
+    """Return the lock of what ``explained`` returned."""
     device, gpu = found["device"], found["versions"].get("gpu")
     if device == "cuda" and gpu:
         device = f"{device}: {gpu}"

@@ -120,7 +120,7 @@ def explain_script(
         progress: called with short messages.
 
     Returns:
-        What ``observe.explained`` returns for the capture in ``settings.folder``; with a ``problem`` and
+        What ``report.explained`` returns for the capture in ``settings.folder``; with a ``problem`` and
         nothing else if nothing could be seen.
 
     Raises:

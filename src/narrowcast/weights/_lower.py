@@ -134,7 +134,7 @@ def round_stochastically(
     Between the largest finite number and the next power of two the far neighbour is infinity; above that the
     result is infinite.
 
-    Source: Gupta et al. 2015, arXiv 1502.02551, section 3; ``formats.round_to`` is the slow reference.
+    Source: Gupta et al. 2015, arXiv 1502.02551, section 3.
     """
     with torch.no_grad():
         return rounded_with(values, dtype, _noise(values, dtype, generator))

@@ -11,9 +11,9 @@ dispatch table is as before. If no rule is in force in the calling thread, a ker
 ``vmap``, ``grad`` and ``jvp`` of ``torch.func`` come before autocast in the dispatcher. Two things would go
 wrong there. ``vmap`` decomposes composites first, so a rule for ``softmax`` would be ignored. Below each
 layer autocast is on again, so the product inside a ``linear`` that a rule computes in fp32 would be cast to
-the region's format. So while rules are in force, kernels in front of the layers cast the inputs, and the layers
-run with autocast off. Code outside of ``torch.func`` never reaches these kernels. Nor do operators that a
-layer calls itself: if ``vmap`` would ignore a rule for that reason, an error is raised.
+the region's format. So while rules are in force, kernels in front of the layers cast the inputs, and the
+layers run with autocast off. Code outside of ``torch.func`` never reaches these kernels. Nor do operators
+that a layer calls itself: if ``vmap`` would ignore a rule for that reason, an error is raised.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cast a module's arguments and outputs by a rule, and copy what it wrote to its arguments to the caller's."""
+"""Cast a module's arguments and outputs by a rule; copy what it wrote to its arguments to the caller's."""
 
 from __future__ import annotations
 
