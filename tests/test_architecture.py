@@ -196,3 +196,10 @@ def test_breakages_can_be_placed():
 def test_the_version_is_written_once():
     declared = (SOURCE.parents[1] / "pyproject.toml").read_text()
     assert f'version = "{narrowcast.__version__}"' in declared
+
+
+def test_files_that_docstrings_name_exist():
+    for path in FILES:
+        for named in re.findall(r"`([a-z_]+/[\w/]+\.py)", path.read_text(encoding="utf-8")):
+            if named.split("/")[0] in ORDER:
+                assert (SOURCE / named).is_file(), f"{path} names {named}, which does not exist"
