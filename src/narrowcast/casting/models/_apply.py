@@ -41,6 +41,7 @@ from narrowcast.policy import (
     Policy,
     Rule,
     as_policy,
+    base_of,
     class_names,
     names_module,
     policy_name,
@@ -88,10 +89,11 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
             "which has none: call nc.apply on the modules in it that are called, or open "
             '"with nc.autocast(...)" around their calls'
         )
-    applied = Applied(model, resolved_policy)
     # Layers in fp8 need no region.
-    applied.warns_if_not_called = not policy_has_fp8(resolved_policy)
+    needs_region = not policy_has_fp8(resolved_policy)
     _warn_at_exit()
+    applied = Applied(model, resolved_policy)
+    applied.warns_if_not_called = needs_region
     return applied
 
 
@@ -499,29 +501,38 @@ def _holds_any(selected: list[str], linears: list[str]) -> bool:
 
 
 def refuse_in_torchscript(policy: Policy, model: torch.nn.Module) -> None:
-    """Refuse rules that hold in a TorchScript module, which casts by a table of its own.
+    """Refuse a rule for what a TorchScript module calls and casts by a table of its own.
 
-    That casts inputs to the low format before a rule that computes in another one sees them.
+    That casts inputs to the low format before a rule that computes in another one sees them. What no module
+    calls may have a rule: apex's O1 follows the table for CUDA on a CPU, which differs in many operators.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/jit/passes/autocast.cpp
-    scripted = []
+    graphs = {}
     for path, module in modules_by_path(model):
         if isinstance(module, torch.jit.ScriptModule):
-            scripted.append(path)
-    if policy.is_plain or not scripted:
+            graphs[path] = str(getattr(module, "inlined_graph", ""))
+    if policy.is_plain or not graphs:
         return
     for device in device_types(model, (), {}):
         _, root = region_of(policy, device)
         assert root is not None
         scopes = scopes_by_path(model, policy, root)
         cast_to_low = [op for op, kind in root.resolved.native.items() if kind == LOWER]
-        for path, op in itertools.product(scripted, cast_to_low):
-            decision = scopes[path].decide(op)
+        for (path, graph), op in itertools.product(graphs.items(), cast_to_low):
+            decision = scopes[path].decide(op) if _calls(graph, op) else None
             if decision is not None and decision.compute not in (LOWER, root.resolved.lower):
                 raise PolicyError(
                     f"a rule ({decision.because}) casts {op!r} in the TorchScript module {path!r}, where "
                     "torch.jit casts by a table of its own: keep it out of the rule, or unscripted"
                 )
+
+
+def _calls(graph: str, op: str) -> bool:
+    """Return whether a TorchScript graph calls an operator; a traced one names convolutions otherwise."""
+    names = [base_of(op)]
+    if op.startswith("conv"):
+        names.append("_convolution")
+    return any(f"aten::{name}(" in graph for name in names)
 
 
 def refuse_missed(missed: dict[Rule, str]) -> None:
