@@ -132,7 +132,7 @@ def test_a_rule_inside_a_composite_without_one():
 
     for layer in ("plain", "grad", "jvp"):
         assert computed_in(lambda layer=layer: LAYERS[layer](special), "_log_softmax") == {FP16}
-    with pytest.raises(UnsupportedError, match=r"log_softmax\.int was called inside another operator under"):
+    with pytest.raises(UnsupportedError, match=r"vmap would ignore what is decided about log_softmax\.int"):
         LAYERS["vmap"](special)
 
 
@@ -203,7 +203,7 @@ def test_where_vmap_would_pass_over_a_rule_it_is_an_error():
         pytest.raises(UnsupportedError, match="would ignore what is decided about") as raised,
     ):
         vmap(called_by_a_layer)(X)
-    assert "softmax.int was called inside another operator under torch.vmap" in str(raised.value)
+    assert "since softmax.int was called inside another operator" in str(raised.value)
     with torch.autocast("cpu", BF16):
         assert vmap(called_by_a_layer)(X).dtype == FP32
 
