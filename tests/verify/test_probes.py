@@ -1,5 +1,6 @@
 """What probes keep of a script, and what is made of it: held-back updates, fingerprints, outputs."""
 
+import contextlib
 import json
 import math
 import os
@@ -264,16 +265,19 @@ def test_two_ranks_are_judged_as_one_step(tmp_path):
         print(json.dumps(certify_script(ScriptRuns(settings), format="bf16")[0]))
     """)
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, script, tmp_path / f"rank-{rank}"],
-            env=os.environ | shared | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    found = [json.loads(process.communicate(timeout=200)[0]) for process in ranks]
+    with contextlib.ExitStack() as ranks_end:
+        ranks = []
+        for rank in range(2):
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, script, tmp_path / f"rank-{rank}"],
+                env=os.environ | shared | {"RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            ranks_end.enter_context(process)
+            ranks_end.callback(process.kill)
+            ranks.append(process)
+        found = [json.loads(process.communicate(timeout=200)[0]) for process in ranks]
     for certificate in found:
         counts = [certificate[name] for name in ("minibatches", "averaged", "samples")]
         assert counts == [4, 4, 32], certificate["reason"]

@@ -24,6 +24,7 @@ from narrowcast.verify.runs._probes import Probe
 from narrowcast.verify.runs._runs import Purpose, RunSettings, write_result
 
 _PR_SET_PDEATHSIG = 1
+_LAST_PORT = 65_535
 # By name, since those of ``doctor`` and ``explain`` stand beside what they are for, above this package.
 _GRADIENTS = "narrowcast.verify.runs._probes:GradientProbe"
 _PROFILE = "narrowcast.verify._diagnosis:ProfileProbe"
@@ -52,6 +53,7 @@ def main(words: Sequence[str]) -> int:
     scale, seed = settings.loss_scale, settings.seed
     writer.write(start_event(script.argv, settings.policy, loss_scale=scale, rank=0, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
+    _take_own_port(settings.number)
     scale_rule = None if scale is None else parse(scale)
     if settings.start_scale is not None and not settings.at_steps[0]:
         # Gradients are kept from the first step on, at a scale that an earlier run has found.
@@ -73,6 +75,23 @@ def main(words: Sequence[str]) -> int:
         write_result(folder, {"collapsed": str(error)})
         raise
     return 0
+
+
+def _take_own_port(number: int) -> None:
+    """Let the ranks of this run meet at a port of their own.
+
+    A rank that begins its next run while rank 0 is still ending the last one would meet that one, and wait
+    for ever.
+    """
+    port = os.environ.get("MASTER_PORT", "")
+    if not port.isdecimal():
+        return
+    own_port = int(port) + number
+    if own_port > _LAST_PORT:
+        own_port = int(port) - number
+    os.environ["MASTER_PORT"] = str(own_port)
+    # The store that ``torchrun`` keeps at its port is of the job; rank 0 of the run serves this one.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
 def end_with_parent() -> None:

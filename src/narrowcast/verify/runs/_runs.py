@@ -135,9 +135,11 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
             between two of them it trains in mixed precision.
         start_scale: the largest loss scale while updates are held back; None: as ``loss_scale`` says.
         watched_steps: how many steps are watched to explain them.
+        number: which run of its ``ScriptRuns`` it is, from 1 on.
     """
 
     purpose: Purpose
+    number: int = 1
     seed_shift: int = 0
     steps: int = 0
     at_steps: tuple[int, ...] = (0,)
@@ -240,7 +242,7 @@ class ScriptRuns:
         ran = title
         if trains_in == "mixed" and purpose in (Purpose.TIMED, Purpose.PROFILE, Purpose.SHARES):
             ran = f"{title}, after its FP32 run had succeeded"
-        run_settings = RunSettings(**fields, **more)
+        run_settings = RunSettings(**fields, **more, number=number)
         return LiveRun(run_settings, trains_in, ran, tell, self.written.update, self._processes)
 
     def _made_folder(self, name: str, folder: Path) -> Path:
