@@ -169,9 +169,9 @@ class LossVerdict:
 def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     """Judge final losses of one call site, a pair (FP32, mixed) for each seed.
 
-    They pass if the mean difference is at most the spread between seeds, or if mixed is lower. They fail if
-    mixed is higher by more than that and the paired differences leave no doubt (Student's t, 97.5 %). Fewer
-    than three seeds are not enough to tell, nor are losses that are not finite in FP32 itself.
+    They pass if the mean difference is at most the spread between seeds, or if mixed is lower by more. They
+    fail if mixed is higher by more and the paired differences leave no doubt (Student's t, 97.5 %). Nobody
+    can tell from fewer than three seeds, where seeds change nothing, or if FP32's losses are not finite.
     """
     if not pairs:
         return LossVerdict("cannot tell", "no loss was seen in both formats")

@@ -48,14 +48,14 @@ from narrowcast.verify.runs._runs import (
 
 MOST_PAIRS = 8
 _LEAST_S = 25.0
-_TIMES_THE_PAIR = 1.42  # 1.5 times what both runs take alone, which is about 5 % less than in turns
+_TIMES_THE_PAIR = 1.42  # of a pair in turns: alone both runs take about 5 % less, so 1.5 times that
 _LEAST_MIXED_S = 15.0
 # A later pair has the three steps of the warm-up and nine more; and no more than two seconds of steps, or 40.
 _FEWEST_STEPS = 12
 _ENOUGH_STEPS, _ENOUGH_S = 40, 2.0
-# Where gradients take all of the time limit, short pairs are timed all the same, of steps for about a second
-# each, unless together they take more than this share of the limit.
+# Where gradients take all of the time limit, short pairs are timed all the same, with steps for so long ...
 _SHORT_S = 1.0
+# ... unless together they take more than this share of the limit.
 _SHORT_PAIRS_SHARE = 0.4
 
 
@@ -65,10 +65,10 @@ class TimingSettings(ScriptSettings, frozen=True, kw_only=True):
     Attributes:
         steps: optimizer steps after which a run is ended; 0: it ends by itself.
         repeats: number of seeds, each run in both formats.
-        time_limit_s: for all runs, which limits how many pairs of timed ones follow the first; 0: no limit;
-            None: 25 s, or 1.42 times the first pair if that is longer.
-        longest_run_s: of steps, after which every run is ended; None: only a mixed run that takes much longer
-            than FP32's.
+        time_limit_s: seconds for all runs, which limits how many timed pairs follow the first; 0: no limit; None:
+            25 s, or 1.42 times the first pair if that is longer.
+        longest_run_s: seconds of steps after which every run is ended; None: only a mixed run that takes much
+            longer than FP32's is.
         min_speedup: below which mixed precision is not worth it; None: any speedup is.
     """
 
@@ -146,9 +146,9 @@ class TimedPairs:
         """Return the median time of a step and the ends of its interval, under the names of a profile.
 
         Those of mixed precision are scaled to the speedup, which comes from steps that took turns: where the
-        speed of the machine changes, the medians of both formats are of different moments. Of a script that
-        trains nothing they are those of ``profile``, which is of whole calls, from one to the next; what is
-        timed is what is inside them.
+        speed of the machine changes, the medians of both formats are of different moments. For a script that
+        trains nothing they are those of ``profile``, from one call to the next; its timed runs measured only
+        the inside of the calls.
         """
         kind = self.kind()
         if kind == "inference":
@@ -198,7 +198,7 @@ class TimedPairs:
         return self._pair_s[-1] - sum(run.stepping_s for run in self.spent[-2:])
 
     def limit_s(self) -> float:
-        """Return how long all runs may take; by default after the first pair of runs."""
+        """Return how long all runs may take; the default depends on the first pair."""
         return self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * self._first_pair_s())
 
     def _first_pair_s(self) -> float:
@@ -236,7 +236,8 @@ class TimedPairs:
     def _may_run_beside(self) -> None:
         """Decide whether two of the runs that are not timed may go on at once.
 
-        One with exact sums takes twice its memory, and two at a time would see each other's files.
+        The run with exact sums takes twice the memory of a timed one, and two runs at once would see each
+        other's files.
         """
         took_turns = not self._why_alone
         self.runs.beside = took_turns and self.memory < LITTLE_MEMORY and not self.changes_files
@@ -307,7 +308,7 @@ class TimedPairs:
         return self.settings.steps
 
     def _steps_before_timed(self) -> int:
-        """Return how many steps of other optimizers come before the first one that is timed."""
+        """Return after how many steps of a run those come that are timed."""
         steps = self.captures["fp32"][0].of("step")
         pace = pace_of(self.captures["fp32"])
         optimizers = [step["optimizer"] for step in steps]
@@ -336,7 +337,7 @@ class TimedPairs:
         ended = functools.partial(self._ended, seed=seed)
         with folder_of_one(self.runs.progress):
             why_alone = take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
-        # From here on, since before its first run the process may have started that forks all runs.
+        # From the first run's begin on: the server that forks runs may have been started before.
         self._pair_s.append(time.monotonic() - begun[0])
         if why_alone is not None:
             self._why_alone.append(why_alone)
@@ -345,7 +346,7 @@ class TimedPairs:
         """Return after how long to end a run of a pair; ``first`` is the one that began it."""
         steps = self.settings.steps
         if steps and not self.spent:
-            # Progress tells the time left already, as if the script took all of these steps.
+            # So that progress can tell the time left: as if the script took all of these steps.
             both_s = 0.0
             for live in (run, first):
                 both_s += live.startup_s + live.stepping_s * steps / max(live.steps, 1)

@@ -43,12 +43,12 @@ MOVES_FILE = "moves.pt"
 """Name of the file of how far the last steps of a run that keeps gradients move the weights."""
 
 STEPS_AFTER_THE_END = 20
-"""Of another optimizer, without one of that whose steps are counted: then it has ended. A generator steps
-once in five steps of its critic."""
+"""After so many steps of another optimizer in a row, the one whose steps were counted has ended. (A generator
+steps once in five steps of its critic.)"""
 
 MOVES = 3
-"""Steps that a run which keeps gradients takes at its end: with the four batches before them they show a step
-left out in five."""
+"""Steps that a run which keeps gradients takes at its end. After four batches whose updates are held back they
+reveal a script that leaves out every fifth step."""
 
 _TURNS = "narrowcast-turns"
 UNTIL, STEPS, PAUSED, MEMORY = range(4)
@@ -190,7 +190,7 @@ class ScriptRuns:
     def start(self, name: str, trains_in: str, purpose: Purpose, **more: Any) -> Path:
         """Make one run in a fresh process, wait for its end, restore the user's files, and return its folder.
 
-        Without a name that is ``settings.folder`` itself. ``trains_in`` is ``"fp32"`` or ``"mixed"``, and
+        If ``name`` is empty, the folder is ``settings.folder`` itself. ``trains_in`` is ``"fp32"`` or ``"mixed"``, and
         ``more`` are other fields of ``RunSettings``.
 
         Raises:
@@ -301,8 +301,8 @@ class GradientFacts(msgspec.Struct, kw_only=True):
         backwards: most passes for one step, where an optimizer's gradients were kept.
         ranks: processes whose gradients are averaged; ``launched``: those that a launcher says there are.
         random: of each optimizer, hashes of the random states when its gradients were kept.
-        scale: the loss scale when the first of them did.
-        good_scale: the first one at which no gradient overflowed, if those of the first batch did.
+        scale: the loss scale when the first of the optimizers kept its gradients.
+        good_scale: the first loss scale at which no gradient overflowed; None if none of the first batch did.
         never_stepped: how many optimizers did not step in time.
         passes: backward passes in all, where steps were taken at the end; else 0.
     """
@@ -588,7 +588,7 @@ def take_turns(
         begin: begins a run of a format.
         ended: called with each run after its end, when the user's files are restored.
         steps: that each will take; 0: not known.
-        limit_s: of a run and of the pair's first one, after how long to end it.
+        limit_s: called with a run and the first run of the pair; returns after how long to end the run.
     """
     # The second run begins only once the first one has shown that it can take turns.
     first_format, second_format = formats
@@ -636,8 +636,8 @@ def _alternate(
     """Let two runs take turns until one ends, or they no longer can.
 
     Returns:
-        The run that goes on to its end first, while the files of the other one have made way, and why they
-        stopped taking turns; None: it has ended, or its time is over.
+        The run that goes on to its end first, while the files of the other one have made way; and why they
+        stopped taking turns, None if a run has ended or its time is over.
     """
     order = [second_run, first_run]
     block = 0  # steps of a turn; 0: the warm-up
