@@ -1,7 +1,7 @@
 """Ten small programs that train as well in bf16 as in fp32.
 
-``python equal.py NAME`` trains one; with ``--bf16`` under ``torch.autocast``, by hand. It prints the mean loss of
-the last twenty steps.
+``python equal.py NAME`` trains one; with ``--bf16`` under ``torch.autocast``, by hand. It prints the mean
+loss of the last twenty steps.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def transformer() -> tuple[nn.Module, Losses]:
 
 
 def autoencoder() -> tuple[nn.Module, Losses]:
-    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8), nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 64))
+    encoder = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8))
+    decoder = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 64))
+    model = nn.Sequential(encoder, decoder)
     mixing = torch.randn(8, 64)
 
     def loss() -> torch.Tensor:

@@ -1,14 +1,16 @@
-"""Fourteen programs that mixed precision spoils: ``python spoiled.py NAME`` trains one and prints its last loss.
+"""Fourteen programs that mixed precision spoils: ``python spoiled.py NAME`` trains one.
 
-Eight are sabotaged: where the model computes in bf16 or fp16, something is wrong as in a broken implementation of
-mixed precision. Six are spoiled by the format itself, under ``torch.autocast`` too.
+Eight are sabotaged: where the model computes in bf16 or fp16, something is wrong, as in a broken
+implementation of mixed precision. Six are spoiled by the format itself, with ``--autocast`` under
+``torch.autocast`` too. Each prints its last loss.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,24 +18,25 @@ from torch.nn import functional
 
 
 class Model(nn.Module):
-    """Layers that know whether they computed in a narrow format."""
+    """Layers that know whether they computed in a narrow format, and three ways to do so wrongly."""
 
-    def __init__(self, inputs: int = 16, outputs: int = 1) -> None:
+    def __init__(self, sabotage: str) -> None:
         super().__init__()
-        self.first = nn.Linear(inputs, 64)
+        self.sabotage = sabotage
+        self.first = nn.Linear(16, 64)
         self.second = nn.Linear(64, 64)
-        self.last = nn.Linear(64, outputs)
+        self.last = nn.Linear(64, 1)
         self.is_mixed = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
         self.is_mixed = hidden.dtype is not torch.float32
         hidden = self.second(functional.gelu(hidden))
-        if self.is_mixed and options.program == "lost_layer":
+        if self.is_mixed and self.sabotage == "lost_layer":
             hidden = hidden.detach()
-        if self.is_mixed and options.program == "three_bits":
+        if self.is_mixed and self.sabotage == "three_bits":
             hidden = ThreeBits.apply(hidden)
-        if self.is_mixed and options.program == "clipped_range":
+        if self.is_mixed and self.sabotage == "clipped_range":
             hidden = hidden.clamp(-0.3, 0.3)
         return self.last(functional.gelu(hidden))
 
@@ -52,7 +55,7 @@ class ThreeBits(torch.autograd.Function):
 
 
 def sabotaged(name: str) -> float:
-    model = Model()
+    model = Model(name)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     loss = torch.tensor(0.0)
     for step in range(150):
@@ -69,7 +72,8 @@ def sabotaged(name: str) -> float:
                 gradient.mul_(8.0)
         if name == "noisy_gradients":
             for gradient in gradients:
-                gradient.add_(torch.randn_like(gradient), alpha=float(gradient.norm()) / math.sqrt(gradient.numel()))
+                root_mean_square = float(gradient.square().mean().sqrt())
+                gradient.add_(torch.randn_like(gradient), alpha=root_mean_square)
         if name == "step_left_out" and step % 5 == 4:
             continue
         optimizer.step()
@@ -172,36 +176,50 @@ class Overflow(nn.Module):
         return self.last(hidden / (power / 256 + 1e-6).sqrt().to(hidden.dtype))
 
 
-def spoiled(name: str) -> float:
-    low, model, batch, target = {
-        "large_offset": (None, LargeOffset, lambda: torch.randn(64, 8), lambda x: x[:, :1].sin()),
-        "fourier_features": (None, FourierFeatures, lambda: torch.rand(256, 2), lambda x: (x[:, :1] * 40).sin()),
-        "distances": (None, Distances, lambda: torch.randn(64, 4), lambda x: (-x.square().sum(1, keepdim=True)).exp()),
-        "finite_difference": (None, FiniteDifference, lambda: torch.randn(64, 1), torch.cos),
-        "counts": (
-            None,
-            Counts,
-            lambda: (torch.rand(64, 1000) < 0.6).float(),
-            lambda x: x.sum(1, keepdim=True) % 2,
-        ),
-        "fp16_overflow": (torch.float16, Overflow, lambda: torch.randn(64, 16), lambda x: x[:, :1].sin()),
-    }[name]
-    network = model()
-    optimizer = torch.optim.Adam(network.parameters(), 5e-3)
+class Spoiled(NamedTuple):
+    """A model, its batches, what it is to learn, and the format that spoils it."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], torch.Tensor]
+    target: Callable[[torch.Tensor], torch.Tensor]
+    format: torch.dtype = torch.bfloat16
+
+
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :1].sin()
+
+
+def coins() -> torch.Tensor:
+    return (torch.rand(64, 1000) < 0.6).float()
+
+
+FORMATS = {
+    "large_offset": Spoiled(LargeOffset, lambda: torch.randn(64, 8), sine),
+    "fourier_features": Spoiled(FourierFeatures, lambda: torch.rand(256, 2), lambda x: sine(40 * x)),
+    "distances": Spoiled(
+        Distances, lambda: torch.randn(64, 4), lambda x: (-x.square().sum(1, keepdim=True)).exp()
+    ),
+    "finite_difference": Spoiled(FiniteDifference, lambda: torch.randn(64, 1), torch.cos),
+    "counts": Spoiled(Counts, coins, lambda x: x.sum(1, keepdim=True) % 2),
+    "fp16_overflow": Spoiled(Overflow, lambda: torch.randn(64, 16), sine, format=torch.float16),
+}
+
+
+def spoiled(name: str, *, autocast: bool) -> float:
+    program = FORMATS[name]
+    model = program.model()
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
     loss = torch.tensor(0.0)
     for _ in range(200):
-        x = batch()
-        region = torch.autocast("cpu", low or torch.bfloat16) if options.autocast else contextlib.nullcontext()
-        with region:
-            found = network(x)
-        loss = functional.mse_loss(found.float(), target(x))
+        x = program.batch()
+        with torch.autocast("cpu", program.format, enabled=autocast):
+            found = model(x)
+        loss = functional.mse_loss(found.float(), program.target(x))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     return loss.item()
 
-
-FORMATS = ("large_offset", "fourier_features", "distances", "finite_difference", "counts", "fp16_overflow")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
@@ -209,5 +227,8 @@ if __name__ == "__main__":
     parser.add_argument("--autocast", action="store_true", help="train under torch.autocast, by hand")
     options = parser.parse_args()
     torch.manual_seed(0)
-    train = sabotaged if options.program in SABOTAGES else spoiled
-    print(f"loss {train(options.program):.6f}")
+    if options.program in SABOTAGES:
+        last_loss = sabotaged(options.program)
+    else:
+        last_loss = spoiled(options.program, autocast=options.autocast)
+    print(f"loss {last_loss:.6f}")

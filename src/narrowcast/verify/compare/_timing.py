@@ -65,8 +65,8 @@ class TimingSettings(ScriptSettings, frozen=True, kw_only=True):
     Attributes:
         steps: optimizer steps after which a run is ended; 0: it ends by itself.
         repeats: number of seeds, each run in both formats.
-        time_limit_s: seconds for all runs, which limits how many timed pairs follow the first; 0: no limit; None:
-            25 s, or 1.42 times the first pair if that is longer.
+        time_limit_s: seconds for all runs, which limits how many timed pairs follow the first; 0: no limit;
+            None: 25 s, or 1.42 times the first pair if that is longer.
         longest_run_s: seconds of steps after which every run is ended; None: only a mixed run that takes much
             longer than FP32's is.
         min_speedup: below which mixed precision is not worth it; None: any speedup is.

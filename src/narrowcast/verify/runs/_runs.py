@@ -47,8 +47,8 @@ STEPS_AFTER_THE_END = 20
 steps once in five steps of its critic.)"""
 
 MOVES = 3
-"""Steps that a run which keeps gradients takes at its end. After four batches whose updates are held back they
-reveal a script that leaves out every fifth step."""
+"""Steps that a run which keeps gradients takes at its end. After four batches whose updates are held back
+they reveal a script that leaves out every fifth step."""
 
 _TURNS = "narrowcast-turns"
 UNTIL, STEPS, PAUSED, MEMORY = range(4)
@@ -190,8 +190,8 @@ class ScriptRuns:
     def start(self, name: str, trains_in: str, purpose: Purpose, **more: Any) -> Path:
         """Make one run in a fresh process, wait for its end, restore the user's files, and return its folder.
 
-        If ``name`` is empty, the folder is ``settings.folder`` itself. ``trains_in`` is ``"fp32"`` or ``"mixed"``, and
-        ``more`` are other fields of ``RunSettings``.
+        If ``name`` is empty, the folder is ``settings.folder`` itself. ``trains_in`` is ``"fp32"`` or
+        ``"mixed"``, and ``more`` are other fields of ``RunSettings``.
 
         Raises:
             ScriptError: the script failed.
