@@ -15,7 +15,7 @@ RUN := $(VENV)/bin/python
 endif
 PYTEST := $(RUN) -m pytest $(if $(CI),--ci)
 
-.PHONY: help install demo examples docs test test-long breakages check bench gpu gpu-wheels clean
+.PHONY: help install demo examples docs test test-long breakages check bench verdicts gpu gpu-wheels clean
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
@@ -57,6 +57,9 @@ check: $(READY)  ## lint, formatting, types, and the layout of the packages
 
 bench: $(READY)  ## measure, both sides in one run; ratios go to benchmarks/results/
 	$(RUN) benchmarks/run.py
+
+verdicts: $(READY)  ## compare programs whose answer is known; narrowcast compare must not be wrong; ten minutes
+	$(RUN) benchmarks/verdicts/run.py
 
 RESULTS ?= build/gpu
 

@@ -1,10 +1,9 @@
-"""Whether ``narrowcast compare`` answers alike each time, and rightly: ``make verdicts``.
+"""Whether ``narrowcast compare`` answers rightly, and alike each time: ``make verdicts``.
 
-Compares programs whose answer is known, several times each: those of ``equal.py`` train as well in bf16 as in
-fp32, so "right" must never be "no"; those of ``spoiled.py`` do not, so it must never be "yes"; a script that is
-in the gallery must not get "yes" one time and "no" another. With ``--busy`` two busy loops run beside each
-comparison. Prints a line for each comparison, then how often each answer was given, and returns 1 if an answer
-was false.
+Compares programs whose answer is known, as often as asked. Those of ``equal.py`` train as well in bf16 as in
+fp32, so that "right" must never be "no"; those of ``spoiled.py`` do not, so that it must never be "yes"; and
+no script may get "yes" one time and "no" another. With ``--busy`` two busy loops run beside each comparison.
+Prints a line for each comparison, then how often each answer was given, and returns 1 if one was false.
 """
 
 from __future__ import annotations
