@@ -1,12 +1,13 @@
 """What is found on a machine, and what does not fit together, from facts of machines that are not here."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from narrowcast.machine import arithmetic_settings
+from narrowcast.machine import _facts, arithmetic_settings, cpu_share_in_use
 from narrowcast.machine._facts import cpu_facts, gather_facts, gpu_facts, mismatches, runs_on
 
 
@@ -19,6 +20,30 @@ def test_facts_of_this_machine_are_json():
     assert facts["cpu"]["torch_threads"] == torch.get_num_threads()
     assert facts["arithmetic"] == arithmetic_settings()
     assert len(facts["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_what_others_use_of_the_cpus_is_of_those_that_this_process_may_use(tmp_path, monkeypatch):
+    """CPU 0: 30 of 100 ticks in user, nice, system, irq and steal; CPU 1 all of them; CPU 2 is not ours."""
+    before = """cpu  9 9 9 9
+cpu0 10 10 10 100 10 5 5 5 0 0
+cpu1 0 0 0 0 0 0 0 0 0 0
+cpu2 1 0 0 0 0 0 0 0 0 0
+"""
+    after = """cpu  9 9 9 9
+cpu0 20 15 15 160 20 5 5 15 9 9
+cpu1 100 0 0 0 0 0 0 0 0 0
+cpu2 9 0 0 0 0 0 0 0 0 0
+"""
+    times = tmp_path / "stat"
+    times.write_text(before)
+    monkeypatch.setattr(_facts, "_CPU_TIMES", times)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(_facts.time, "sleep", lambda _: times.write_text(after))
+    assert cpu_share_in_use(0.1) == pytest.approx((30 + 100) / 200)
+    assert cpu_share_in_use(0.1) is None, "no tick has passed"
+    times.unlink()
+    monkeypatch.setattr(_facts.time, "sleep", lambda _: None)
+    assert cpu_share_in_use(0.1) is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from narrowcast.capture import (
     times_of_runs,
     times_s,
     took_turns,
+    used_by_others,
     why_no_speedup,
     worth_it,
 )
@@ -175,7 +176,22 @@ def test_thirds_that_differ_widen_the_interval_of_one_pair():
     moved = [[0.1 * math.exp(0.5 * (block >= 20))] for block in range(30)]
     middle, low, high = speedup_of_pairs([(moved, even)])
     assert 0.5 < math.log(high / middle) < 0.6  # 0.19 by the spread alone
-    assert worth_it((middle, low, high), None) == "cannot tell"
+    assert worth_it((middle, low, high), None, 0.0) == "cannot tell"
+
+
+def test_no_speedup_is_told_while_other_programs_use_the_cpus():
+    """A CPU's steps wait for threads that have no CPU; what a GPU does goes on."""
+    computed_on = {
+        device: Capture(events=({"event": "start"}, {"event": "device", "device_type": device}))
+        for device in ("cpu", "cuda")
+    }
+    busy = used_by_others([0.0, 0.9, 1.0], [computed_on["cpu"]])
+    assert busy == 0.9
+    assert used_by_others([0.9], [computed_on["cpu"], computed_on["cuda"]]) == 0.0
+    assert used_by_others([], [computed_on["cpu"]]) == 0.0
+    for speedup in (2.0, 1.9, 2.1), (0.5, 0.4, 0.6):
+        assert worth_it(speedup, None, busy) == worth_it(speedup, 1.5, busy) == "cannot tell"
+        assert worth_it(speedup, None, 0.25) == ("yes" if speedup[0] > 1 else "no")
 
 
 def run_of(step_s, *, blocks=0):

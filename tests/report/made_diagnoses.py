@@ -174,6 +174,7 @@ FOUND = {
         "speedup": 1.15,
         "speedup_interval": [1.1, 1.2],
         "worth_it": "yes",
+        "by_others": 0.0,
         "why_unknown": None,
         "not_faster": None,
         "products_share": 0.57,

@@ -134,6 +134,21 @@ def test_the_second_answer_goes_by_the_speedup(tmp_path, factor, asked, answer):
     assert found["verdict"]["worth_it"].startswith(answer)
 
 
+def test_no_speed_is_told_where_other_programs_used_the_cpus(tmp_path):
+    sides = [made_captures.in_turns(run([None, *(time / factor for time in SPREAD)])) for factor in (1, 2)]
+    looks = [{"event": "busy", "share": share} for share in (0.0, 0.9, 1.0)]
+    on_a_gpu = thrice(tmp_path, *sides, *looks)
+    for side in sides:
+        side[1]["device_type"] = "cpu"
+    found = thrice(tmp_path, *sides, *looks)
+    faster = "2.00x faster (95 % interval 1.93x to 2.08x)"
+    busy = "while other programs used 90 % of the CPUs: repeat it when they have ended"
+    assert found["verdict"]["worth_it"] == f"cannot tell: {faster}, {busy}"
+    assert found["next"]["worth_it"] == "narrowcast compare train.py"
+    quiet = thrice(tmp_path, *sides, *looks[:1])
+    assert quiet["verdict"]["worth_it"] == on_a_gpu["verdict"]["worth_it"] == f"yes: {faster}"
+
+
 def test_less_memory_is_said_beside_a_speed_that_is_not_worth_it(tmp_path):
     sides = [made_captures.in_turns(run([None, *SPREAD], peak_tensor_bytes=peak)) for peak in (100, 60)]
     answer = thrice(tmp_path, *sides)["verdict"]["worth_it"]

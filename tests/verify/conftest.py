@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from narrowcast.verify.compare import ComparisonSettings, compare_script
+from narrowcast.verify.compare import ComparisonSettings, _timing, compare_script
 from narrowcast.verify.runs import _processes
 from narrowcast.verify.runs._runs import ScriptRuns, ScriptSettings
 
@@ -13,6 +13,12 @@ from narrowcast.verify.runs._runs import ScriptRuns, ScriptSettings
 def _no_settings(monkeypatch):
     for name in ("NARROWCAST_POLICY", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_machine(monkeypatch):
+    """What other tests use of the CPUs changes no answer."""
+    monkeypatch.setattr(_timing, "cpu_share_in_use", lambda _: 0.0)
 
 
 @pytest.fixture

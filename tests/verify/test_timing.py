@@ -1,6 +1,10 @@
 """How many pairs of runs are timed, how long, and of which steps."""
 
+import contextlib
 import math
+import os
+import subprocess
+import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -9,6 +13,8 @@ import torch
 from training_scripts import trains
 
 from narrowcast.capture import Capture
+from narrowcast.machine import cpu_share_in_use
+from narrowcast.report import summary
 from narrowcast.verify.compare import _timing
 from narrowcast.verify.compare._results import _is_same_batch
 from narrowcast.verify.compare._timing import MOST_PAIRS, Spent, TimedPairs, TimingSettings
@@ -201,3 +207,23 @@ def test_a_mask_does_not_hide_another_batch():
     assert not _is_same_batch(batch(IMAGES, mask, times), batch(IMAGES[::-1], mask, times))
     assert not _is_same_batch(batch(mask), batch([-math.inf, 0.0, 0.0]))
     assert _is_same_batch(batch([0.0, 0.0]), batch([0.0, 0.0]))
+
+
+@pytest.mark.long
+def test_what_others_use_is_looked_at_before_each_pair_and_after_all(compared, monkeypatch):
+    """Two busy loops for each CPU are seen, and then no speedup is told."""
+    monkeypatch.setattr(_timing, "cpu_share_in_use", cpu_share_in_use)
+    monkeypatch.setattr(_timing, "MOST_PAIRS", 3)
+    text = trains("nn.Linear(8, 1)", "x = torch.randn(4, 8)", "loss = net(x).square().mean()", steps=12)
+    with contextlib.ExitStack() as loops_end:
+        for _ in range(2 * (os.cpu_count() or 1)):
+            loop = loops_end.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            loops_end.callback(loop.kill)
+        found = compared(text, time_limit_s=0)
+    shares = [event["share"] for event in found.own.of("busy")]
+    assert len(shares) == 3 + 1
+    assert min(shares) > 0.9
+    answer = summary(found)["verdict"]
+    assert answer["right"] == "yes"
+    assert answer["worth_it"].startswith("cannot tell: ")
+    assert answer["worth_it"].endswith("% of the CPUs: repeat it when they have ended")

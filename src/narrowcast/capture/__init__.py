@@ -27,12 +27,14 @@ from narrowcast.capture._limits import (
 )
 from narrowcast.capture._speed import (
     LEAST_GAIN,
+    is_busy,
     kind_of,
     pace_of,
     speedup_of,
     times_of_runs,
     times_s,
     took_turns,
+    used_by_others,
     why_no_speedup,
     worth_it,
 )
@@ -65,6 +67,7 @@ __all__ = [
     "TimedRun",
     "bytes_text",
     "discard_captures",
+    "is_busy",
     "json_ready",
     "kind_of",
     "make_run_folder",
@@ -80,6 +83,7 @@ __all__ = [
     "times_of_runs",
     "times_s",
     "took_turns",
+    "used_by_others",
     "why_no_speedup",
     "worth_it",
 ]

@@ -33,6 +33,7 @@ _LARGEST = 2**63 - 1
 _Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
 _Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
 _Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
 _Facts = dict[str, str | int | float | bool | None]
 _Verdict = Literal["pass", "fail", "cannot tell"]
 _Format = Literal["fp32", "mixed"]
@@ -113,6 +114,8 @@ EVENTS: dict[str, Any] = {
     # A timed run, when it begins (with ``"ended": false``) and when it has ended. capture: path in the
     # folder; last_line: of stdout; cut: it was ended early, to keep to the time limit.
     "run": _record(name=str, format=_Format, seed=_Count, capture=str, last_line=str, cut=NotRequired[bool]),
+    # Of the CPUs, what other programs used when no run went on: before each pair of timed ones and after all.
+    "busy": _record(share=_Share),
     "memory": _record(format=_Format, peak_tensor_bytes=_Count | None, reason=str | None),
     # What ``Certificate.to_dict`` returns, for a script that trains: one for each step that was judged.
     "certificate": _record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,6 +19,10 @@ from narrowcast.capture._statistics import (
 
 LEAST_GAIN = 1.05
 """A speedup that is certainly smaller is not worth it."""
+
+# Where other programs use more of the CPUs, the speedup of a script there is not that of a quiet machine: at
+# each operator all threads wait for the one that has no CPU, and bf16 runs more and shorter operators.
+_MOST_BY_OTHERS = 0.25
 
 # Of a run's steps, the first that are left out: caches fill, memory is claimed, kernels are chosen.
 _WARM_UP_SHARE = 0.1
@@ -167,12 +172,32 @@ def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: 
     return ratios
 
 
-def worth_it(speedup: Sequence[float], asked: float | None) -> str:
+def used_by_others(shares: Sequence[float], captures: Sequence[Capture]) -> float:
+    """Return which share of the CPUs other programs used while runs were timed; 0 where it does not matter.
+
+    Args:
+        shares: what they used each time one looked.
+        captures: of the timed runs; a device other than the CPU goes on when the CPU is taken away.
+    """
+    for capture in captures:
+        if any(device["device_type"] != "cpu" for device in capture.of("device")):
+            return 0.0
+    return statistics.median(shares) if shares else 0.0
+
+
+def is_busy(by_others: float) -> bool:
+    """Return whether other programs used too much of the CPUs to tell a speedup, by ``used_by_others``."""
+    return by_others > _MOST_BY_OTHERS
+
+
+def worth_it(speedup: Sequence[float], asked: float | None, by_others: float) -> str:
     """Return ``"yes"``, ``"no"`` or ``"cannot tell"`` for a speedup and the ends of its interval.
 
     If no speedup was asked for, any that is certain is worth it, and one that is certainly below
-    ``LEAST_GAIN`` is not.
+    ``LEAST_GAIN`` is not. ``by_others``: what ``used_by_others`` returned.
     """
+    if is_busy(by_others):
+        return "cannot tell"
     # Between the two answers nobody can tell.
     _, low, high = speedup
     if asked is None:

@@ -13,7 +13,7 @@ from narrowcast.machine._environment import (
     versions,
 )
 from narrowcast.machine._examination import examine
-from narrowcast.machine._facts import memory_bytes
+from narrowcast.machine._facts import cpu_share_in_use, memory_bytes
 from narrowcast.machine._rates import Budget
 from narrowcast.machine._slow_formats import slow_formats
 
@@ -24,6 +24,7 @@ __all__ = [
     "arithmetic_settings",
     "best_format",
     "check_device",
+    "cpu_share_in_use",
     "examine",
     "first_line",
     "known_device_types",

@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -29,6 +30,7 @@ _X86 = {
 _ARM = {"Arm BF16": "bf16", "Arm FP16": "fp16_arith", "Arm SVE": "sve", "Arm SVE-BF16": "sve_bf16"}
 # Of the memory of a container: cgroups v2 and v1.
 _LIMITS = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
+_CPU_TIMES = Path("/proc/stat")
 _INSTALL = "https://pytorch.org/get-started/locally"
 # What torch raises where no driver is installed, so most likely no GPU either:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/c10/cuda/CUDAFunctions.cpp
@@ -112,6 +114,35 @@ def memory_bytes() -> int | None:
         with suppress(OSError, ValueError):  # not there, or "max"
             limits.append(int(path.read_text()))
     return min(limits, default=None)
+
+
+def cpu_share_in_use(seconds: float) -> float | None:
+    """Return which share of this process's CPUs is in use while it waits, 0 to 1; None without ``/proc``."""
+    before = _cpu_ticks()
+    time.sleep(seconds)
+    after = _cpu_ticks()
+    if before is None or after is None:
+        return None
+    idle, total = after[0] - before[0], after[1] - before[1]
+    return 1.0 - idle / total if total > 0 else None
+
+
+def _cpu_ticks() -> tuple[int, int] | None:
+    """Return how long the CPUs of this process were idle since the system started, and how long in all."""
+    try:
+        lines = _CPU_TIMES.read_text().splitlines()
+        usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return None
+    idle = total = 0
+    for line in lines:
+        name, *fields = line.split()
+        if name in usable:
+            # user, nice, system, idle, iowait, irq, softirq, steal; user has the times of guests that follow.
+            ticks = [int(field) for field in fields[:8]]
+            idle += ticks[3] + ticks[4]
+            total += sum(ticks)
+    return idle, total
 
 
 def _visible_gpus() -> tuple[list[dict[str, Any]], str | None]:

@@ -9,7 +9,15 @@ from typing import Any
 from narrowcast.report._doctor import doctor_page
 from narrowcast.report._explanation import count_text, percent
 from narrowcast.report._render import sentence, terminal_text
-from narrowcast.report._text import UNKNOWN, duration, measured_speed, printable, site_name, speed_text
+from narrowcast.report._text import (
+    UNKNOWN,
+    beside_others,
+    duration,
+    measured_speed,
+    printable,
+    site_name,
+    speed_text,
+)
 
 _RUNS = ("fp32", "mixed")
 _PARTS = {
@@ -66,7 +74,7 @@ def _worth_it(together: dict[str, Any]) -> str:
     """Say whether mixed precision is worth it, in the words of ``narrowcast compare``."""
     if together["speedup"] is None:
         return f"cannot tell: {together['why_unknown']}"
-    return f"{together['worth_it']}: {measured_speed(together)}"
+    return f"{together['worth_it']}: {measured_speed(together)}{beside_others(together['by_others'])}"
 
 
 def _parts(found: dict[str, Any]) -> list[tuple[str, ...]]:

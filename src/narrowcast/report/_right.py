@@ -151,12 +151,19 @@ def next_for_right(
     return compare_again(start, **_more(start, was_stopped=was_stopped))
 
 
-def next_for_speed(worth_it: str, start: Mapping[str, Any], *, was_stopped: bool) -> str | None:
-    """Return the command that tells more about whether mixed precision is worth it; None: it is."""
+def next_for_speed(
+    worth_it: str, start: Mapping[str, Any], *, was_stopped: bool, is_busy: bool
+) -> str | None:
+    """Return the command that tells more about whether mixed precision is worth it; None: it is.
+
+    Where other programs used the CPUs that is the same one, when they have ended.
+    """
     if worth_it.startswith("yes"):
         return None
     if worth_it.startswith("no"):
         return command("doctor", start, ("--policy", start["policy"]))
+    if is_busy:
+        return compare_again(start)
     return compare_again(start, **_more(start, was_stopped=was_stopped), time_limit=0)
 
 

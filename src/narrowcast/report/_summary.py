@@ -12,12 +12,14 @@ from narrowcast.capture import (
     Capture,
     ComparisonCapture,
     TimedRun,
+    is_busy,
     json_ready,
     kind_of,
     median_of_runs,
     speedup_of,
     times_of_runs,
     took_turns,
+    used_by_others,
     why_no_speedup,
     worth_it,
 )
@@ -37,7 +39,7 @@ from narrowcast.report._statistics import (
     mean,
     steps_by_site,
 )
-from narrowcast.report._text import measured_speed, percent_change, speed_text
+from narrowcast.report._text import beside_others, measured_speed, percent_change, speed_text
 
 _NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
 _NOTHING_RAN = "no module with parameters was called in a run that ended"
@@ -91,14 +93,15 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
         right = _of_outputs(checks["output"])
     else:
         right, early = _of_training(comparison, checks, fp32, mixed)
-    worth = _worth_it(ratio, ratio_reasons, comparison)
+    by_others = _used_by_others(comparison)
+    worth = _worth_it(ratio, ratio_reasons, comparison, by_others)
 
     start = comparison.own.start
     formats = mixed.numbers["format"] or ""
     was_stopped = bool(fp32.numbers["stopped"])
     next_commands = {
         "right": next_for_right(right, start, kind=kind, formats=formats, was_stopped=was_stopped),
-        "worth_it": next_for_speed(worth, start, was_stopped=was_stopped),
+        "worth_it": next_for_speed(worth, start, was_stopped=was_stopped, is_busy=is_busy(by_others)),
     }
 
     notes = _notes(comparison)
@@ -362,13 +365,15 @@ def _never_steps(fp32: _Side, mixed: _Side) -> bool:
     return skipped > 0 and not taken and fp32_taken > 0
 
 
-def _worth_it(ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: ComparisonCapture) -> str:
+def _worth_it(
+    ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: ComparisonCapture, by_others: float
+) -> str:
     """Judge the speedup, and say why it is not worth it."""
     if ratio["speedup"] is None:
         return f"cannot tell: {reasons['speedup']}"
     asked: float | None = comparison.own.start.get("min_speedup")
-    verdict = worth_it([ratio["speedup"], *ratio["speedup_interval"]], asked)
-    answer = f"{verdict}: {measured_speed(ratio)}"
+    verdict = worth_it([ratio["speedup"], *ratio["speedup_interval"]], asked, by_others)
+    answer = f"{verdict}: {measured_speed(ratio)}{beside_others(by_others)}"
     if verdict == "cannot tell" and asked is not None:
         answer += f"; {asked:g}x was asked for"
     if verdict == "no":
@@ -379,6 +384,11 @@ def _worth_it(ratio: Mapping[str, Any], reasons: Mapping[str, str], comparison: 
         if why is not None:
             answer += f": {why['reason']}"
     return answer
+
+
+def _used_by_others(comparison: ComparisonCapture) -> float:
+    shares = [event["share"] for event in comparison.own.of("busy")]
+    return used_by_others(shares, captures_of(comparison.runs))
 
 
 # ---- what was judged beside losses

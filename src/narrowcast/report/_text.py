@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from narrowcast.capture import is_busy
+
 UNKNOWN = "-"
 WIDTH = 79
 """Columns of every table and every line on a terminal."""
@@ -260,6 +262,13 @@ def speed_interval(timed: Mapping[str, Any]) -> str:
 def measured_speed(timed: Mapping[str, Any]) -> str:
     """Format a speedup with its interval: ``1.32x faster (95 % interval 0.98x to 1.41x)``."""
     return f"{speed_text(timed['speedup'])} (95 % interval {speed_interval(timed)})"
+
+
+def beside_others(share: float) -> str:
+    """Say that other programs used so much of the CPUs that the speed of a script cannot be told."""
+    if not is_busy(share):
+        return ""
+    return f", while other programs used {100 * share:.0f} % of the CPUs: repeat it when they have ended"
 
 
 def _times(value: float) -> str:

@@ -121,7 +121,13 @@ def diagnose(
     data = asdict(diagnosis)
     for name in _FORMATS:
         data[name] |= timed.plain_times(name, data[name])
-    data["together"] = side_by_side(data, rates, timed.speedup(), why_unknown=timed.why_no_speedup())
+    data["together"] = side_by_side(
+        data,
+        rates,
+        timed.speedup(),
+        by_others=timed.used_by_others(),
+        why_unknown=timed.why_no_speedup(),
+    )
     return data
 
 
@@ -193,6 +199,7 @@ def side_by_side(
     rates: dict[str, Any],
     timed: Estimate | None,
     *,
+    by_others: float = 0.0,
     why_unknown: str = "",
 ) -> dict[str, Any]:
     """Compare the two profiles with each other and with the machine's rates.
@@ -201,15 +208,15 @@ def side_by_side(
 
     Returns:
         ``speedup`` of a step and ``speedup_interval``, or null; ``worth_it``, ``"yes"``, ``"no"`` or
-        ``"cannot tell"`` as in ``compare``, with ``why_unknown`` if there is no speedup; ``products_share``
-        of the FP32 step; ``products_speedup`` in this script, of the products in FP32 by the same in the
-        mixed format, casts not counted, null if none ran in it; ``sizes``, the products that take the most
-        time in FP32, each with its ``share`` there, ``speedup`` in this script and ``machine_speedup`` in the
-        machine's rates, null if none is of this size; ``machine_speedup`` over all sizes, weighted by time,
-        null unless known for half of it; ``not_faster``, ``cause``, ``text`` and ``share`` of why it is not
-        worth it, null unless it is not; ``limit_here`` and ``limit_machine``, how much faster a step gets if
-        only products get faster by either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains
-        most here, or null.
+        ``"cannot tell"`` as in ``compare``, with ``why_unknown`` if there is no speedup; ``by_others``, which
+        share of the CPUs other programs used; ``products_share`` of the FP32 step; ``products_speedup`` in
+        this script, of the products in FP32 by the same in the mixed format, casts not counted, null if none
+        ran in it; ``sizes``, the products that take the most time in FP32, each with its ``share`` there,
+        ``speedup`` in this script and ``machine_speedup`` in the machine's rates, null if none is of this
+        size; ``machine_speedup`` over all sizes, weighted by time, null unless known for half of it;
+        ``not_faster``, ``cause``, ``text`` and ``share`` of why it is not worth it, null unless it is not;
+        ``limit_here`` and ``limit_machine``, how much faster a step gets if only products get faster by
+        either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains most here, or null.
     """
     fp32, mixed = TimedProfile.of(diagnosis["fp32"]), TimedProfile.of(diagnosis["mixed"])
     speeds = _speeds(diagnosis["format"], diagnosis["device"], rates)
@@ -233,6 +240,7 @@ def side_by_side(
         "speedup_interval": None,
         "worth_it": "cannot tell",
         "why_unknown": why_unknown,
+        "by_others": by_others,
         "not_faster": None,
         "products_share": share,
         "products_speedup": products_speedup,
@@ -246,7 +254,7 @@ def side_by_side(
     if timed is not None:
         together["speedup"] = timed.value
         together["speedup_interval"] = [timed.low, timed.high]
-        together["worth_it"] = worth_it(timed, None)
+        together["worth_it"] = worth_it(timed, None, by_others)
         together["why_unknown"] = None
     if together["worth_it"] == "no":
         together["not_faster"] = from_profiles(fp32, mixed, diagnosis["format"])._asdict()

@@ -28,10 +28,12 @@ from narrowcast.capture import (
     speedup_of,
     times_of_runs,
     times_s,
+    used_by_others,
     why_no_speedup,
     worth_it,
 )
 from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError
+from narrowcast.machine import cpu_share_in_use
 from narrowcast.scripts import folder_of_one
 from narrowcast.verify.runs._runs import (
     LITTLE_MEMORY,
@@ -57,6 +59,8 @@ _ENOUGH_STEPS, _ENOUGH_S = 40, 2.0
 _SHORT_S = 1.0
 # ... unless together they take more than this share of the limit.
 _SHORT_PAIRS_SHARE = 0.4
+# For how long one looks before each pair whether other programs use the CPUs, in ticks of 10 ms.
+_LOOK_S = 0.1
 
 
 class TimingSettings(ScriptSettings, frozen=True, kw_only=True):
@@ -92,7 +96,7 @@ class TimedPairs:
     """The timed runs of a script, while they are made.
 
     Attributes:
-        write: gets the events ``run`` and ``note``.
+        write: gets the events ``run``, ``busy`` and ``note``.
         untimed_runs: how many runs follow that are not timed.
         untimed_s: returns about how long those take.
         captures: of each format, those of the runs that ended.
@@ -101,6 +105,7 @@ class TimedPairs:
         began: when, by ``time.monotonic``.
         memory: the most that a timed run claimed, in thousandths of what there is.
         changes_files: whether one changed files of the user before a pause.
+        shares_of_others: of the CPUs, what other programs used each time one looked.
     """
 
     settings: TimingSettings
@@ -114,6 +119,7 @@ class TimedPairs:
     began: float = field(default_factory=time.monotonic)
     memory: int = 0
     changes_files: bool = False
+    shares_of_others: list[float] = field(default_factory=list)
     _pair_s: list[float] = field(default_factory=list)
     _why_alone: list[str] = field(default_factory=list)  # of pairs whose runs took no turns
 
@@ -176,10 +182,16 @@ class TimedPairs:
             "plain_step_s_high": high_s * scale,
         }
 
+    def used_by_others(self) -> float:
+        """Return which share of the CPUs other programs used meanwhile, 0 where that does not matter."""
+        return used_by_others(self.shares_of_others, self.all_captures())
+
     def is_too_slow(self) -> bool:
         """Return whether mixed precision is certainly not worth it."""
         speedup = self.speedup()
-        return speedup is not None and worth_it(speedup, self.settings.min_speedup) == "no"
+        if speedup is None:
+            return False
+        return worth_it(speedup, self.settings.min_speedup, self.used_by_others()) == "no"
 
     def format(self) -> str:
         """Return the formats that the mixed runs computed in, or else the policy."""
@@ -231,7 +243,15 @@ class TimedPairs:
             self._time_pair(0, steps)
             self._may_run_beside()
             pairs += 1
+        self._look_for_others()
         self._note_how(pairs)
+
+    def _look_for_others(self) -> None:
+        """Note what other programs use of the CPUs, while no run goes on."""
+        share = cpu_share_in_use(_LOOK_S)
+        if share is not None:
+            self.shares_of_others.append(share)
+            self.write({"event": "busy", "share": share})
 
     def _may_run_beside(self) -> None:
         """Decide whether two of the runs that are not timed may go on at once.
@@ -319,6 +339,7 @@ class TimedPairs:
 
     def _time_pair(self, repeat: int, steps: int) -> None:
         """Make a run of each format, whose steps take turns if they can."""
+        self._look_for_others()
         seed = self.settings.seed + repeat
         begun: list[float] = []
 
