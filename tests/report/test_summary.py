@@ -144,7 +144,7 @@ def test_no_speed_is_told_where_other_programs_used_the_cpus(tmp_path):
     faster = "2.00x faster (95 % interval 1.93x to 2.08x)"
     busy = "while other programs used 90 % of the CPUs: repeat it when they have ended"
     assert found["verdict"]["worth_it"] == f"cannot tell: {faster}, {busy}"
-    assert found["next"]["worth_it"] == "narrowcast compare train.py"
+    assert found["next"]["worth_it"] == "narrowcast compare train.py --epochs 3"
     quiet = thrice(tmp_path, *sides, *looks[:1])
     assert quiet["verdict"]["worth_it"] == on_a_gpu["verdict"]["worth_it"] == f"yes: {faster}"
 

@@ -151,6 +151,19 @@ def test_optimizers_in_a_list_step_and_clip_as_one():
     assert [scheduler.last_epoch for scheduler in schedulers] == [3, 3], "once a step, and not with a skip"
 
 
+@pytest.mark.parametrize(("factor", "skipped"), [(1e18, False), (1e25, True)])
+def test_a_joint_norm_that_overflows_skips_as_the_norm_of_one_optimizer_does(factor, skipped):
+    """1e25 squared is above fp32's range: clipping by an infinite norm would step on zeros."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizers = [torch.optim.SGD(part.parameters(), 1.0) for part in model]
+    x = torch.ones(2, 4)
+    for stepping in (optimizers, torch.optim.SGD(model.parameters(), 1.0)):
+        stepper = nc.Stepper(model, stepping, "fp32", max_norm=1.0)
+        result = stepper.step((model[0](x) * factor).sum() + (model[1](x) * factor).sum())
+        assert result.skipped == skipped
+        assert math.isinf(result.grad_norm) == skipped
+
+
 @pytest.mark.parametrize("scale", [1.0, 2.0**10, 3e4])
 def test_a_gradient_penalty_is_that_of_double_precision(scale):
     torch.manual_seed(0)

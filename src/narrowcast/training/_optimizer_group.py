@@ -258,16 +258,11 @@ class OptimizerGroup:
 
     def _clip_by_joint_norm(self, max_norm: float) -> torch.Tensor:
         """Clip unscaled gradients by the norm of those of all optimizers."""
-        norm: torch.Tensor
-        parameters = parameters_of(*self.optimizers)
-        if self.scaler.process_group is None:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-            return norm
-
-        # At a largest norm of infinity nothing is clipped, and the norm is that over all ranks.
+        # At a largest norm of infinity nothing is clipped. The norm is that over all ranks; one that overflows
+        # skips the step, which clipping by it would take on zeros.
         norms = [self.scaler.clip_grad_norm_(optimizer, math.inf) for optimizer in self.optimizers]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        norm = functools.reduce(torch.hypot, norms)  # squares nothing that could overflow
+        torch.nn.utils.clip_grads_with_norm_(parameters_of(*self.optimizers), max_norm, norm)
         return norm
 
     def zero(self) -> None:
