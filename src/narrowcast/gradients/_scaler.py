@@ -421,8 +421,12 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         return self._loss_scale.copied()
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
-        """Set names of parameters, by ``id``, that take precedence over those of the optimizer."""
+        """Set names of parameters, by ``id``, that take precedence over those of the optimizer.
+
+        For a ``Stepper``, which refuses steps by hand itself.
+        """
         self._iteration.names = dict(names)
+        self._iteration.refuses_steps_by_hand = True
 
     def loss_scale(self) -> LossScale:
         """Return the loss scale as a value, with its counts; waits for the device."""
