@@ -76,7 +76,7 @@ class TorchNames:
     @property
     def _scale(self) -> torch.Tensor | None:
         self._iteration.scale_was_read()
-        return self._loss_scale.shared_factor()
+        return self._loss_scale.factor
 
     @_scale.setter
     def _scale(self, value: torch.Tensor | None) -> None:
@@ -86,7 +86,6 @@ class TorchNames:
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
-        self._loss_scale.shared_factor()
         return self._loss_scale.good_steps
 
     @_growth_tracker.setter
