@@ -390,9 +390,7 @@ class Iteration:
         check.refuse_changes()
         return check
 
-    def _handle_missing_gradients(
-        self, optimizer: torch.optim.Optimizer, *, may_lack_at_first: bool
-    ) -> None:
+    def _handle_missing_gradients(self, optimizer: torch.optim.Optimizer, *, may_lack_at_first: bool) -> None:
         """Raise, warn or do nothing, since no parameter had a gradient at the check.
 
         - Gradients came after the check: an error.
