@@ -17,8 +17,14 @@ from typing import IO
 def cache_folder() -> Path | None:
     """Return the folder of rates and runs: ``NARROWCAST_CACHE_DIR``, or one in the home folder, if any."""
     with contextlib.suppress(RuntimeError):
-        return Path(os.environ.get("NARROWCAST_CACHE_DIR") or Path.home() / ".cache" / "narrowcast")
+        return named_cache_folder() or Path.home() / ".cache" / "narrowcast"
     return None
+
+
+def named_cache_folder() -> Path | None:
+    """Return the folder that ``NARROWCAST_CACHE_DIR`` names; None if it is not set."""
+    name = os.environ.get("NARROWCAST_CACHE_DIR")
+    return Path(name) if name else None
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ IN_BOTH_VERBS = {
     "-m good.py": "(for a file: narrowcast run good.py)",
     "--policy bf61 good.py": "unknown policy 'bf61'. Did you mean \"bf16\"? Known: auto, bf16,",
     "--polcy bf16 good.py": "No such option: --polcy (Possible options: --policy)",
+    "--cache-dir x good.py": "No such option: --cache-dir",
     **{f"--loss-scale {given} good.py": "loss scale" for given in ("0", "-2", "inf", "nan", "1e-40", "lots")},
     "--seed -1 good.py": f"expected a whole number from 0 to {LARGEST_SEED}, got -1",
     "--run-dir taken good.py": "/taken/capture.jsonl: ",

@@ -29,7 +29,7 @@ PAGES = {
         *("--module", "-m", "--run-dir", "NARROWCAST_CACHE_DIR", "--seed"),
     ],
     ("compare", "-h"): [
-        "Your files are as before",
+        "your files are as before",
         "narrowcast compare [OPTIONS] SCRIPT [ARGS]...",
         "--policy",
         "--loss-scale",

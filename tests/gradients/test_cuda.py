@@ -205,6 +205,7 @@ def test_a_whole_step_in_a_cuda_graph_is_torchs(scaled):
         graph.replay()
         if scaled:
             before = model.weight.detach().clone()
+            assert scaler.get_scale() == 2.0**7
             x[0, 0] = math.inf
             graph.replay()
             x[0, 0] = -1.0

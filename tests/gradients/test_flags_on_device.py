@@ -109,7 +109,7 @@ def test_gradients_are_let_go_when_the_flag_was_read(factor):
 @pytest.mark.parametrize("loss_scale", SCALES)
 @pytest.mark.parametrize("clip", [None, "unscale_"])
 def test_large_gradients_are_not_held_and_not_written(clip, loss_scale, monkeypatch):
-    monkeypatch.setattr(_check, "_HELD_BYTES", 8)
+    monkeypatch.setattr(_check, "_IN_PLACE_BYTES", 8)
     model, optimizer, scaler = training(loss_scale)
     result = iterate(model, optimizer, scaler, math.nan, clip)
     held = weakref.ref(model.bias.grad)

@@ -271,6 +271,34 @@ def test_a_backward_pass_after_unscaling_is_refused(new_parameter, fused):
     assert torch.equal(weights(model), before)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_later_loss_of_another_model_hides_no_backward_pass(fused):
+    (a, b), (one, _) = models_and_optimizers(fused=fused)
+    scaler = nc.GradScaler("cpu")
+    scaler.scale(a(X).sum()).backward()
+    scaler.unscale_(one)
+    scaler.scale(a(X).sum()).backward()
+    scaler.scale(b(X).sum()).backward()
+    before = weights(a)
+    with pytest.raises(OrderError, match=r"after the last scaler\.scale\(loss\)\.backward\(\) of the step"):
+        scaler.step(one)
+    assert torch.equal(weights(a), before)
+
+
+def test_later_losses_of_another_model_are_right():
+    (a, b), (one, two) = models_and_optimizers()
+    scaler = nc.GradScaler("cpu")
+    before = weights(a)
+    scaler.scale(a(X).sum()).backward()
+    scaler.unscale_(one)
+    for _ in range(2):
+        scaler.scale(b(X).sum()).backward()
+    torch.nn.utils.clip_grad_norm_(a.parameters(), 1e-3)
+    assert not scaler.step(one).skipped
+    assert not scaler.step(two).skipped
+    assert not torch.equal(weights(a), before)
+
+
 # ---- a batch without gradients
 
 

@@ -85,6 +85,23 @@ def test_a_scale_that_somebody_wrote_counts(scaler_of):
 
 
 @pytest.mark.parametrize("scaler_of", SCALERS)
+def test_a_scale_tensor_that_somebody_holds_counts(scaler_of):
+    scaler = scaler_of("cpu", init_scale=8.0)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    scale = scaler._scale
+    assert scaler.get_scale() == 8.0
+    scale.fill_(4.0)
+    assert scaler.get_scale() == scaler.scale(torch.ones(())) == 4.0
+
+
+def test_a_fixed_scale_that_somebody_wrote_counts():
+    scaler = nc.GradScaler("cpu", loss_scale=nc.scaling.Static(scale=8.0))
+    scaler.scale(torch.ones(()))
+    scaler._scale.fill_(4.0)
+    assert scaler.get_scale() == scaler.scale(torch.ones(())) == 4.0
+
+
+@pytest.mark.parametrize("scaler_of", SCALERS)
 def test_settings_that_somebody_wrote_count(scaler_of):
     layer, optimizer, scaler = made(scaler_of)
     assert (scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval) == (2.0, 0.5, 2000)

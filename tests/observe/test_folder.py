@@ -18,20 +18,23 @@ def test_the_folder_that_was_asked_for_is_the_folder(tmp_path, monkeypatch):
     made = make_run_folder("train", asked=Path("a/b"))
     assert made == tmp_path / "a/b"
     assert made.is_dir()
-    assert make_run_folder("train", asked=made, cache=tmp_path / "unused") == made
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path / "unused"))
+    assert make_run_folder("train", asked=made) == made
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
     assert list(made.iterdir()) == []
 
 
-def test_a_new_folder_says_what_ran_and_when(tmp_path):
-    made = make_run_folder("train", cache=tmp_path)
+def test_a_new_folder_says_what_ran_and_when(tmp_path, monkeypatch):
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path))
+    made = make_run_folder("train")
     assert made.parent == tmp_path / "runs"
     assert re.fullmatch(rf"train-\d{{8}}-\d{{6}}-{os.getpid()}", made.name)
-    longest = make_run_folder("\U0001f600" * 300, cache=tmp_path)
+    longest = make_run_folder("\U0001f600" * 300)
     assert longest.is_dir()
 
 
 def test_without_a_word_it_is_the_home_folder_or_a_temporary_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("NARROWCAST_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     assert make_run_folder("train").parent == tmp_path / ".cache/narrowcast/runs"
@@ -53,9 +56,10 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch, asked
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError) as refused:
         make_run_folder("train", asked=tmp_path / asked)
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path / "file"))
     assert str(refused.value) == f"cannot write in the folder {tmp_path / asked}: {why}; {ADVICE}"
     with pytest.raises(FileError, match=r"cannot write in the folder .*file/runs/train-.*: Not a directory"):
-        make_run_folder("train", cache=tmp_path / "file")
+        make_run_folder("train")
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC])
@@ -69,7 +73,8 @@ def test_a_cache_that_is_read_only_or_full_stops_nothing(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    made = make_run_folder("train", cache=tmp_path / "cache", tell=said.append)
+    monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(tmp_path / "cache"))
+    made = make_run_folder("train", tell=said.append)
     assert made.is_dir()
     why = os.strerror(code)
     where = f"NARROWCAST_CACHE_DIR, {tmp_path / 'cache'}"

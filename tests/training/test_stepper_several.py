@@ -95,6 +95,26 @@ def test_an_overflow_leaves_the_other_optimizer_alone():
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers.values()] == [0.3, 0.15]
 
 
+@pytest.mark.parametrize("meanwhile", ["a step", "an error"])
+def test_a_skip_restores_statistics_from_before_its_first_micro_batch(meanwhile):
+    """Although another named optimizer ends its accumulation in between."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizers = {name: torch.optim.SGD(model[index].parameters(), 0.1) for index, name in enumerate("ab")}
+    stepper = nc.Stepper(model, optimizers, "fp32", accumulate=2)
+    x = torch.tensor([[1.0, 2.0], [-3.0, 4.0]])
+    before = model[1].running_mean.clone()
+    assert not stepped(stepper, lambda: model(x * math.inf).sum(), name="a").complete
+    assert model[1].running_mean.isnan().all()
+    if meanwhile == "a step":
+        assert not stepped(stepper, lambda: model(x).square().sum(), name="b").complete
+        assert not stepped(stepper, lambda: model(x).square().sum(), name="b").skipped
+    else:
+        with pytest.raises(KeyError), stepper.autocast("b"):
+            raise KeyError
+    assert stepped(stepper, lambda: model(x).square().sum(), name="a").skipped
+    assert torch.equal(model[1].running_mean, before)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_named_optimizers_and_checkpoints(reentrant):
     """torch would raise, or leave the parameters inside without gradients where nothing before has any."""

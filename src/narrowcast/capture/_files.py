@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from narrowcast._files import lock
+from narrowcast._files import lock, named_cache_folder
 from narrowcast.capture._events import EVENTS, SCHEMA, Event, checked_event
 from narrowcast.errors import FileError
 
@@ -284,21 +284,21 @@ def make_run_folder(
     name: str,
     *,
     asked: Path | None = None,
-    cache: Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Create and return the folder of one run: ``asked``, or a new one in ``cache`` that ``name`` names.
+    """Create and return the folder of one run: ``asked``, or a new one in the cache that ``name`` names.
 
-    Without a cache it is in ``~/.cache/narrowcast``. If that cannot be written, or if the cache is read-only
-    or full, it is a temporary folder: a run should not fail because of a folder that no option named.
-    ``tell`` is called where that is not the cache that was given.
+    The cache is the folder that ``NARROWCAST_CACHE_DIR`` names, else ``~/.cache/narrowcast``. If the latter
+    cannot be written, or if the former is read-only or full, the run has a temporary folder: it should not
+    fail because of a folder that no option named. ``tell`` is called where that is not the named cache.
 
     Raises:
-        FileError: ``asked`` cannot be written, or ``cache`` cannot be a folder.
+        FileError: ``asked`` cannot be written, or what ``NARROWCAST_CACHE_DIR`` names cannot be a folder.
     """
     if asked is not None:
         return _writable(asked)
     stamp = f"{name[:_LONGEST_NAME]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    cache = named_cache_folder()
     try:
         folder = cache or Path.home() / ".cache" / "narrowcast"
         return _writable(folder / "runs" / stamp)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +12,6 @@ import typer
 from narrowcast._files import cache_folder
 from narrowcast.cli._output import CHECK_FAILED, show_result, shown_progress, talk
 from narrowcast.cli.run import (
-    CacheDirOption,
     JsonOption,
     LossScaleOption,
     ModuleOption,
@@ -40,7 +39,12 @@ _StepsOption = Annotated[
 ]
 _RepeatsOption = Annotated[
     int,
-    typer.Option("--repeats", metavar="N", min=1, help="Seeds to run both formats with; 3 judge the loss."),
+    typer.Option(
+        "--repeats",
+        metavar="N",
+        min=1,
+        help="Seeds to run both formats with; from 3 on the losses are judged too.",
+    ),
 ]
 _AtStepOption = Annotated[
     int | None,
@@ -51,8 +55,6 @@ _AtStepOption = Annotated[
         help="Compare gradients after N steps of mixed training alone, not at the first and at later steps.",
     ),
 ]
-
-_DEFAULTS = {"policy": "auto", "steps": 200, "repeats": 1, "seed": 0}
 
 _MinSpeedupOption = Annotated[
     float | None, typer.Option("--min-speedup", metavar="X", help="Exit with 1 if the speedup is below X.")
@@ -76,15 +78,14 @@ def compare(
     min_speedup: _MinSpeedupOption = None,
     time_limit: TimeLimitOption = None,
     as_json: JsonOption = False,
-    cache_dir: CacheDirOption = None,
 ) -> int:
     """Run a script in FP32 and in mixed precision, and show whether mixed precision is right and worth it.
 
     Compares time, memory, losses, and gradients, whose error it measures in units of minibatch noise. Also
     writes a self-contained HTML report.
 
-    The script runs about nine times. Your files are as before then, but for those that other programs or
-    native code write; what each run wrote is in its folder.
+    The script runs about nine times. Afterwards your files are as before, except those that other programs or
+    native code wrote. What each run wrote is in its folder.
     """
     check_policy(policy)
     check_seed(seed)
@@ -99,7 +100,7 @@ def compare(
 
     require_torch()
     found = find_script(script, arguments, module=module)
-    _decide_auto(policy, cache_dir or cache_folder())
+    _measure_auto(policy)
     why, instead = stays_in_fp32(policy), compared_instead(policy)
     if why and instead is None:
         raise SettingError(f"FP32 is not compared with itself: give another --policy, got {policy}")
@@ -121,14 +122,17 @@ def compare(
         options=_words(options, module=module),
         time_limit_s=time_limit,
         fp32_because=why,
-        folder=make_run_folder(f"compare-{found.name}", asked=run_dir, cache=cache_dir, tell=tell),
+        folder=make_run_folder(f"compare-{found.name}", asked=run_dir, tell=tell),
         **options,
     )
     return _compare(settings, as_json=as_json, strict=strict)
 
 
-def _decide_auto(policy: str, cache: Path | None) -> None:
-    """Measure what decides ``auto`` on a CPU; a GPU is left to the script, and the table is right there."""
+def _measure_auto(policy: str) -> None:
+    """Measure what decides ``auto`` on a CPU.
+
+    With an accelerator nothing is measured: there the fixed table decides, and is right.
+    """
     import torch
 
     from narrowcast.machine import measure_auto
@@ -136,16 +140,17 @@ def _decide_auto(policy: str, cache: Path | None) -> None:
 
     if as_policy(policy).compute == "auto" and not torch.accelerator.is_available():
         with shown_progress() as progress:
-            note = measure_auto("cpu", cache, progress=lambda text: progress(f"measuring {text}"))
+            note = measure_auto("cpu", cache_folder(), progress=lambda text: progress(f"measuring {text}"))
         if note:
             talk(f"note: {note}")
 
 
 def _words(options: dict[str, Any], *, module: bool) -> tuple[str, ...]:
     """Return the options that differ from their defaults, as they are typed."""
+    parameters = inspect.signature(compare).parameters
     words = []
     for name, value in options.items():
-        if value not in (None, _DEFAULTS.get(name)):
+        if value != parameters[name].default:
             words += [f"--{name.replace('_', '-')}", str(value)]
     if module:
         words.append("-m")

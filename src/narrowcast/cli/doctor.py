@@ -12,7 +12,6 @@ import typer
 from narrowcast._files import cache_folder
 from narrowcast.cli._output import CHECK_FAILED, show_result, shown_progress, talk
 from narrowcast.cli.run import (
-    CacheDirOption,
     JsonOption,
     ModuleOption,
     PolicyOption,
@@ -49,7 +48,6 @@ def doctor(
         bool, typer.Option("--fresh", help="Measure again, even if rates are kept from an earlier time.")
     ] = False,
     budget_s: Annotated[float, typer.Option("--budget-s", hidden=True)] = 15.0,
-    cache_dir: CacheDirOption = None,
 ) -> int:
     """Measure what this machine computes fast, and show what does not fit together.
 
@@ -75,7 +73,7 @@ def doctor(
         find_script(script, arguments, module=module)
 
     began_s = time.monotonic()
-    cache = cache_dir or cache_folder()
+    cache = cache_folder()
     examination = _examine(cache, fresh=fresh, budget_s=budget_s)
     if script is None:
         return _show_machine(examination, cache, as_json=as_json)
@@ -88,7 +86,7 @@ def doctor(
         target=(script, *(arguments or [])),
         is_module=module,
         policy=_profiled_policy(policy),
-        folder=make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, cache=cache_dir, tell=tell),
+        folder=make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, tell=tell),
         time_limit_s=time_limit,
     )
     return _diagnose(examination, settings, spent_s=measuring_s, as_json=as_json)

@@ -13,7 +13,6 @@ import typer
 from narrowcast.cli._output import CHECK_FAILED, show_result, shown_progress, talk
 from narrowcast.cli.run import (
     FOR_SCRIPTS,
-    CacheDirOption,
     JsonOption,
     ModuleOption,
     RestArgument,
@@ -86,7 +85,6 @@ def explain(
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", min=1, help="How many steps to count, after the first.")
     ] = 2,
-    cache_dir: CacheDirOption = None,
 ) -> int:
     """Show what ran in which format: per module and operator, the rule that decided, casts and time.
 
@@ -108,7 +106,7 @@ def explain(
         check_policy(against)
     require_torch()
     name = find_script(script, arguments, module=module).name
-    folder = make_run_folder(f"explain-{name}", asked=run_dir, cache=cache_dir, tell=tell)
+    folder = make_run_folder(f"explain-{name}", asked=run_dir, tell=tell)
     watch = partial(_watch, (script, *(arguments or [])), module=module, steps=steps)
 
     found, code = watch(policy, folder), 0

@@ -24,11 +24,11 @@ from narrowcast.cli.report import report
 from narrowcast.cli.run import FOR_SCRIPTS, launched, run, tell
 from narrowcast.errors import NarrowcastError
 
-WRONG_USE = 2
+COMMAND_FAILED = 2  # wrong use, any other error of narrowcast, or a full disk
 INTERRUPTED = 130
 # Options that change the result of a run, and that few scripts have under the same name.
-_TELLING = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict", "--repeats")
-_SHORT_POLICIES = frozenset(("-p", name) for name in FOR_SCRIPTS)
+_WATCHED_OPTIONS = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict", "--repeats")
+_SHORT_POLICY_OPTIONS = frozenset(("-p", preset) for preset in FOR_SCRIPTS)
 # Everything after the script's name belongs to the script.
 _SCRIPT_LAST = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
@@ -89,14 +89,15 @@ class _Verb(TyperCommand):
         return [] if ctx.params.get("script") else list(super().shell_complete(ctx, incomplete))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = list(args)
+        words = list(args)  # a copy, since typer takes words from the list that it parses
         rest: list[str] = super().parse_args(ctx, args)
         of_script = list(ctx.params.get("arguments") or ())
         behind = self._own_options_in(of_script)
         # With "--" before the script's name, the user says whose options these are.
-        before_script = words[: -len(of_script) - 1]
-        is_meant = before_script[-1:] == ["--"]
-        if behind and not is_meant and not ctx.resilient_parsing and launched("RANK", 0) == 0:
+        script_index = len(words) - len(of_script) - 1
+        is_meant = words[:script_index][-1:] == ["--"]
+        rank = launched("RANK", 0)
+        if behind and not is_meant and not ctx.resilient_parsing and rank == 0:
             names, script = " and ".join(behind), ctx.params["script"]
             tell(f"{names} went to {script}; before the name of the script it would be for narrowcast")
         return rest
@@ -105,9 +106,9 @@ class _Verb(TyperCommand):
         """Return the verb's options that stand among the arguments of the script."""
         words = {word.partition("=")[0] for word in of_script}
         own_names = [name for option in self.params for name in option.opts]
-        behind = [name for name in own_names if name in _TELLING and name in words]
+        behind = [name for name in own_names if name in _WATCHED_OPTIONS and name in words]
         # Many scripts have a -p of their own, as of a port: only -p and the name of a preset is ours.
-        if "--policy" in own_names and _SHORT_POLICIES.intersection(pairwise(of_script)):
+        if "--policy" in own_names and _SHORT_POLICY_OPTIONS.intersection(pairwise(of_script)):
             behind.append("-p")
         return behind
 
@@ -121,8 +122,8 @@ for _plain in (report, migrate):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``argv`` (default: this process's) and return its exit code.
 
-    Wrong use prints one sentence on stderr and returns 2; Control-C returns 130. Exceptions of a script under
-    ``run`` propagate unchanged.
+    Wrong use, any other error of narrowcast and a full disk print one message on stderr and return 2;
+    Control-C returns 130. Exceptions of a script under ``run`` propagate unchanged.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     hook = sys.excepthook
@@ -135,18 +136,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The user forgot the verb.
             text += f" To run a script: narrowcast run {words[0]}"
         talk(text)
-        return int(getattr(error, "exit_code", WRONG_USE))
+        return int(getattr(error, "exit_code", COMMAND_FAILED))
     except typer.Abort:  # Control-C, or the input ended at a question
         return INTERRUPTED
     except NarrowcastError as error:
         talk(str(error))
-        return WRONG_USE
+        return COMMAND_FAILED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         why = f"{errno.errorcode[error.errno]}: {os.strerror(error.errno)}"
         talk(f"cannot write {error.filename or 'a file'} ({why})")
-        return WRONG_USE
+        return COMMAND_FAILED
     finally:
         sys.excepthook = hook  # typer installs its own, but the script must find Python's
     # ``run`` returns a function instead of running the script, so that typer is not on the script's stack.

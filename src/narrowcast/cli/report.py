@@ -12,7 +12,7 @@ import typer
 
 from narrowcast._files import cache_folder, lock
 from narrowcast.cli._output import show, show_result, talk
-from narrowcast.cli.run import CacheDirOption, JsonOption
+from narrowcast.cli.run import JsonOption
 from narrowcast.errors import FileError
 
 
@@ -39,19 +39,18 @@ def report(
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List all captures, the latest first.")] = False,
     clean: Annotated[bool, typer.Option("--clean", help="Delete all captures, after a question.")] = False,
-    cache_dir: CacheDirOption = None,
 ) -> int:
     """Show again what compare, run or explain found, and write it as a self-contained HTML page.
 
     --list and --clean see NARROWCAST_CACHE_DIR or ~/.cache/narrowcast, not what --run-dir named.
     """
     if list_all or clean:
-        return _list_all(cache_dir or cache_folder(), clean=clean)
+        return _list_all(cache_folder(), clean=clean)
 
     from narrowcast.report import find_capture, latest_capture, save_page
 
     if capture is None:
-        capture = latest_capture(cache_dir or cache_folder())
+        capture = latest_capture(cache_folder())
     if capture is None:
         raise typer.BadParameter("none given; narrowcast compare train.py writes one", param_hint="'CAPTURE'")
     found = find_capture(capture)

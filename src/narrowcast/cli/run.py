@@ -65,9 +65,6 @@ TimeLimitOption = Annotated[
         "pair), 8 at most; 0: no limit.",
     ),
 ]
-CacheDirOption = Annotated[
-    Path | None, typer.Option("--cache-dir", envvar="NARROWCAST_CACHE_DIR", hidden=True)
-]
 ModuleOption = Annotated[
     bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as in python -m.")
 ]
@@ -95,7 +92,6 @@ def run(
             show_default=False,
         ),
     ] = None,
-    cache_dir: CacheDirOption = None,
 ) -> Callable[[], None]:
     """Run an unmodified FP32 script in mixed precision.
 
@@ -124,7 +120,7 @@ def run(
         # Ranks share only a folder that was asked for; each has a new folder of its own otherwise.
         if run_dir is not None:
             capture = f"capture-rank{rank}.jsonl"
-    folder = make_run_folder(name, asked=run_dir, cache=cache_dir, tell=tell)
+    folder = make_run_folder(name, asked=run_dir, tell=tell)
     if rank == 0:
         if (folder / RUN).is_file():
             tell(f"the capture of the earlier run in {folder} is replaced")

@@ -1,8 +1,7 @@
 """The gradient check: unscale, check and clip the gradients of an optimizer, on one rank or on many.
 
-Where the host knows at once whether a gradient is not finite (on a CPU), which gradients those are is looked
-for after an overflow. If the optimizer's step can divide by itself (``fused=True``), the division is deferred
-to the step.
+On a CPU the host knows at once whether any gradient is not finite; only then does it look for which. If the
+optimizer's step can divide by itself (``fused=True``), the division is deferred to the step.
 
 Ranks agree in one collective for each process group. If only one rank skipped its step, the others would
 diverge or wait for ever in the next collective.
@@ -31,15 +30,16 @@ from narrowcast.gradients._optimizer_gradients import (
     parameters_of,
 )
 
-# Read of each gradient at each step: by map and attrgetter, whose loop is in C.
+# These attributes are read from every gradient at each step; map with attrgetter loops in C.
 _GRAD, _VERSION, _NBYTES = attrgetter("grad"), attrgetter("_version"), attrgetter("nbytes")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _LARGEST_DIVISOR = 2.0**127  # of a deferred division; the inverse of infinity would be 0
 
-_HELD_BYTES = 64 * 2**20
-"""Gradients of at most this size on an accelerator are held after the step, until their flag is read."""
+_IN_PLACE_BYTES = 64 * 2**20
+"""Gradients on an accelerator of at most this size together are checked in place, and may be held after the
+step until their flag is read."""
 
 
 @dataclass(slots=True)  # one is made at each step, and a frozen one takes several times as long
@@ -93,7 +93,8 @@ class GradientCheck:
         norm: norm of the unscaled gradients before clipping, 0-dim; None without clipping.
         ranks_differ: 0-dim, whether ranks that should hold copies hold different gradients; None: no ranks.
         divisor: what the gradients are still to be divided by; None if they are unscaled.
-        versions: identity and version of each gradient while the division is deferred.
+        versions: identity and version of each gradient where ``clip`` deferred the division; None elsewhere,
+            also after ``check_scaled``, since no script runs between that and the step.
     """
 
     found_inf: torch.Tensor
@@ -130,12 +131,13 @@ class GradientCheck:
     def can_look_later(self) -> bool:
         """Return whether gradients may be held and read once the host knows that one is not finite.
 
-        Of ranks that decide together each must know at once whether its own are finite. A CUDA graph is
-        replayed without the host.
+        Not if several ranks decide: ``found_inf`` is then that of all ranks, and once something wrote to the
+        gradients nobody can tell whether this rank's own were finite. Not in a CUDA graph, which is replayed
+        without the host.
         """
         if self.flags is not None or not self.one_rank or _torch_internals.is_capturing():
             return False
-        return _are_small(self.gradients)
+        return _one_kernel_may_check(self.gradients)
 
     def look_later(self) -> Callable[[], list[bool]]:
         """Hold the gradients; return a function that reads which are not finite, after the step.
@@ -143,11 +145,13 @@ class GradientCheck:
         All are named if that is no longer known, because something wrote to them since: a zero_grad that
         keeps their memory, or a backward pass that uses it again.
         """
-        gradients, found_inf = self.gradients, self.found_inf
+        gradients = self.gradients
+        own_found_inf = self.found_inf
         versions = _versions_of_values(gradients)
 
         def look() -> list[bool]:
-            if not bool(found_inf):  # another optimizer's overflow skipped the step of both
+            # Another optimizer's overflow skipped the step of both.
+            if not bool(own_found_inf):
                 return [False] * len(gradients.values)
             if versions == _versions_of_values(gradients):
                 flags = gradients.flags().read()
@@ -191,12 +195,12 @@ def unscale(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
 def check_finite(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
     """Check gradients, and change none of them."""
     device = scaling.factor.device
-    in_one_kernel = device.type == "cpu"
-    if not in_one_kernel and not _process_groups(gradients, scaling):
-        in_one_kernel = _are_small(gradients)
+    in_one_kernel = device.type == "cpu" or (
+        not _process_groups(gradients, scaling) and _one_kernel_may_check(gradients)
+    )
     if in_one_kernel:
-        # It multiplies by 1. On a CPU it takes a fifth of the time of as many norms, and for large gradients,
-        # which it writes back, a tenth more.
+        # The kernel multiplies by 1. On a CPU it takes a fifth of the time of one norm per gradient; for
+        # large gradients, which it writes back, a tenth more than those norms.
         factor_of_one = scaling.factor
         if scaling.scales:
             factor_of_one = torch.ones_like(scaling.factor)
@@ -286,19 +290,19 @@ def _multiply_and_check(gradients: OptimizerGradients, factor: torch.Tensor) -> 
         found_there = torch.zeros((), device=group_device)
         factor_there = factor.to(group_device, non_blocking=True)
         _torch_internals.multiply_and_check(members, found_there, factor_there)
-        # Fused steps skip at exactly 1.
+        # maximum, not a sum: torch's fused steps skip only if the flag is exactly 1.
         torch.maximum(found_inf, found_there.to(device, non_blocking=True), out=found_inf)
     return found_inf
 
 
 def _over_ranks(found_inf: torch.Tensor, gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
-    """Return a check whose flag is this rank's, and that of every rank that decides with it."""
+    """Raise ``found_inf`` to the largest of all ranks that decide together, and return the check with it."""
     groups = _process_groups(gradients, scaling)
     _max_over_ranks(found_inf, groups)
     any_checked = bool(gradients.values or groups)
     check = GradientCheck(found_inf, known_on_host(found_inf), any_checked, gradients, one_rank=not groups)
     if check.overflowed:
-        # Before clipping by a NaN norm makes every gradient NaN.
+        # Now, because clipping by a NaN norm would make every gradient NaN.
         check.flags = gradients.flags()
     return check
 
@@ -317,21 +321,21 @@ def _process_groups(gradients: OptimizerGradients, scaling: Scaling) -> list[Any
 
 
 def _max_over_ranks(flag: torch.Tensor, groups: Sequence[Any]) -> None:
-    """Set ``flag`` in place to its largest value on any rank."""
     for group in groups:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
 
 
-def _are_small(gradients: OptimizerGradients) -> bool:
-    """Return whether one kernel may check gradients on accelerators in place, and they may be held after.
+def _one_kernel_may_check(gradients: OptimizerGradients) -> bool:
+    """Return whether one kernel of each device and dtype may check gradients on accelerators in place.
 
-    The kernel writes them back, which for large gradients costs more than a kernel for each.
+    It has to take their dtypes. It writes the gradients back, which for large ones costs more than a kernel
+    for each. Those that it may check may also be held after the step, since they are small.
     """
     for device, dtype, _, _ in gradients.groups:
         if not _torch_internals.checks_in_place(device, dtype):
             return False
     total_bytes: int = sum(map(_NBYTES, gradients.values))
-    return total_bytes <= _HELD_BYTES
+    return total_bytes <= _IN_PLACE_BYTES
 
 
 # ---- clipping
@@ -361,17 +365,17 @@ def _clip_on_host(
     gradients: OptimizerGradients, scaling: Scaling, max_norm: float, total: TotalNorm, *, defer: bool
 ) -> GradientCheck:
     """Clip where reading a number costs nothing: gradients are multiplied only if that changes them."""
-    # Everything is decided from two numbers, the norm and the factor that clips it.
+    # Two numbers decide everything: the norm, and the factor that clips it.
     groups = _process_groups(gradients, scaling)
     inverse = scaling.inverse()
     norm = total.norm * inverse if scaling.scales else total.norm
     norm_is_finite = math.isfinite(norm)
     clipping = _clipping(max_norm, norm)
-    kept = float(clipping)
-    finite = norm_is_finite and kept >= 0.0  # a max_norm in a tensor may be NaN or negative
+    clip_factor = float(clipping)
+    is_finite = norm_is_finite and clip_factor >= 0.0  # a max_norm in a tensor may be NaN or negative
     check = GradientCheck(
-        torch.full((), float(not finite), device="cpu"),
-        overflowed=not finite,
+        torch.full((), float(not is_finite), device="cpu"),
+        overflowed=not is_finite,
         any_checked=bool(gradients.values or groups),
         gradients=gradients,
         one_rank=not groups,
@@ -379,12 +383,14 @@ def _clip_on_host(
         norm=norm,
         ranks_differ=total.ranks_differ,
     )
-    if not scaling.scales and kept == 1.0:
+    if not scaling.scales and clip_factor == 1.0:
         return check
 
-    # Gradients of a step that will be skipped stay as they are.
-    fits = not finite or (kept > 0.0 and scaling.number() / kept < _LARGEST_DIVISOR)
-    if defer and fits:
+    # Deferred, the gradients of a step that will be skipped stay as they are; otherwise they are multiplied
+    # too.
+    divisor_is_small = clip_factor > 0.0 and scaling.number() / clip_factor < _LARGEST_DIVISOR
+    may_defer = not is_finite or divisor_is_small
+    if defer and may_defer:
         check.divisor = scaling.factor / clipping
         check.versions = versions_of(gradients)
     else:
@@ -416,14 +422,14 @@ def _clip_on_device(
         ranks_differ=total.ranks_differ,
     )
     if isinstance(max_norm, torch.Tensor):
-        found_inf.masked_fill_(~(clipping >= 0), 1.0)  # it may be NaN or negative
+        found_inf.masked_fill_(~(clipping >= 0), 1.0)  # a max_norm in a tensor may be NaN or negative
     if not defer:
         _multiply(gradients, inverse * clipping if scaling.scales else clipping)
         return check
 
     check.divisor = scaling.factor / clipping
     check.versions = versions_of(gradients)
-    # A division by infinity would train on zeros. To a norm of 0 that is what the caller wants.
+    # Dividing by infinity would train on zeros. With max_norm=0 that is what the caller asked for.
     if isinstance(max_norm, torch.Tensor):
         found_inf.masked_fill_(~torch.isfinite(check.divisor) & (clipping > 0), 1.0)
     elif max_norm > 0.0 and scaling.scales:
@@ -460,11 +466,11 @@ def clip_unscaled(
         return total
 
     # On the host gradients are multiplied only if that changes them.
-    kept = float(clipping)
-    if not (math.isfinite(total.norm) and kept >= 0.0):
+    clip_factor = float(clipping)
+    if not (math.isfinite(total.norm) and clip_factor >= 0.0):
         total.found_inf = torch.ones((), device="cpu")
         total.flags = gradients.flags()  # before they are multiplied by NaN
-    if kept != 1.0:
+    if clip_factor != 1.0:
         _multiply(gradients, clipping)
     return total
 
@@ -488,8 +494,8 @@ class TotalNorm:
         ranks_differ: as in ``GradientCheck``.
         flags: which gradients of this rank are not finite, from their own norms; None on a CPU, where they
             are read again if needed.
-        found_inf: 0-dim float32, above 0 if the gradients are not finite after clipping; None if the host
-            knows that they are, and without clipping.
+        found_inf: 0-dim float32, above 0 if the clipped gradients are not finite. None if they are known to
+            be finite, or were not clipped.
     """
 
     norm: torch.Tensor
@@ -547,7 +553,7 @@ def _multiply(gradients: OptimizerGradients, factor: torch.Tensor) -> None:
 
 
 def versions_of(gradients: OptimizerGradients) -> list[int]:
-    """Return the identity of each ``p.grad`` and the version of the tensor that is read of it."""
+    """Return the id of each ``p.grad``, then the version of each tensor in ``gradients.values``."""
     return [*map(id, map(_GRAD, gradients.parameters)), *_versions_of_values(gradients)]
 
 

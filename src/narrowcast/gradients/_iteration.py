@@ -67,16 +67,17 @@ class OptimizerState(dict[str, Any]):
 
     Attributes:
         check: the check of its gradients; None before it, and after the step.
-        later_loss: set if a loss was scaled after these gradients were unscaled: its node in the graph, and
-            the versions of the gradients then.
+        later_losses: the nodes of losses that were scaled after these gradients were unscaled.
+        unscaled_versions: the versions of the gradients before the first of these losses.
     """
 
-    __slots__ = ("check", "later_loss")
+    __slots__ = ("check", "later_losses", "unscaled_versions")
 
     def __init__(self) -> None:
         super().__init__(stage=OptState.READY, found_inf_per_device={})
         self.check: GradientCheck | None = None
-        self.later_loss: tuple[Any, list[int]] | None = None
+        self.later_losses: list[Any] = []
+        self.unscaled_versions: list[int] = []
 
 
 class OptimizerStates(dict[int, OptimizerState]):
@@ -100,6 +101,7 @@ class Iteration:
     Attributes:
         stepping: whether the scaler calls the step of an optimizer now.
         steps_by_hand: watches the first iteration; None before it.
+        refuses_steps_by_hand: whether a Stepper refuses them, so that nothing has to watch.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Iteration:
         self.states = OptimizerStates()
         self.names: dict[int, str] = {}
         self.stepping = False
+        self.refuses_steps_by_hand = False
         self.steps_by_hand: StepsByHand | None = None
         self.schedulers = SchedulersAfterSkips()
         self._flat_copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, FlatCopies]
@@ -139,30 +142,32 @@ class Iteration:
         if self.states:
             self._remember_later_loss(scaled)
 
-        # A Stepper, which names parameters, watches its optimizers itself.
-        if self.steps_by_hand is None and not self.stepping and not self.names and self._loss_scale.scales:
+        may_watch = not self.stepping and not self.refuses_steps_by_hand
+        if self.steps_by_hand is None and may_watch and self._loss_scale.scales:
             self.steps_by_hand = StepsByHand(scaled, weakref.WeakMethod(self.stage_outside))
         if _torch_internals.is_capturing():
             self._replayed = True
 
     def _remember_later_loss(self, scaled: Any) -> None:
-        """Remember how often unscaled gradients were written to: this loss may add scaled ones to them."""
+        """Remember the versions of unscaled gradients now: the backward of this loss may add scaled ones."""
         node = getattr(scaled, "grad_fn", None)
         for state in self.states.values():
             if state["stage"] is OptState.UNSCALED and state.check is not None and node is not None:
-                state.later_loss = (node, versions_of(state.check.gradients))
+                # Those before the first loss: the next one may come after its backward pass.
+                if not state.later_losses:
+                    state.unscaled_versions = versions_of(state.check.gradients)
+                state.later_losses.append(node)
 
     def _refuse_later_backward(
-        self, optimizer: torch.optim.Optimizer, later_loss: tuple[Any, list[int]], check: GradientCheck
+        self, optimizer: torch.optim.Optimizer, state: OptimizerState, check: GradientCheck
     ) -> None:
         """Refuse gradients that were unscaled, and then got more from a loss that was scaled afterwards."""
         # Scaling the loss of another optimizer is allowed. So refuse only if gradients changed since then,
-        # and this loss reaches their parameters.
-        node, versions = later_loss
+        # and one of these losses reaches their parameters.
         has_new_gradients = len(self._gradients(optimizer).values) != len(check.gradients.values)
-        if not has_new_gradients and versions == versions_of(check.gradients):
+        if not has_new_gradients and state.unscaled_versions == versions_of(check.gradients):
             return
-        leaves = leaves_below(node)
+        leaves = leaves_below(state.later_losses)
         if any(id(parameter) in leaves for parameter in parameters_of(optimizer)):
             raise OrderError(_BACKWARD_AFTER_UNSCALE)
 
@@ -183,7 +188,7 @@ class Iteration:
 
     def state(self, method: str, optimizer: torch.optim.Optimizer) -> OptimizerState:
         """Return the optimizer's state; OrderError if ``method`` may not be called now."""
-        self._loss_scale.factor_for(method)
+        self._loss_scale.factor_for(method)  # raises if no loss was scaled yet
         check_optimizer(optimizer)
         if self._updated and self._loss_scale.scales:
             raise OrderError(_UPDATED_BEFORE)
@@ -195,7 +200,7 @@ class Iteration:
         return state
 
     def overflow_flags(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the overflow flags of all optimizers, on ``device``."""
+        """Return the flags on ``device``, copied there without a host sync."""
         flags = []
         for state in self.states.values():
             for flag in state["found_inf_per_device"].values():
@@ -203,9 +208,9 @@ class Iteration:
         return flags
 
     def may_lack_checks(self) -> bool:
-        """Return whether ``update`` may find no flags: an optimizer had gradients in an earlier iteration.
+        """Return whether ``update`` may find no flags without an error.
 
-        Then only this batch had none, which is no error.
+        An optimizer had gradients before, and only this batch gave none.
         """
         return any(key in self._trained for key in self.states)
 
@@ -375,20 +380,24 @@ class Iteration:
         if check.any_checked:
             self._trained.add(id(optimizer))
         else:
-            self._without_gradients(optimizer, may_be_first=skips_itself)
-        if state.later_loss is not None:
-            self._refuse_later_backward(optimizer, state.later_loss, check)
-            state.later_loss = None
+            self._handle_missing_gradients(optimizer, may_lack_at_first=skips_itself)
+        if state.later_losses:
+            self._refuse_later_backward(optimizer, state, check)
+            state.later_losses = []
         # On a CPU it is known already; from other devices it is read in ``_result``.
         if check.ranks_differ is not None and check.ranks_differ.device.type == "cpu" and check.ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)
         check.refuse_changes()
         return check
 
-    def _without_gradients(self, optimizer: torch.optim.Optimizer, *, may_be_first: bool) -> None:
-        """Warn if no parameter had a gradient; raise if none ever had, or they came only after the check.
+    def _handle_missing_gradients(self, optimizer: torch.optim.Optimizer, *, may_lack_at_first: bool) -> None:
+        """Raise, warn or do nothing, since no parameter had a gradient at the check.
 
-        As in torch, a fused optimizer may step without gradients at first, and only ``update`` raises.
+        - Gradients came after the check: an error.
+        - There were gradients in an earlier iteration: a warning.
+        - There never were, and ``may_lack_at_first``: nothing. As in torch, a fused optimizer may step
+          without gradients at first, and only ``update`` raises.
+        - There never were, otherwise: an error.
         """
         came_late = bool(self._gradients(optimizer).values)
         if not came_late and id(optimizer) in self._trained:
@@ -396,23 +405,26 @@ class Iteration:
                 f"no parameter of this {type(optimizer).__name__} had a gradient in this step, as they had "
                 "before: the loss did not depend on them, and the scale does not change"
             )
-        elif came_late or not may_be_first:
+        elif came_late or not may_lack_at_first:
             self.states.pop(id(optimizer), None)
             raise OrderError(_NO_GRADIENTS)
 
     def _defers_unscaling(self, optimizer: torch.optim.Optimizer, scaling: Scaling) -> bool:
         """Return whether to leave the division by the scale to the step of the optimizer, if it can divide.
 
-        Not at a scale that is always 1: torch's kernels would write all gradients back. On a CPU torch's own
-        optimizers are faster if it is done before; that gives torch's bits only if the scale is a power of 2.
+        Not if the scale is always 1, since torch's kernels would write all gradients back for nothing. On a
+        CPU, torch's own optimizers are faster with unscaled gradients; but these equal torch's to the bit
+        only if the scale is a power of 2.
         """
         if scaling.below_one or not scaling.scales:
             return False
+        # If a script set grad_scale for this step, the step divides anyway.
         if hasattr(optimizer, "grad_scale") or not _torch_internals.is_torchs_own(optimizer):
             return True
         if scaling.factor.device.type != "cpu":
             return True
-        return math.frexp(scaling.number())[0] != 0.5
+        is_power_of_2 = math.frexp(scaling.number())[0] == 0.5
+        return not is_power_of_2
 
     def _step_if_finite(
         self,
@@ -424,8 +436,13 @@ class Iteration:
         args: Any,
         kwargs: Any,
     ) -> StepResult:
-        """Step, or skip if ``found_inf`` is above 0: ``skipped``, or None if only the device knows it."""
+        """Step, or skip if ``found_inf`` is above 0.
+
+        ``skipped`` says the same where the host knows the flag. It is None if only the device does; then an
+        optimizer that skips by itself takes the flag, and for any other the host waits for it.
+        """
         skips_itself = _torch_internals.takes_grad_scale(optimizer)
+        # Also for torch's fused SGD: if it skips by itself, momentum that this step makes stays unwritten.
         if skipped is None and (not skips_itself or _torch_internals.starts_momentum(optimizer)):
             skipped = bool(found_inf.item())
 
@@ -498,7 +515,7 @@ class Iteration:
             if check.any_checked:
                 self._trained.add(id(optimizer))
             else:
-                self._without_gradients(optimizer, may_be_first=False)
+                self._handle_missing_gradients(optimizer, may_lack_at_first=False)
             checks.append(check)
             overflowed = check.overflowed
             if overflowed is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ def warn_at_script(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-def leaves_below(root: Any) -> set[int]:
-    """Return the ids of the leaves whose gradients backward from ``root`` would accumulate."""
-    leaves = map(leaf_of, nodes_below([root]))
+def leaves_below(roots: Iterable[Any]) -> set[int]:
+    """Return the ids of the leaves whose gradients backward from ``roots`` would accumulate."""
+    leaves = map(leaf_of, nodes_below(roots))
     return {id(leaf) for leaf in leaves if leaf is not None}
 
 
@@ -81,7 +82,7 @@ class StepsByHand:
             return
 
         # Optimizers of models that the scaler has nothing to do with step by themselves.
-        leaves = leaves_below(self._root)
+        leaves = leaves_below([self._root])
         if any(p.grad is not None and id(p) in leaves for p in parameters_of(optimizer)):
             self.end()
             warn_at_script(

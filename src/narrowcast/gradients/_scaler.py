@@ -76,7 +76,7 @@ class TorchNames:
     @property
     def _scale(self) -> torch.Tensor | None:
         self._iteration.scale_was_read()
-        return self._loss_scale.shared_factor()
+        return self._loss_scale.factor
 
     @_scale.setter
     def _scale(self, value: torch.Tensor | None) -> None:
@@ -86,7 +86,6 @@ class TorchNames:
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
-        self._loss_scale.shared_factor()
         return self._loss_scale.good_steps
 
     @_growth_tracker.setter
@@ -421,8 +420,12 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         return self._loss_scale.copied()
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
-        """Set names of parameters, by ``id``, that take precedence over those of the optimizer."""
+        """Set names of parameters, by ``id``, that take precedence over those of the optimizer.
+
+        For a ``Stepper``, which refuses steps by hand itself.
+        """
         self._iteration.names = dict(names)
+        self._iteration.refuses_steps_by_hand = True
 
     def loss_scale(self) -> LossScale:
         """Return the loss scale as a value, with its counts; waits for the device."""

@@ -24,7 +24,7 @@ class DeviceScale:
     """The loss scale of a scaler, as 0-dim tensors on the device of the first loss.
 
     Attributes:
-        settings: the value that was last set or read; needs no host sync.
+        settings: the value that was last set or read, whose rule and limits hold; needs no host sync.
         factor: the factor of the loss, float32; None until there is a device.
         good_steps: good steps since the last growth or overflow, int32; None until there is a device.
         moves: how often it was updated.
@@ -35,11 +35,11 @@ class DeviceScale:
         self.factor: torch.Tensor | None = None
         self.good_steps: torch.Tensor | None = None
         self._hysteresis_left: torch.Tensor  # of a dynamic scale that is on a device
-        self._untouched = True
         self.moves = 0
-        self._known: tuple[float, int] = (value.scale, 0)
-        # On the host: the version of the factor at which it was last read, and what was read.
-        self._read_version, self._number = -1, value.scale
+        # The factor that the host last knew, and ``moves`` then; it may have backed off at each move since.
+        self._last_known: tuple[float, int] = (value.scale, 0)
+        # On a CPU the factor as a number, and the version of the factor that it was read from.
+        self._number, self._read_version = value.scale, -1
 
     def place(self, device: torch.device) -> torch.Tensor:
         """Return the factor; the first call puts it on ``device``."""
@@ -93,17 +93,12 @@ class DeviceScale:
         return not isinstance(self.settings, Off)
 
     def times(self, outputs: Any) -> Any:
-        """Multiply ``outputs`` by the factor, which the first tensor places on its device."""
+        """Multiply ``outputs`` by the factor; the first call places it on the device of the first tensor."""
         is_wide = isinstance(outputs, torch.Tensor) and outputs.dtype in (torch.float32, torch.float64)
         if is_wide and not self.scales:
             self.place(outputs.device)
             return outputs
         return multiplied(outputs, lambda device: self.place(device).to(device, non_blocking=True))
-
-    def shared_factor(self) -> torch.Tensor | None:
-        """Return the factor itself, which the caller may write to."""
-        self._untouched = False
-        return self.factor
 
     @property
     def on_host(self) -> bool:
@@ -111,29 +106,28 @@ class DeviceScale:
         return self.factor is None or self.factor.device.type == "cpu"
 
     def read(self) -> LossScale:
-        """Return the loss scale now; waits for the device."""
+        """Return the loss scale now; waits for the device.
+
+        It is read each time: a script may hold the tensors and write to them, and a CUDA graph moves them
+        without the host.
+        """
         value = self.settings
         if self.factor is None or isinstance(value, Off):
             return value
-        if self._untouched:  # known without a sync, except that the device holds it in fp32
-            self.settings = replace(value, scale=torch.tensor(value.scale, dtype=torch.float32).item())  # type: ignore[type-var]
-            return self.settings
         scale = float(self.factor)
         if isinstance(value, Dynamic):
             assert self.good_steps is not None
-            value = replace(
-                value,
-                scale=scale,
-                good_steps=int(self.good_steps),
-                hysteresis_left=int(self._hysteresis_left),
-            )
-        self.settings, self._untouched = value, True
-        self._known = (value.scale, self.moves)
+            good_steps, left = int(self.good_steps), int(self._hysteresis_left)
+            value = replace(value, scale=scale, good_steps=good_steps, hysteresis_left=left)
+        elif isinstance(value, Static):
+            value = replace(value, scale=scale)
+        self.settings = value
+        self._last_known = (scale, self.moves)
         return value
 
     def learn(self, scale: float, moves: int) -> None:
         """Remember that the factor was ``scale`` after so many ``moves``."""
-        self._known = (scale, moves)
+        self._last_known = (scale, moves)
 
     def may_be_below(self, limit: float) -> bool:
         """Return whether the factor may be below ``limit``, without a host sync."""
@@ -143,16 +137,16 @@ class DeviceScale:
         value = self.settings
         if not isinstance(value, Dynamic):
             return value.scale < limit
-        # It may have backed off at each update since it was known.
-        known, moves = self._known
-        lowest = known * value.backoff_factor ** (self.moves - moves)
+        last_scale, last_moves = self._last_known
+        lowest = last_scale * value.backoff_factor ** (self.moves - last_moves)
         return max(lowest, value.min_scale) < limit
 
     def set(self, value: LossScale) -> None:
         """Replace the loss scale; it stays on its device."""
         factor_before = self.factor
-        self.settings, self.factor, self._untouched = value, None, True
-        self._known = (value.scale, self.moves)
+        self.settings = value
+        self.factor = None
+        self._last_known = (value.scale, self.moves)
         if factor_before is not None:
             self.place(factor_before.device)
 
@@ -169,7 +163,6 @@ class DeviceScale:
         assert self.factor is not None
         assert self.good_steps is not None
         value = self.settings
-        self._untouched = False
         self.moves += 1
         if isinstance(value, Dynamic) and value.rule == "torch":
             rule = value.growth_factor, value.backoff_factor, value.growth_interval
@@ -183,8 +176,8 @@ class DeviceScale:
     def _move_with_hysteresis(self, value: Dynamic, overflow: torch.Tensor) -> None:
         assert self.factor is not None
         assert self.good_steps is not None
-        left = self._hysteresis_left
-        backs_off = overflow & (left <= 1)
+        left_before = self._hysteresis_left
+        backs_off = overflow & (left_before <= 1)
         good = self.good_steps + 1
         grows = ~overflow & (good >= value.growth_interval)
 
@@ -195,9 +188,11 @@ class DeviceScale:
         moved = torch.where(backs_off, (wide * value.backoff_factor).float(), moved)
         self.factor.copy_(moved.clamp_(value.min_scale, value.max_scale))
         self.good_steps.copy_(torch.where(overflow | grows, 0, good))
+
+        # apex counts overflows in a row, Megatron those since the last growth.
         restored = ~overflow if value.rule == "apex" else grows
-        left = torch.where(overflow, (left - 1).clamp_(min=0), left)
-        self._hysteresis_left.copy_(torch.where(restored, value.hysteresis, left))
+        left_after = torch.where(overflow, (left_before - 1).clamp_(min=0), left_before)
+        self._hysteresis_left.copy_(torch.where(restored, value.hysteresis, left_after))
 
 
 def multiplied(outputs: Any, factor_on: Callable[[torch.device], torch.Tensor]) -> Any:
@@ -259,7 +254,8 @@ def changed(value: LossScale, **settings: Any) -> LossScale:
         raise ScaleError(f"{type(value).__name__} has no {', '.join(settings)} to set: Dynamic has")
     interval = settings.get("growth_interval", value.growth_interval)
     if isinstance(interval, int) and interval >= 1:
-        # With at least this many good steps so far, the next one grows the scale.
+        # Dynamic takes only counts below the interval. With more good steps so far, the next one grows the
+        # scale.
         settings["good_steps"] = min(settings.get("good_steps", value.good_steps), interval - 1)
     return replace(value, **settings)
 

@@ -7,9 +7,10 @@
     op = "softmax"
     compute = "fp16"
 
-Each field of ``Policy`` and ``Rule`` is a key of the same name. A missing key has its default, or the value
-of the preset that ``base = "safe"`` names. The file's rules follow those of the preset and replace rules with
-the same selector. ``save`` writes the whole policy, without a base.
+The settings of ``Policy`` (``SETTINGS``) and the fields of ``Rule`` are keys of the same name; each rule is a
+``[[rule]]``. A missing key has its default, or the value of the preset that ``base = "safe"`` names. The
+file's rules follow those of the preset and replace rules with the same selector. ``save`` writes the whole
+policy, without a base.
 """
 
 from __future__ import annotations
@@ -107,7 +108,6 @@ def _check_keys(table: dict[str, Any], known: Collection[str], where: str) -> No
 
 
 def dumps(settings: Mapping[str, str | bool], rules: tuple[Rule, ...]) -> str:
-    """Return the text of a file with these settings and rules."""
     lines = [_HEADER + f"version = {VERSION}"]
     lines += [_line(key, value) for key, value in settings.items()]
     for rule in rules:

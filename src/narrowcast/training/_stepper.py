@@ -52,7 +52,8 @@ class Stepper:
     ``step`` runs the backward pass of the scaled loss. After ``accumulate`` micro-batches it unscales, clips
     and checks the gradients, steps the optimizer and the scheduler, and zeroes the gradients. If a gradient
     is not finite, the whole step is skipped: parameters, optimizer state, scheduler and the statistics of
-    normalization layers are as before the first micro-batch.
+    normalization layers are as before the first micro-batch. Named optimizers share these statistics: after a
+    skip they are as they were when none of the optimizers had micro-batches.
 
     Args:
         model: the module to train; it may be wrapped in DDP, or sharded by ``fully_shard``.
@@ -75,6 +76,10 @@ class Stepper:
     Weight casts are kept over the micro-batches of a step (not with ``fully_shard``). A weight that changes
     in between is cast again, except after a write through ``.data``, and except for weights of other models
     that change without an optimizer: call ``drop_casts`` after those.
+
+    Attributes:
+        model: the module that was given.
+        steps: how many steps ended, taken or skipped, of all optimizers.
 
     Raises:
         SettingError: a setting outside its range, or optimizers and schedulers that do not fit.
@@ -103,7 +108,7 @@ class Stepper:
         self.steps = 0
         self._synchronization = Synchronization(model)
         self._regions_open = 0
-        self._may_be_fp32 = torch.float32 not in self._formats.values()
+        self._checks_first_loss = torch.float32 not in self._formats.values()
         by_name = optimizers_by_name(optimizer)
         if self._synchronization.ddp and len(by_name) > 1 and accumulate > 1:
             raise SettingError(
@@ -117,7 +122,8 @@ class Stepper:
             self._casts = WeightCasts([p for p in model.parameters() if p.dtype == torch.float32])
             groups = list(self._groups.values())
 
-            # Filled below; whatever is in it when the Stepper goes, or fails to be made, is undone.
+            # Both calls of ``release`` share this list, which is filled below: one undoes what is in it when
+            # the Stepper is deleted, the other if making it fails.
             handles: list[Any] = []
             weakref.finalize(self, release, groups, handles).atexit = False
             undo.callback(release, groups, handles)
@@ -148,14 +154,12 @@ class Stepper:
                 self._casts.keep()
         with self._region:
             self._regions_open += 1
-            self._may_be_fp32 = False
+            self._checks_first_loss = False
             try:
                 yield
             except BaseException:
                 self._casts.drop()
-                # Earlier micro-batches may still be skipped, and need the statistics of their start.
-                if not any(group.filled for group in groups):
-                    self._statistics.forget()
+                self._forget_statistics()
                 raise
             finally:
                 self._regions_open -= 1
@@ -182,13 +186,13 @@ class Stepper:
         if callable(loss) and not isinstance(loss, torch.Tensor):
             return self._step_by_function(group, name, loss)
         check_loss(loss, group)
-        if self._may_be_fp32 and is_fp32(loss, self.model):
+        if self._checks_first_loss and is_fp32(loss, self.model):
             warnings.warn(
                 "the loss was computed from fp32 weights without a cast: call the model and the loss inside "
                 '"with stepper.autocast():", or make the Stepper with policy="fp32"',
                 stacklevel=2,
             )
-        self._may_be_fp32 = False
+        self._checks_first_loss = False
         return self._backward(group, loss)
 
     def flush(self, name: str | None = None) -> StepResult:
@@ -203,7 +207,7 @@ class Stepper:
         result = _incomplete(groups[0])
         for group in groups:
             filled = float(group.filled)
-            # Masters have reduced gradients of every micro-batch already.
+            # With masters, DDP has reduced the gradients of every micro-batch already.
             if self._synchronization.ddp and group.accumulate > 1 and not group.held:
                 filled = self._synchronization.reduce_now(filled)
             if filled:
@@ -288,7 +292,8 @@ class Stepper:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, and discard accumulated gradients; load the model's state too.
 
-        With policy ``"auto"`` the saved format is kept; a warning says if ``auto`` would now choose another.
+        With policy ``"auto"`` the saved format is kept, with a warning if ``auto`` would now choose another;
+        not so for fp16, for rules that name modules, and for weights in a low format.
 
         Raises:
             CheckpointError: the state is of a Stepper with other optimizers, masters, schedulers or
@@ -307,7 +312,10 @@ class Stepper:
         self._restart(state["steps"], state.get("formats", {}))
 
     def _goes_on_in(self, before: str, now: str) -> bool:
-        """Return whether a resumed run keeps the saved format: "auto" chose it, and regions alone differ."""
+        """Return whether a resumed run may keep the saved format.
+
+        It may if "auto" chose the format and only the regions depend on it.
+        """
         if self._policy.compute != "auto":
             return False
         # Weights and rules of modules were made for a format, and fp16 takes a loss scale.
@@ -315,13 +323,14 @@ class Stepper:
         return not is_bound and "fp16" not in (before, now)
 
     def _restart(self, steps: int, formats: Mapping[str, str]) -> None:
-        """Continue after ``steps`` with states that were just loaded, the model's statistics among them."""
+        """Continue after ``steps``; the states were just loaded, and the model's statistics with them."""
         for device, now in self._format_names().items():
             before = formats.get(device, now)
             if before != now and self._goes_on_in(before, now):
                 warn_of_other_format(device, before)
                 self._formats[device] = dtype_of(before)
-                self._region = self._make_region()  # such a policy has no rules for modules
+                # The old region needs no remove(), since such a policy has no rules for modules.
+                self._region = self._make_region()
         for group in self._groups.values():
             group.restart()
         self.steps = steps
@@ -398,7 +407,6 @@ class Stepper:
         return [self._group(name)]
 
     def _backward(self, group: OptimizerGroup, loss: torch.Tensor) -> StepResult:
-        """Run the backward pass, and step after the last micro-batch."""
         uses_ddp = bool(self._synchronization.ddp)
         try:
             # Only the optimizer that steps gets gradients: a generator's loss reaches the discriminator too.
@@ -445,7 +453,12 @@ class Stepper:
     def _end_accumulation(self) -> None:
         self._synchronization.end()
         self._casts.drop()
-        self._statistics.forget()
+        self._forget_statistics()
+
+    def _forget_statistics(self) -> None:
+        # Micro-batches of any optimizer may still be skipped, and need the statistics of their start.
+        if not any(group.filled for group in self._groups.values()):
+            self._statistics.forget()
 
     def _step_by_function(
         self, group: OptimizerGroup, name: str | None, function: Callable[[], torch.Tensor]
@@ -470,6 +483,7 @@ class Stepper:
             may_retry = loss_is_finite and group.accumulate == 1 and result.skipped
             if not may_retry or group.scaler.get_scale() >= result.scale:
                 return result
+            # This try and the next one are one step.
             self.steps -= 1
             set_random_states(random)
 
