@@ -381,7 +381,7 @@ def test_the_commands_to_type_next_are_of_this_version(workshop, right, worth_it
     start |= changed
     commands = [
         next_for_right(right, start, kind="training", formats="bf16", was_stopped=True),
-        next_for_speed(worth_it, start, was_stopped=True, is_busy=False),
+        next_for_speed(worth_it, start, was_stopped=True),
     ]
     for command in filter(None, commands):
         name, *words = shlex.split(command)

@@ -169,7 +169,7 @@ def refusal(make):
 
 
 WRONG = {
-    'compute = "bf16"': 'expected "version = 1" in the first line, got none',
+    'compute = "bf16"': 'expected the line "version = 1" above all headings, got none',
     'version = "1"': "got '1'",
     "version = true": "got True",
     "version = 0": "got 0",

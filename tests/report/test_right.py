@@ -113,5 +113,7 @@ def test_every_answer_but_yes_names_a_command():
     assert longer == "narrowcast compare --steps 800 --time-limit 0 train.py --lr 0.1"
     short = next_for_speed("cannot tell: x", START, was_stopped=False)
     assert short == "narrowcast compare --repeats 3 --time-limit 0 train.py --lr 0.1", "it has no more steps"
+    again = next_for_speed("cannot tell: x", START, was_stopped=True, is_busy=True)
+    assert again == "narrowcast compare train.py --lr 0.1", "when others have ended"
     spaced = next_for_speed("no: x", START | {"argv": ["my train.py"]}, was_stopped=True)
     assert shlex.split(spaced)[-1] == "my train.py"

@@ -84,8 +84,8 @@ def compare(
     Compares time, memory, losses, and gradients, whose error it measures in units of minibatch noise. Also
     writes a self-contained HTML report.
 
-    The script runs about nine times. Afterwards your files are as before, except those that other programs or
-    native code wrote. What each run wrote is in its folder.
+    The script runs ten to twenty times, as the time limit allows. Afterwards your files are as before, except
+    those that other programs or native code wrote. What each run wrote is in its folder.
     """
     check_policy(policy)
     check_seed(seed)
@@ -119,7 +119,7 @@ def compare(
     settings = ComparisonSettings(
         target=(script, *(arguments or [])),
         is_module=module,
-        options=_words(options, module=module),
+        options=_words({**options, "time_limit": time_limit}, module=module),
         time_limit_s=time_limit,
         fp32_because=why,
         folder=make_run_folder(f"compare-{found.name}", asked=run_dir, tell=tell),
@@ -151,7 +151,8 @@ def _words(options: dict[str, Any], *, module: bool) -> tuple[str, ...]:
     words = []
     for name, value in options.items():
         if value != parameters[name].default:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            words += [f"--{name.replace('_', '-')}", text]
     if module:
         words.append("-m")
     return tuple(words)

@@ -50,7 +50,7 @@ class Scaling:
         factor: the loss scale, 0-dim float32.
         below_one: whether it may be below 1, so that unscaling finite gradients may overflow.
         process_group: ranks that decide together; ``sharded``: each of them holds different gradients.
-        scales: False if the factor is always 1.
+        scales: False without a loss scale (``Off``).
         on_host: the factor, if the host knows it; read if it is None.
     """
 

@@ -89,7 +89,7 @@ class DeviceScale:
 
     @property
     def scales(self) -> bool:
-        """Whether losses are multiplied by a factor other than 1."""
+        """Whether losses are multiplied by a factor; only ``Off`` has none."""
         return not isinstance(self.settings, Off)
 
     def times(self, outputs: Any) -> Any:

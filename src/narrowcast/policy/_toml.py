@@ -84,7 +84,7 @@ def parse(data: bytes, path: Path) -> PolicyFile:
 def _check_version(version: Any, path: Path) -> None:
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         got = "none" if version is None else repr(version)
-        raise PolicyError(f'{path}: expected "version = {VERSION}" in the first line, got {got}')
+        raise PolicyError(f'{path}: expected the line "version = {VERSION}" above all headings, got {got}')
     if version > VERSION:
         raise PolicyError(
             f"{path} has version {version}, and this narrowcast reads up to {VERSION}: install a newer one"

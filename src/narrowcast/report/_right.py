@@ -152,7 +152,7 @@ def next_for_right(
 
 
 def next_for_speed(
-    worth_it: str, start: Mapping[str, Any], *, was_stopped: bool, is_busy: bool
+    worth_it: str, start: Mapping[str, Any], *, was_stopped: bool, is_busy: bool = False
 ) -> str | None:
     """Return the command that tells more about whether mixed precision is worth it; None: it is.
 

@@ -258,8 +258,8 @@ class OptimizerGroup:
 
     def _clip_by_joint_norm(self, max_norm: float) -> torch.Tensor:
         """Clip unscaled gradients by the norm of those of all optimizers."""
-        # At a largest norm of infinity nothing is clipped. The norm is that over all ranks; one that overflows
-        # skips the step, which clipping by it would take on zeros.
+        # At a largest norm of infinity nothing is clipped. The norm is that over all ranks, and one that
+        # overflows skips the step, which clipping by it would take on zeros.
         norms = [self.scaler.clip_grad_norm_(optimizer, math.inf) for optimizer in self.optimizers]
         norm = functools.reduce(torch.hypot, norms)  # squares nothing that could overflow
         torch.nn.utils.clip_grads_with_norm_(parameters_of(*self.optimizers), max_norm, norm)

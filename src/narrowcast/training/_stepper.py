@@ -61,7 +61,8 @@ class Stepper:
             GAN's), where ``step(loss, name=...)`` selects one. Each entry accumulates, scales and schedules
             on its own.
         policy: ``"auto"``, ``"bf16"``, ``"fp16"``, ``"fp32"``, a ``Policy``, or ``"O2"``: the weights of the
-            model are cast to the low format in place, and the optimizer updates fp32 masters.
+            model are cast to the low format in place, and the optimizer updates fp32 masters. (``"O3"``: the
+            same without masters.)
         accumulate: micro-batches per step; at least 1. Each loss is divided by it.
         max_norm: clip the norm of all gradients together.
         max_value: clamp each element of the gradients; exclusive with ``max_norm``.
