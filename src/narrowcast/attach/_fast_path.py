@@ -1,7 +1,7 @@
-"""The fast path of ``nn.TransformerEncoder`` in evaluation: turned off, but for the zeros that it writes.
+"""The fast path of ``nn.TransformerEncoder`` in evaluation: turned off, while zeros in padding are kept.
 
-Its fused layers compute in fp32 whatever the region, and raise where two formats meet. The encoder itself
-defines a result with it, too: it packs the sequences without their padding, and fills up with zeros.
+Its fused layers compute in fp32 whatever the region, and raise where two formats meet. But the fast path also
+decides a result: the encoder removes padding before the layers, and fills it with zeros after them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEVICES = ("cpu", "cuda", "xpu")
 
 
 class FastPath:
-    """Turn torch's fast path off while regions are opened, and write the zeros that it defines."""
+    """Turn torch's fast path off while regions are opened, and write the zeros that it would write."""
 
     def __init__(self, run: AttachedRun) -> None:
         self._recorder = run.recorder
@@ -31,7 +31,8 @@ class FastPath:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
-        # torch.jit.script compiles the source of the original, whose names it finds in these globals.
+        # torch.jit.script finds the source through __wrapped__, but looks names up in the globals of the
+        # function it is given: give it the original's.
         made = types.FunctionType(forward.__code__, original.__globals__, closure=forward.__closure__)
         patches.replace(nn.TransformerEncoder, "forward", functools.update_wrapper(made, original))
 
@@ -62,11 +63,14 @@ class FastPath:
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Any:
+        # As in torch's forward, which asks about CUDA alone: no fast path in autocast. While narrowcast is
+        # active that region is its own, and FP32 would have packed.
         left_in_autocast = self._recorder.left_alone is not None and torch.is_autocast_enabled()
         if mask is not None or left_in_autocast or not _packs(encoder, src, src_key_padding_mask):
             return original(encoder, src, mask, src_key_padding_mask, is_causal)
 
-        # As in torch's forward, with plain layers in place of fused ones on packed sequences.
+        # As in torch's forward, with plain layers in place of fused ones on packed sequences. is_causal is
+        # dropped: without a mask torch's fused layers ignore it, and plain ones raise.
         output = src
         for layer in encoder.layers:
             output = layer(output, src_key_padding_mask=src_key_padding_mask)
@@ -77,7 +81,10 @@ class FastPath:
 
 
 def _packs(encoder: Any, src: Tensor, padding: Tensor | None) -> bool:
-    """Return whether ``encoder`` packs the sequences of ``src`` in FP32, by the conditions in its forward."""
+    """Return whether ``encoder`` packs the sequences of ``src`` in FP32, by the conditions in its forward.
+
+    Simplified: all parameters of the first layer, and no privateuse1 device.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/transformer.py
     first = encoder.layers[0]
     if padding is None or not getattr(encoder, "use_nested_tensor", False) or first.training:
@@ -93,6 +100,6 @@ def _packs(encoder: Any, src: Tensor, padding: Tensor | None) -> bool:
 
 
 def _is_left_aligned(padding: Tensor) -> bool:
-    """Return whether in each row of a mask nothing follows the first padded position but padding."""
+    """Return whether, in each row of a mask, every position after the first padded one is padded."""
     padded = padding.to(torch.bool)
     return bool((padded[:, 1:] >= padded[:, :-1]).all())
