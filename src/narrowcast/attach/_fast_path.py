@@ -48,13 +48,7 @@ class FastPath:
             torch.backends.mha.set_fastpath_enabled(True)
             self._is_off = False
 
-    def _encoder_forward(self, original: Call, encoder: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch takes no fast path in what it compiles, but for mask_check=False.
-        if torch.compiler.is_compiling() or not self._is_off:
-            return original(encoder, *args, **kwargs)
-        return self._uncompiled(original, encoder, *args, **kwargs)
-
-    def _uncompiled(
+    def _encoder_forward(
         self,
         original: Call,
         encoder: Any,
@@ -66,7 +60,8 @@ class FastPath:
         # As in torch's forward, which asks about CUDA alone: no fast path in autocast. While narrowcast is
         # active that region is its own, and FP32 would have packed.
         left_in_autocast = self._recorder.left_alone is not None and torch.is_autocast_enabled()
-        if mask is not None or left_in_autocast or not _packs(encoder, src, src_key_padding_mask):
+        takes_fast_path = self._is_off and mask is None and not left_in_autocast
+        if not (takes_fast_path and _packs(encoder, src, src_key_padding_mask)):
             return original(encoder, src, mask, src_key_padding_mask, is_causal)
 
         # As in torch's forward, with plain layers in place of fused ones on packed sequences. is_causal is
@@ -96,7 +91,9 @@ def _packs(encoder: Any, src: Tensor, padding: Tensor | None) -> bool:
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    return not getattr(encoder, "mask_check", True) or _is_left_aligned(padding)
+    if not getattr(encoder, "mask_check", True):
+        return True
+    return not torch.compiler.is_compiling() and _is_left_aligned(padding)
 
 
 def _is_left_aligned(padding: Tensor) -> bool:
