@@ -122,8 +122,8 @@ def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
     process changes its speed as it goes on, so the interval also allows for how far the thirds of a pair
     differ.
 
-    The number of ``pairs`` decides how many blocks a pair needs, so leave out a pair without a block that both
-    runs have whole.
+    The number of ``pairs`` decides how many blocks a pair needs, so leave out a pair without a block that
+    both runs have whole.
     """
     are_few = len(pairs) < FEWEST_PAIRS
     fewest_blocks = _FEWEST_BLOCKS if are_few else 1

@@ -257,7 +257,7 @@ def _losses_per_point(count: int) -> int:
 
 
 def _axes_of_curves(curves: Iterable[Sequence[_Point]]) -> tuple[Axis, Axis]:
-    """Return the axes of curves over backward passes; that of losses is logarithmic if their range is wide."""
+    """Return the axes of curves over backward passes; logarithmic where the range of losses is wide."""
     positions, values = [0.0], []
     for points in curves:
         for at, value in points:
