@@ -88,6 +88,17 @@ def test_an_encoder_inside_a_model_and_in_compiled_code():
     assert expected[PADDED].abs().max() == 0 < expected_compiled[PADDED].abs().min()
 
 
+def test_compiled_code_without_a_check_of_the_mask_writes_the_zeros():
+    model, x = encoder(mask_check=False), torch.randn(3, 5, 8)
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=PADDED)
+        with nc.attached("bf16"):
+            found = torch.compile(model, backend="eager", fullgraph=True)(x, src_key_padding_mask=PADDED)
+    torch._dynamo.reset()
+    assert close(found, expected)
+    assert found[PADDED].abs().max() == 0
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is")
 def test_an_encoder_can_still_be_scripted():
     model = encoder()

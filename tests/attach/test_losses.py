@@ -14,7 +14,7 @@ import torch
 from scenarios import data, network
 
 from narrowcast.attach import Attachment
-from narrowcast.attach._recorder import Recorder, call_site
+from narrowcast.attach._recorder import EventRecorder, call_site
 from narrowcast.capture import read_capture
 
 
@@ -112,7 +112,7 @@ def test_events_stand_in_the_order_in_which_they_happened(policy, writer):
 
 
 def test_values_on_a_device_are_read_once_a_second(writer):
-    recorder, now, read = Recorder(writer, print), 100.0, []
+    recorder, now, read = EventRecorder(writer, print), 100.0, []
     recorder._last_flush = recorder._started = now
 
     def reading():

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from pairs import iterate, same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import narrowcast as nc
 from narrowcast.errors import ScaleError
@@ -216,10 +218,11 @@ def test_nan_infinity_and_large_finite_values():
         torch.tensor([float("inf")], dtype=torch.bfloat16),
         sparse,
         torch.tensor([complex(0.0, float("nan"))]),
+        torch.tensor([complex(0.0, float("inf"))]).conj(),
         torch.tensor([-0.0, 1e-45]),
     ]
     flags = nonfinite_flags(tensors)
-    assert flags.read() == [True, True, False, False, False, True, True, True, False]
+    assert flags.read() == [True, True, False, False, False, True, True, True, True, False]
     assert nonfinite_flags([]).read() == []
 
 
@@ -262,3 +265,21 @@ def test_gradients_are_divided_and_rounded_once(dtype, scale):
 def test_without_gradients_nothing_is_found():
     optimizer, _ = optimizer_with()
     assert unscale_by(optimizer, 8.0) == 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_gradients_that_are_conjugated_lazily(kind, one_process):
+    values = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert values.is_conj()
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    gradient = values
+    if kind == "sharded":
+        mesh = init_device_mesh("cpu", (1,))
+        parameter = torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+        gradient = DTensor.from_local(values, mesh, [Shard(0)])
+    parameter.grad = gradient
+    assert unscale_by(torch.optim.SGD([parameter], lr=1.0), 2.0) == 0.0
+
+    assert type(parameter.grad) is type(gradient)
+    found = parameter.grad.to_local() if kind == "sharded" else parameter.grad
+    assert found.tolist() == [0.5 - 1j, 1.5 + 2j]

@@ -8,7 +8,7 @@ import made_captures
 import pytest
 
 from narrowcast.capture import read_comparison
-from narrowcast.report._figures import Axis, loss_figures, speedup_figure, svg_path, thinned
+from narrowcast.report._figures import Axis, gradient_figure, loss_figures, speedup_figure, svg_path, thinned
 
 
 def with_losses(events, values):
@@ -76,7 +76,7 @@ def test_losses_are_drawn_where_they_are(tmp_path):
     runs = {name: with_losses(events, [3.0, 1.0, 2.0]) for name, events in runs.items()}
     (loss,), more = loss_figures(read_comparison(made_captures.comparison(tmp_path, runs)).runs)
     assert (loss.name, more) == ("plot-loss-0", 0)
-    assert loss.facts["counts"] == [("FP32", 1), ("mixed", 1)]
+    assert loss.facts["runs_by_format"] == [("FP32", 1), ("mixed", 1)]
     ticks = {float(text): at / 100 for text, at in loss.y_ticks}
     assert {1.0, 2.0, 3.0} <= set(ticks)
     for mark in loss.marks:
@@ -97,3 +97,13 @@ def test_a_speedup_is_drawn_beside_what_it_has_to_reach(asked, limit):
     assert points_of(speedup.path)[0][0] == pytest.approx(ticks[2.0], abs=1e-3)
     assert points_of(limit_mark.path)[0][0] == pytest.approx(ticks[limit], abs=1e-3)
     assert speedup_figure(found | {"speedup": None, "speedup_interval": None}, asked) is None
+
+
+@pytest.mark.parametrize("errors", [["nan", 2.0], [2.0, "nan"]])
+def test_the_worst_error_is_nan_wherever_it_stands(errors):
+    parameters = [
+        {"name": "w", "shape": [2], "judged": True, "lost": True, "error_over_noise": error}
+        for error in errors
+    ]
+    certificate = {"error_over_noise": "nan", "verdict": "fail", "parameters": parameters}
+    assert math.isnan(gradient_figure(certificate).facts["worst"])

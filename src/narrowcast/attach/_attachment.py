@@ -18,8 +18,8 @@ from typing import Any, Self
 import torch
 
 from narrowcast.attach._backward import Backward
-from narrowcast.attach._recorder import Recorder
-from narrowcast.attach._regions import Regions
+from narrowcast.attach._recorder import EventRecorder
+from narrowcast.attach._regions import ScriptRegions
 from narrowcast.attach._run import AttachedRun, Observer, Patches, RunningScale, Stopping
 from narrowcast.attach._seeds import seed_everything, shift_seeds
 from narrowcast.attach._steps import Steps
@@ -80,7 +80,7 @@ class Attachment:
             policy=with_fp32_weights(policy),
             asked_scale=loss_scale,
             scale=RunningScale(Off() if loss_scale is None else check_loss_scale(loss_scale)),
-            recorder=Recorder(writer, tell),
+            recorder=EventRecorder(writer, tell),
             observer=observer or Observer(),
             stopping=Stopping(stop_after, self._close_before_the_end),
         )
@@ -89,7 +89,7 @@ class Attachment:
         self.recorder = run.recorder
         self._observer = run.observer
         self._stopping = run.stopping
-        self._regions = Regions(run)
+        self._regions = ScriptRegions(run)
         self._backward = Backward(run, self._regions)
         self._steps = Steps(run, self._backward.leaves, self._regions)
 
@@ -331,7 +331,7 @@ class _ChildProcesses:
     ``start`` wraps that of ``multiprocessing``, which every kind of process uses.
     """
 
-    def __init__(self, recorder: Recorder, settings: tuple[Any, ...]) -> None:
+    def __init__(self, recorder: EventRecorder, settings: tuple[Any, ...]) -> None:
         self._recorder = recorder
         self._settings = settings
         self._numbers = itertools.count()

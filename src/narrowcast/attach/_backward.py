@@ -25,7 +25,7 @@ from narrowcast.attach._leaves import (
     true_gradient,
 )
 from narrowcast.attach._recorder import call_site
-from narrowcast.attach._regions import Regions
+from narrowcast.attach._regions import ScriptRegions
 from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
 from narrowcast.attach._torch_internals import (
     NO_GRAPH_TASK,
@@ -58,7 +58,7 @@ class Backward:
 
     in_force: Backward | None = None
 
-    def __init__(self, run: AttachedRun, regions: Regions) -> None:
+    def __init__(self, run: AttachedRun, regions: ScriptRegions) -> None:
         self._scale = run.scale
         self._recorder = run.recorder
         self._observer = run.observer

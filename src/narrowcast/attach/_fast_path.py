@@ -1,7 +1,7 @@
-"""The fast path of ``nn.TransformerEncoder`` in evaluation: turned off, but for the zeros that it writes.
+"""The fast path of ``nn.TransformerEncoder`` in evaluation: turned off, while zeros in padding are kept.
 
-Its fused layers compute in fp32 whatever the region, and raise where two formats meet. The encoder itself
-defines a result with it, too: it packs the sequences without their padding, and fills up with zeros.
+Its fused layers compute in fp32 whatever the region, and raise where two formats meet. But the fast path also
+decides a result: the encoder removes padding before the layers, and fills it with zeros after them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEVICES = ("cpu", "cuda", "xpu")
 
 
 class FastPath:
-    """Turn torch's fast path off while regions are opened, and write the zeros that it defines."""
+    """Turn torch's fast path off while regions are opened, and write the zeros that it would write."""
 
     def __init__(self, run: AttachedRun) -> None:
         self._recorder = run.recorder
@@ -31,7 +31,8 @@ class FastPath:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
-        # torch.jit.script compiles the source of the original, whose names it finds in these globals.
+        # torch.jit.script finds the source through __wrapped__, but looks names up in the globals of the
+        # function it is given: give it the original's.
         made = types.FunctionType(forward.__code__, original.__globals__, closure=forward.__closure__)
         patches.replace(nn.TransformerEncoder, "forward", functools.update_wrapper(made, original))
 
@@ -47,13 +48,7 @@ class FastPath:
             torch.backends.mha.set_fastpath_enabled(True)
             self._is_off = False
 
-    def _encoder_forward(self, original: Call, encoder: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch takes no fast path in what it compiles, but for mask_check=False.
-        if torch.compiler.is_compiling() or not self._is_off:
-            return original(encoder, *args, **kwargs)
-        return self._uncompiled(original, encoder, *args, **kwargs)
-
-    def _uncompiled(
+    def _encoder_forward(
         self,
         original: Call,
         encoder: Any,
@@ -62,11 +57,15 @@ class FastPath:
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Any:
+        # As in torch's forward, which asks about CUDA alone: no fast path in autocast. While narrowcast is
+        # active that region is its own, and FP32 would have packed.
         left_in_autocast = self._recorder.left_alone is not None and torch.is_autocast_enabled()
-        if mask is not None or left_in_autocast or not _packs(encoder, src, src_key_padding_mask):
+        takes_fast_path = self._is_off and mask is None and not left_in_autocast
+        if not (takes_fast_path and _packs(encoder, src, src_key_padding_mask)):
             return original(encoder, src, mask, src_key_padding_mask, is_causal)
 
-        # As in torch's forward, with plain layers in place of fused ones on packed sequences.
+        # As in torch's forward, with plain layers in place of fused ones on packed sequences. is_causal is
+        # dropped: without a mask torch's fused layers ignore it, and plain ones raise.
         output = src
         for layer in encoder.layers:
             output = layer(output, src_key_padding_mask=src_key_padding_mask)
@@ -77,7 +76,10 @@ class FastPath:
 
 
 def _packs(encoder: Any, src: Tensor, padding: Tensor | None) -> bool:
-    """Return whether ``encoder`` packs the sequences of ``src`` in FP32, by the conditions in its forward."""
+    """Return whether ``encoder`` packs the sequences of ``src`` in FP32, by the conditions in its forward.
+
+    Simplified: all parameters of the first layer, and no privateuse1 device.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/transformer.py
     first = encoder.layers[0]
     if padding is None or not getattr(encoder, "use_nested_tensor", False) or first.training:
@@ -89,10 +91,12 @@ def _packs(encoder: Any, src: Tensor, padding: Tensor | None) -> bool:
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
-    return not getattr(encoder, "mask_check", True) or _is_left_aligned(padding)
+    if not getattr(encoder, "mask_check", True):
+        return True
+    return not torch.compiler.is_compiling() and _is_left_aligned(padding)
 
 
 def _is_left_aligned(padding: Tensor) -> bool:
-    """Return whether in each row of a mask nothing follows the first padded position but padding."""
+    """Return whether, in each row of a mask, every position after the first padded one is padded."""
     padded = padding.to(torch.bool)
     return bool((padded[:, 1:] >= padded[:, :-1]).all())

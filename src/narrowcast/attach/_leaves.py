@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from narrowcast.attach._recorder import Recorder
+from narrowcast.attach._recorder import EventRecorder
 from narrowcast.attach._run import RunningScale
 from narrowcast.attach._torch_internals import (
     NO_GRAPH_TASK,
@@ -180,7 +180,7 @@ class Leaves:
         optimizers: those that are known: made, stepped or zeroed since the attachment was entered.
     """
 
-    def __init__(self, scale: RunningScale, recorder: Recorder) -> None:
+    def __init__(self, scale: RunningScale, recorder: EventRecorder) -> None:
         self._scale = scale
         self._recorder = recorder
         self.factors: dict[int, float] = {}

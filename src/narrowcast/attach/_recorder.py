@@ -24,22 +24,23 @@ from narrowcast.machine import UNREADABLE, arithmetic_settings, first_line, read
 
 # Reading a value from a device waits for the device, so it is done seldom; a CPU needs no waiting.
 _FLUSH_EVERY_S = 1.0
-_FLUSH_PLAIN_EVERY_S = 0.1
-_FLUSH_EVERY = 1024
+_FLUSH_HOST_ONLY_EVERY_S = 0.1
+_FLUSH_AFTER_EVENTS = 1024
 
 # A number, or a function that reads it from a device when the capture is written.
 Reading = float | Callable[[], float]
 
 
-class Recorder:
+class EventRecorder:
     """Count what happens and write it to the capture, late enough that no step waits for a device.
 
-    A killed run loses at most the events that came less than a second after the last written one. Without a
-    writer, only counts and notes are kept.
+    A killed run loses at most the last second of events before its last activity. Without a writer, only
+    counts and notes are kept.
 
     Attributes:
         devices: for each type of device, the format of its regions and why.
-        backwards: outermost backward passes; ``forwards``: outermost calls of modules.
+        backwards: outermost backward passes.
+        forwards: outermost calls of modules before the first backward.
         module_calls: calls of every module, those inside of others too.
         left_alone: why narrowcast does nothing more for this script; None while it does.
         in_python: whether it belongs to ``nc.attached``, which has arguments in place of options.
@@ -113,23 +114,25 @@ class Recorder:
                 return
             now = time.perf_counter()
             last_of_any = max(self._last_step_of.values(), default=now)
-            last = self._last_step_of.get(optimizer)
+            last_of_own = self._last_step_of.get(optimizer)
             self._last_step_of[optimizer] = now
             self._add(
                 "step",
                 optimizer=optimizer,
                 skipped=skipped,
                 scale=scale,
-                interval_s=None if last is None else now - last,
+                interval_s=None if last_of_own is None else now - last_of_own,
                 backward=self.backwards,
             )
+            # Steps take over a second each: write now, instead of when the next one ends.
             if now - last_of_any > _FLUSH_EVERY_S:
-                self.flush()  # the next event is far
+                self.flush()
 
     def paused(self, seconds: float, waited_s: float) -> None:
         """Record that the process stood still for ``seconds``, which count in no time.
 
-        ``waited_s``: what it had waited for the device before that, which ends the steps so far.
+        ``waited_s``: how long it waited before that for the device to finish the steps so far; this counts as
+        their time.
         """
         with self._lock:
             self._started += seconds
@@ -146,8 +149,8 @@ class Recorder:
         self._unwritten.append({"event": event, **values, "time_s": now - self._started})
         if any(map(callable, values.values())):
             self._waits_for_device = True
-        patience_s = _FLUSH_EVERY_S if self._waits_for_device else _FLUSH_PLAIN_EVERY_S
-        if now - self._last_flush > patience_s or len(self._unwritten) >= _FLUSH_EVERY:
+        patience_s = _FLUSH_EVERY_S if self._waits_for_device else _FLUSH_HOST_ONLY_EVERY_S
+        if now - self._last_flush > patience_s or len(self._unwritten) >= _FLUSH_AFTER_EVENTS:
             self.flush()
 
     def note(self, text: str, *, at_once: bool = False, told: bool = False) -> None:
@@ -177,7 +180,7 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Write the events since the last flush; reads losses from the device."""
+        """Write the events since the last flush; reads their values from the device."""
         with self._lock:
             if self._waits_for_device and is_capturing():
                 return  # a CUDA graph is being recorded, where reading is an error
@@ -194,7 +197,10 @@ class Recorder:
         self._unwritten.clear()
 
     def close(self, **more: Any) -> dict[str, Any]:
-        """Flush, write the ``end`` event with ``more``, which a run is summarized by, and return it."""
+        """Flush, write the ``end`` event, and return it. A run is summarized from it.
+
+        ``more`` are its other fields.
+        """
         self.flush()
 
         # What cannot be read on this machine is said in a note.
@@ -234,7 +240,10 @@ class Recorder:
 
 
 def _reading(loss: torch.Tensor) -> Reading | None:
-    """Return the value of ``loss`` now, since the script may change it in place; None: it cannot be read."""
+    """Return the value of ``loss`` as it is now, since the script may change it in place.
+
+    For a device return a function that reads a copy; None if it cannot be read.
+    """
     if loss.is_meta or is_capturing():
         return None
     if loss.device.type == "cpu":

@@ -62,7 +62,7 @@ class _ThreadCalls(Nesting):
     recomputes = False
 
 
-class Regions:
+class ScriptRegions:
     """Replace ``nn.Module.__call__``, so that a region is closed even if the call raises.
 
     Scripts that use autocast or a GradScaler themselves are left alone from then on.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.attach._recorder import Recorder
+from narrowcast.attach._recorder import EventRecorder
 from narrowcast.policy import Policy
 from narrowcast.scaling import LossScale, Off
 
@@ -265,7 +265,7 @@ class AttachedRun:
     policy: Policy
     asked_scale: LossScale | None
     scale: RunningScale
-    recorder: Recorder
+    recorder: EventRecorder
     observer: Observer
     stopping: Stopping
 

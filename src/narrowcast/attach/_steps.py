@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from narrowcast.attach._leaves import Leaves, leaf_sample
-from narrowcast.attach._regions import Regions
+from narrowcast.attach._regions import ScriptRegions
 from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
 from narrowcast.attach._unread_steps import UnreadStep, UnreadSteps, must_wait
 from narrowcast.errors import NarrowcastError, ScaleCollapseError, UnsupportedError, few
@@ -91,7 +91,7 @@ class Steps:
     step can.
     """
 
-    def __init__(self, run: AttachedRun, leaves: Leaves, regions: Regions) -> None:
+    def __init__(self, run: AttachedRun, leaves: Leaves, regions: ScriptRegions) -> None:
         self._scale = run.scale
         self._recorder = run.recorder
         self._stopping = run.stopping

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FEWEST_PAIRS = 3
-"""Of runs; fewer do not show how far equal runs differ."""
+"""Pairs of runs; fewer do not show how far equal runs differ."""
 
-# Of the only pair of runs, or of each of two.
+# Fewest blocks in a pair where there are only one or two pairs.
 _FEWEST_BLOCKS = 4
-# By how much pairs of equal runs differ: on a quiet machine, where few pairs were timed, and at least. On two
-# cores of a virtual machine, of twelve scripts against themselves it was 0.013 to 0.05, and of one 0.17.
+# Standard deviation of the log speedup of equal runs: assumed for one or two pairs, and the least for more.
+# For twelve scripts against themselves on two cores of a virtual machine it was 0.013 to 0.05, for one 0.17.
 _USUAL_SPREAD, _LEAST_SPREAD = 0.045, 0.015
-# From so many pairs on the outer ones are moved inward.
+# From this many pairs on, the largest and the smallest ratio are trimmed.
 _ENOUGH_TO_TRIM = 7
 _NORMAL_975 = 1.959964
 # Student's t, 97.5 %, for 2 to 12 degrees of freedom.
 _STUDENT_975 = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 
 Blocks = Sequence[Sequence[float]]
-"""Times of one run, in the blocks between two of its pauses."""
+"""The times of one run, one list for each block; pauses separate the blocks."""
 
 
 class Estimate(NamedTuple):
@@ -61,9 +61,9 @@ def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:
     """Compute the median over all runs, and an interval that covers each run's own.
 
     A run's own interval contains its median with 95 % confidence, from the order of its times alone; with
-    fewer than six times it is their whole range, which is less certain. It assumes independent steps, which
-    is wrong on a machine that is busy for a while; so the interval returned reaches from the lowest to the
-    highest of the runs' intervals. ``runs`` are the times of each, warm-up left out.
+    ten times or fewer it is their whole range, which with fewer than six is less certain. It assumes
+    independent steps, which is wrong on a machine that is busy for a while; so the interval returned reaches
+    from the lowest to the highest of the runs' intervals. ``runs`` are the times of each, warm-up left out.
     """
     all_times: list[float] = []
     lows: list[float] = []
@@ -80,7 +80,8 @@ def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:
 
 
 def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
-    # How many of the times lie below the median is binomial, here by its normal approximation.
+    # How many of the times lie below the median is binomial, here by its normal approximation. Ranks from 1:
+    # floor(n/2 - reach) and ceil(n/2 + reach) + 1; as indices one less each.
     count = len(ordered)
     reach = _NORMAL_975 * math.sqrt(count) / 2
     low = max(0, math.floor(count / 2 - reach) - 1)
@@ -94,17 +95,18 @@ def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
 def speedup_of_ratios(log_ratios: Sequence[float]) -> Estimate:
     """Return the speedup of three pairs or more, with Student's interval of their spread.
 
-    Now and then a whole run is slow, as where both threads share a core. So from seven pairs on the largest
-    and the smallest ratio count as if they were equal to their neighbors (Yuen, 1974).
+    Now and then a whole run is slow, as where both threads share a core. So from seven pairs on the mean
+    leaves out the largest and the smallest ratio, and the spread counts each as equal to its neighbor (a
+    trimmed mean with a winsorized spread: Yuen, 1974).
     """
     ordered = sorted(log_ratios)
     count = len(ordered)
     cut = 1 if count >= _ENOUGH_TO_TRIM else 0
-    kept = ordered[cut : count - cut]
-    moved = [kept[0]] * cut + kept + [kept[-1]] * cut
-    spread = max(statistics.stdev(moved), _LEAST_SPREAD) * count / len(kept)
-    reach = student_975(len(kept) - 1) * spread / math.sqrt(count)
-    return _speedup(statistics.fmean(kept), reach)
+    trimmed = ordered[cut : count - cut]
+    winsorized = [trimmed[0]] * cut + trimmed + [trimmed[-1]] * cut
+    spread = max(statistics.stdev(winsorized), _LEAST_SPREAD) * count / len(trimmed)
+    reach = student_975(len(trimmed) - 1) * spread / math.sqrt(count)
+    return _speedup(statistics.fmean(trimmed), reach)
 
 
 def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
@@ -115,9 +117,13 @@ def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
     over pairs.
 
     Each process has a speed of its own (addresses, pages, placement of threads), which blocks cannot show. So
-    the interval is Student's, of the spread of the pairs. One or two pairs have the spread of equal runs on a
-    quiet machine, as if it was known from two more of them; and since on a busy one a process changes its
-    speed as it goes on, their intervals also allow for how far the thirds of a pair differ.
+    the interval is Student's, of the spread of the pairs. One or two pairs show no spread of their own, so
+    they are given that of equal runs on a quiet machine, with 2 degrees of freedom. On a busy machine a
+    process changes its speed as it goes on, so the interval also allows for how far the thirds of a pair
+    differ.
+
+    The number of ``pairs`` decides how many blocks a pair needs, so leave out a pair without a block that
+    both runs have whole.
     """
     are_few = len(pairs) < FEWEST_PAIRS
     fewest_blocks = _FEWEST_BLOCKS if are_few else 1

@@ -15,8 +15,10 @@ from narrowcast.gradients import _torch_internals
 # With a thousand small gradients these reads are most of what a check costs, so each is done once, in C.
 _GRAD, _IS_SPARSE, _SHAPE = attrgetter("grad"), attrgetter("is_sparse"), attrgetter("shape")
 
-_SMALL = 512  # elements: of a gradient that is worth copying
-_ROW = 1024  # elements: summed at once, since a sum of more squares is less exact
+# Gradients of at most so many elements are copied.
+_SMALL = 512
+# Elements in a row, whose squares are summed at once: a longer sum is less exact.
+_ROW = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
         if values.is_sparse:
             values = values.coalesce().values()
         if values.is_complex():
-            values = torch.view_as_real(values)
+            values = _real(values)
         if values.numel():
             kept[position] = values
     if not kept:
@@ -102,7 +104,7 @@ class MeshPlacement:
 
 @dataclass(slots=True)
 class OptimizerGradients:
-    """Gradients of one optimizer.
+    """What ``gradients_of`` found.
 
     Attributes:
         parameters: those that have a gradient, in the optimizer's order.
@@ -122,6 +124,8 @@ class OptimizerGradients:
     @torch.no_grad()
     def flags(self) -> NonfiniteFlags:
         """Check each gradient; of a DTensor, its local part."""
+        # Empty values have no norm: the general way leaves them out and groups anew. Otherwise the groups
+        # that exist are used.
         if not all(map(torch.Tensor.numel, self.values)):
             return nonfinite_flags(self.values)
         checked = [(positions, _norms(members)) for _, _, positions, members in self.groups]
@@ -136,9 +140,10 @@ class FlatCopies:
     """
 
     def __init__(self) -> None:
-        self._shapes: list[torch.Size] = []
         self._rows = torch.empty(0, device="cpu")
-        self._copies: list[torch.Tensor] = []
+        # The part of the rows for each gradient, in the gradient's shape.
+        self._views: list[torch.Tensor] = []
+        self._shapes: list[torch.Size] = []
 
     def of(self, gradients: OptimizerGradients) -> torch.Tensor | None:
         """Return the gradients in rows, the last filled up with zeros; None if they are not small.
@@ -156,7 +161,7 @@ class FlatCopies:
             if any(member.numel() > _SMALL for member in members):
                 return None
             self._allocate(members, dtype)
-        torch._foreach_copy_(self._copies, members)
+        torch._foreach_copy_(self._views, members)
         return self._rows
 
     def _allocate(self, members: list[torch.Tensor], dtype: torch.dtype) -> None:
@@ -165,7 +170,7 @@ class FlatCopies:
         count = sum(sizes)
         self._rows = torch.zeros(max(1, math.ceil(count / _ROW)), _ROW, dtype=dtype, device="cpu")
         pieces = torch.split(self._rows.view(-1)[:count], sizes)
-        self._copies = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        self._views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
 
 def parameters_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -187,7 +192,8 @@ def gradients_of(
     """Return the gradients that ``optimizer`` would use now.
 
     Sparse gradients are coalesced if they are in fp16, because the sums may overflow, and if ``summed``,
-    because the norm of the parts is not the norm of their sum. ``names`` are for the error.
+    because the norm of the parts is not the norm of their sum. Coalesced gradients replace
+    ``parameter.grad``, and so do copies of lazily conjugated ones. ``names`` are for the error.
 
     Raises:
         ScaleError: a gradient is in fp16 without ``allow_fp16``.
@@ -213,7 +219,7 @@ def gradients_of(
     # Complex gradients are read as pairs of real numbers, because no kernel of the check takes them.
     groups = _torch_internals.by_device_and_dtype(values) if values else []
     if any(dtype.is_complex for _, dtype, _, _ in groups):
-        values = [_real(p, value) for p, value in zip(parameters, values, strict=True)]
+        values = [_real(_resolved(p, value)) for p, value in zip(parameters, values, strict=True)]
         groups = _torch_internals.by_device_and_dtype(values)
 
     if not allow_fp16 and any(dtype is torch.float16 for _, dtype, _, _ in groups):
@@ -221,9 +227,22 @@ def gradients_of(
     return OptimizerGradients(parameters, values, groups, dense, meshes)
 
 
-def _real(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    if values.is_conj():
+def _resolved(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    # Most optimizers refuse a gradient that is conjugated lazily. Values that are only a part of it must not
+    # replace it.
+    if values.is_conj() and values is parameter.grad:
         parameter.grad = values = values.resolve_conj()
+    return values
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
+    """Return complex values as pairs of real numbers in the same memory, and others as they are.
+
+    The memory of lazily conjugated values holds their conjugates. These have the same magnitudes, and real
+    factors and clamps do the same to them.
+    """
+    if values.is_conj():
+        values = values.conj()
     return torch.view_as_real(values) if values.is_complex() else values
 
 
@@ -258,12 +277,13 @@ def _local_parts(
                         "expected gradients that are reduced, got a DTensor with the placements "
                         f"{gradient.placements}: redistribute it to Shard or Replicate before the step"
                     )
-                # fully_shard turns a dimension that is already sharded into a placement other than Shard.
+                # Not ``isinstance(placement, Shard)``: fully_shard makes a _StridedShard of a dimension that
+                # is sharded already.
                 groups = copied if isinstance(placement, Replicate) else sharded
                 groups.append(gradient.device_mesh.get_group(dimension))
             values.append(gradient.to_local())
             meshes.append(MeshPlacement(sharded=tuple(sharded), copied=tuple(copied)))
-    return values, meshes if any(meshes) else None
+    return values, (meshes if any(meshes) else None)
 
 
 def check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -320,7 +340,7 @@ def _fp16_message(
 ) -> str:
     narrow = [p for p in parameters if p.grad is not None and p.grad.dtype is torch.float16]
     labels = few(labels_of(optimizer, narrow, names), 5)
-    # The parameters are in fp32, and the script asked for gradients in fp16.
+    # No weight is in fp16, so the script asked for fp16 gradients.
     if all(parameter.dtype is not torch.float16 for parameter in narrow):
         return (
             f"expected gradients in fp32, got fp16 for {labels}, as grad_dtype says: leave that at the "

@@ -25,12 +25,14 @@ from narrowcast.machine._rates import Budget, Rate, measure_device
 from narrowcast.machine._torch_internals import default_store
 from narrowcast.machine._work import work_for_auto
 
-# With the steps on the way, a quiet machine takes less than a second.
+# A quiet machine needs less than a second, the smaller sizes before the one that counts included.
 _AUTO_BUDGET = Budget(device_s=2.0)
 # "auto" leaves fp32 only for a format that is faster by more than this.
 _WORTH = 1.03
 # How long a rank waits for what rank 0 chose, which may be downloading data first.
 _RANK_0_S = 30
+# The speed of a format in which torch cannot do the work.
+_IMPOSSIBLE = 0.0
 
 # Choices by kept rates, which are read once a process; None where there are none that decide.
 _by_rates: dict[tuple[str, Path | None], Choice | None] = {}
@@ -46,19 +48,16 @@ def best_format(device_type: str, cache: Path | None = None) -> Choice:
     if device_type in _of_rank_0:
         return _of_rank_0[device_type]
 
+    # Before the ranks have a process group they cannot agree, and their rates may differ; the table does not.
+    has_group = dist.is_available() and dist.is_initialized()
+    if not has_group and os.environ.get("WORLD_SIZE", "1") != "1":
+        return _choice_by_table(device_type, "as ranks cannot agree yet")
+
     # By rates, if any decide.
     place = (device_type, cache or cache_folder())
     if place not in _by_rates:
         _by_rates[place] = choice_by_rates(*place)
-    choice = _by_rates[place]
-
-    # Ranks that have a process group agree below; those that will have one must not choose by rates of
-    # their own.
-    has_group = dist.is_available() and dist.is_initialized()
-    if choice is None:
-        choice = _choice_by_table(device_type, "not measured")
-    elif not has_group and os.environ.get("WORLD_SIZE", "1") != "1":
-        choice = _choice_by_table(device_type, "as ranks cannot agree yet")
+    choice = _by_rates[place] or _choice_by_table(device_type, "not measured")
     if has_group and dist.get_world_size() > 1:
         choice = _of_rank_0[device_type] = _agreed(device_type, choice)
     return choice
@@ -89,9 +88,10 @@ def choice_by_rates(device_type: str, cache: Path | None) -> Choice | None:
 
 
 def _agreed(device_type: str, mine: Choice) -> Choice:
-    """Return what rank 0 chose; if it does not choose soon, what the first rank chose that asked.
+    """Return what rank 0 chose.
 
-    Through the store of the process group: a collective would hang where not all ranks come here.
+    If it does not choose within ``_RANK_0_S``, return the choice of the first rank that stops waiting. This
+    goes through the store of the process group: a collective would hang where not all ranks come here.
     """
     store = default_store()
     key = f"narrowcast/auto/{device_type}"
@@ -114,7 +114,7 @@ def measure_auto(
     fresh: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> str | None:
-    """Measure the small set of cells that decides ``auto``, unless it is kept.
+    """Measure the few kinds of work that decide ``auto``, unless their rates are kept.
 
     Returns:
         A note for the user: why the rates are not kept, or were measured anew.
@@ -158,7 +158,7 @@ def _auto_key(device_type: str) -> dict[str, Any]:
     if device_type == "cpu":
         facts = cpu_facts(cpu_capabilities(), architecture=platform.machine())
         key += [facts["name"], facts["instructions"]]
-        # Both may have torch and oneDNN use fewer instructions than the CPU has.
+        # These two settings limit torch and oneDNN to fewer instructions than the CPU has.
         key += [torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA")]
     elif device_type == "cuda" and torch.cuda.is_available():
         key.append(torch.cuda.get_device_name())
@@ -172,7 +172,7 @@ def _candidate(device_type: str) -> str:
 
 
 def auto_speeds(rates: list[Rate], candidate: str, table: str) -> dict[str, float] | None:
-    """Return the speed of ``candidate`` against fp32 by kind of work; None if a cell is unclear."""
+    """Return the speed of ``candidate`` against fp32 by kind of work; None if one was not clear."""
     speeds = {}
     for rate in rates:
         if rate.format == candidate:
@@ -191,15 +191,18 @@ def _auto_speed(rate: Rate, table: str) -> float | None:
     # What was cut short counts as the speed that it had at a smaller size, if that is below fp32's.
     if rate.speed_at_most is not None and rate.speed_at_most < 1:
         return rate.speed_at_most
-    # That torch cannot do it confirms a table that says fp32.
+    # If torch cannot compute in the format, and the table says fp32 anyway, that is an answer and no gap.
     is_impossible = rate.rounds == 0 and rate.expected_time_s is None
     if is_impossible and table == "fp32":
-        return 0.0
+        return _IMPOSSIBLE
     return None
 
 
 def speed_in_words(speed: float) -> str:
-    """Say a speed against fp32 as ``2.5x faster`` or ``1.6x slower``."""
-    if speed == 0:
+    """Say a speed against fp32 as ``2.5x faster``, ``1.6x slower`` or ``as fast``; 0: torch cannot do it."""
+    if speed == _IMPOSSIBLE:
         return "impossible"
-    return f"{speed:.2g}x faster" if speed >= 1 else f"{1 / speed:.2g}x slower"
+    factor = f"{max(speed, 1 / speed):.2g}"
+    if factor == "1":
+        return "as fast"
+    return f"{factor}x faster" if speed > 1 else f"{factor}x slower"

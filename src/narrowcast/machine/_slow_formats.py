@@ -16,9 +16,10 @@ _AS_FAST = 1.1
 def slow_formats(formats: Iterable[str], device_type: str, rates: list[Rate] | None = None) -> list[str]:
     """Return a sentence for each of ``formats`` that is slower than fp32 on this machine, with what to use.
 
-    Decided by the largest matmul and convolution among ``rates`` that was measured steadily or cut short,
-    unless a larger one may be fast; on a CPU by default those that decide ``auto``. Where they do not show
-    that the largest is fast, what is known of this kind of CPU is said.
+    Decides by ``rates``; on a CPU, by default, by those kept for ``auto``. For matmuls and for convolutions
+    it takes the largest size that was measured steadily or cut short, unless a larger, unclear size may be
+    fast. Where the rates do not show that the largest size is fast, it says what is known of this kind of
+    CPU.
     """
     if rates is None:
         rates = []
@@ -43,13 +44,13 @@ def _why_slow(format_name: str, device_type: str, rates: list[Rate]) -> str | No
     known = []
     for kind in ("matmul", "convolution"):
         of_kind = [rate for rate in rates if (rate.kind, rate.format) == (kind, format_name)]
-        largest = _from_largest_clear(of_kind, rates)
+        clear, larger_unclear = _largest_clear(of_kind, rates)
+        largest_is_clear = clear is not None and not larger_unclear
+
         # Measured rates count for more than what is known of the kind of CPU.
-        if largest and all(_is_slow(rate) for rate in largest):
-            slower.append(_how_slow(largest[0]))
-        elif len(largest) == 1:
-            continue  # the largest size is fast
-        elif device_type == "cpu":
+        if clear is not None and all(map(_is_slow, (clear, *larger_unclear))):
+            slower.append(_how_slow(clear))
+        elif not largest_is_clear and device_type == "cpu":
             known.append(known_to_be_slow(format_name, kind))
 
     reasons = [fact for fact in known if fact is not None]
@@ -60,16 +61,18 @@ def _why_slow(format_name: str, device_type: str, rates: list[Rate]) -> str | No
     return "; ".join(reasons) or None
 
 
-def _from_largest_clear(of_kind: list[Rate], rates: list[Rate]) -> list[Rate]:
-    """Return the rate of the largest size that is clear, and those of larger sizes, which may be fast."""
+def _largest_clear(of_kind: list[Rate], rates: list[Rate]) -> tuple[Rate | None, list[Rate]]:
+    """Return the rate of the largest size that is clear, None if none is, and those of larger sizes."""
     # Sizes come from the smallest on.
-    from_clear: list[Rate] = []
+    clear: Rate | None = None
+    larger_unclear: list[Rate] = []
     for rate in of_kind:
         if rate.is_steady or _is_cut_short_alone(rate, rates):
-            from_clear = [rate]
-        elif from_clear:
-            from_clear.append(rate)
-    return from_clear
+            clear = rate
+            larger_unclear = []
+        elif clear is not None:
+            larger_unclear.append(rate)
+    return clear, larger_unclear
 
 
 def _is_cut_short_alone(rate: Rate, rates: list[Rate]) -> bool:
@@ -77,31 +80,33 @@ def _is_cut_short_alone(rate: Rate, rates: list[Rate]) -> bool:
 
     On a machine that is busy with something else both do, and that shows nothing.
     """
-    if not rate.speed_at_most:
+    if rate.speed_at_most is None:
         return False
     for other in rates:
-        is_fp32 = other.format == "fp32" and (other.kind, other.shape) == (rate.kind, rate.shape)
-        if is_fp32 and other.speed_against_fp32 is not None:
+        is_fp32_of_same = other.format == "fp32" and (other.kind, other.shape) == (rate.kind, rate.shape)
+        if is_fp32_of_same and other.speed_against_fp32 is not None:
             return True
     return False
 
 
 def _is_slow(rate: Rate) -> bool:
-    """Return whether a rate is below fp32's: measured so, or cut short and so at a smaller size."""
-    speed = rate.speed_against_fp32
-    if speed is None:
-        speed = rate.speed_at_most
+    """Return whether a rate is below fp32's by more than ``_AS_FAST``.
+
+    At its own size, or at a smaller one if it was cut short.
+    """
+    speed, _ = _speed_and_shape(rate)
     return speed is not None and speed * _AS_FAST < 1
 
 
 def _how_slow(rate: Rate) -> str:
     """Say how much slower than fp32 a rate is, and at which size."""
-    speed = rate.speed_against_fp32
-    shape: list[int] | None = rate.shape
-    if speed is None:
-        speed = rate.speed_at_most
-        shape = rate.speed_at_most_shape
-    # Slow rates have one of both.
-    assert speed is not None
-    assert shape is not None
+    speed, shape = _speed_and_shape(rate)
+    assert speed is not None  # it is slow
     return f"{speed_in_words(speed)} in {rate.kind}s of {' x '.join(map(str, shape))}"
+
+
+def _speed_and_shape(rate: Rate) -> tuple[float | None, list[int]]:
+    """Return the speed against fp32 and the shape that it is of: a smaller one if the rate was cut short."""
+    if rate.speed_against_fp32 is None and rate.speed_at_most_shape is not None:
+        return rate.speed_at_most, rate.speed_at_most_shape
+    return rate.speed_against_fp32, rate.shape

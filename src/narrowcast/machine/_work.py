@@ -137,7 +137,7 @@ def work_for(device_type: str, *, has_tf32: bool = False) -> tuple[Work, ...]:
 
 
 def work_for_auto(device_type: str, candidate: str) -> tuple[Work, ...]:
-    """Return the small fixed set of cells that decides ``auto``: matmuls and a convolution of medium size.
+    """Return the few kinds of work that decide ``auto``: matmuls and a convolution of medium size.
 
     Where a call takes long, as of emulated bf16, the steps below that size end it early.
     """

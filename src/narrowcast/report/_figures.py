@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowcast.capture import OUTPUT_LIMIT, PARAMETER_LIMIT, TOTAL_LIMIT, TimedRun
 from narrowcast.report._statistics import mean
@@ -24,7 +24,7 @@ _BOX = 1000
 _MOST_POINTS = 300
 _MOST_SITES = 6
 _MOST_TICKS = 7
-# Losses that fall by more than this factor are drawn on a logarithmic axis.
+# Losses whose largest is more than this factor above their smallest are drawn on a logarithmic axis.
 _WIDE_RANGE = 20.0
 _MOST_DOTS = 2_000
 _MOST_EXEMPT = 3
@@ -46,7 +46,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure.
+    """What the template needs to draw one figure.
 
     Attributes:
         kind: ``"loss"``, ``"speedup"`` or ``"errors"``, for the template.
@@ -109,13 +109,12 @@ class Axis:
 
 
 def _round_values(low: float, high: float) -> list[tuple[str, float]]:
-    """Return three to seven multiples of 1, 2 or 5 times a power of ten."""
-    step = size = 10.0 ** math.floor(math.log10((high - low) / 5))
-    # The smallest step of which at most six fit.
-    for times in (2, 5, 10, 20):
-        if (high - low) / step <= 6:
-            break
-        step = size * times
+    """Return two to seven multiples of 1, 2 or 5 times a power of ten."""
+    # ``size`` fits five to fifty times. The step is the smallest one that fits at most six times.
+    size = 10.0 ** math.floor(math.log10((high - low) / 5))
+    steps = (size, 2 * size, 5 * size, 10 * size)
+    step = next(step for step in steps if (high - low) / step <= 6)
+
     # As many decimals as the step has, unless they are too many.
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     form = f".{decimals}f"
@@ -168,30 +167,54 @@ def loss_figures(runs: Sequence[TimedRun], first: str | None = None) -> tuple[li
     return figures, max(0, len(ordered) - _MOST_SITES)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gaps:
+    """Where the curve of one run is broken, since losses are not finite.
+
+    Attributes:
+        run: its name.
+        losses, not_finite: how many it has, and how many of these are not finite.
+        first_pass: number of the first backward pass with such a loss.
+    """
+
+    run: str
+    losses: int
+    not_finite: int
+    first_pass: int
+
+
 def _loss_figure(place: int, site: str, runs: Sequence[TimedRun]) -> Figure:
     curves: list[tuple[TimedRun, list[_Point]]] = []
     counts = Counter[str]()
-    not_finite, stretch = [], 1
+    gaps: list[_Gaps] = []
+    losses_per_point = 1
     for run in runs:
         losses = _losses(run, site)
         if not losses:
             continue
         counts[run.format] += 1
         curves.append((run, thinned(losses)))
-        stretch = max(stretch, _stretch(len(losses)))
-        lost = [backward for backward, value in losses if not math.isfinite(value)]
-        if lost:
-            not_finite.append((run_name(run), len(lost), len(losses), lost[0]))
+        losses_per_point = max(losses_per_point, _losses_per_point(len(losses)))
+        bad_passes = [backward for backward, value in losses if not math.isfinite(value)]
+        if bad_passes:
+            gaps.append(
+                _Gaps(
+                    run=run_name(run),
+                    losses=len(losses),
+                    not_finite=len(bad_passes),
+                    first_pass=bad_passes[0],
+                )
+            )
 
     x, y = _axes_of_curves(points for _, points in curves)
     marks = []
     for run, points in curves:
         marks.append(Mark(style=run.format, path=svg_path(points, x, y), title=run_name(run)))
-    legend, made = [], []
+    legend, runs_by_format = [], []
     for side, name in NAMES.items():
         if counts[side]:
             legend.append((side, name))
-            made.append((name, counts[side]))
+            runs_by_format.append((name, counts[side]))
     return Figure(
         kind="loss",
         name=f"plot-loss-{place}",
@@ -201,9 +224,9 @@ def _loss_figure(place: int, site: str, runs: Sequence[TimedRun]) -> Figure:
         legend=legend,
         facts={
             "site": site_name(site),
-            "counts": made,
-            "not_finite": not_finite,
-            "stretch": stretch,
+            "runs_by_format": runs_by_format,
+            "gaps": gaps,
+            "losses_per_point": losses_per_point,
         },
     )
 
@@ -214,27 +237,27 @@ def _losses(run: TimedRun, site: str) -> list[tuple[int, float]]:
 
 
 def thinned(losses: Sequence[tuple[float, float]]) -> list[_Point]:
-    """Return at most 300 points, each the mean of a stretch; None where that is not finite.
+    """Return at most 300 points, each the mean of some losses in a row; None where that is not finite.
 
     Args:
         losses: position and value of each.
     """
     points: list[_Point] = []
-    length = _stretch(len(losses))
-    for start in range(0, len(losses), length):
-        positions, values = zip(*losses[start : start + length], strict=True)
+    losses_per_point = _losses_per_point(len(losses))
+    for start in range(0, len(losses), losses_per_point):
+        positions, values = zip(*losses[start : start + losses_per_point], strict=True)
         at, value = mean(positions), mean(values)
         points.append((at, value) if math.isfinite(value) else (at, None))
     return points
 
 
-def _stretch(count: int) -> int:
-    """Return of how many losses a point is the mean."""
+def _losses_per_point(count: int) -> int:
+    """Return how many losses are averaged into one point."""
     return max(1, math.ceil(count / _MOST_POINTS))
 
 
 def _axes_of_curves(curves: Iterable[Sequence[_Point]]) -> tuple[Axis, Axis]:
-    """Return the axes of curves over backward passes; logarithmic where losses fall by much."""
+    """Return the axes of curves over backward passes; logarithmic where the range of losses is wide."""
     positions, values = [0.0], []
     for points in curves:
         for at, value in points:
@@ -292,6 +315,21 @@ def _medians(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 _STYLE_OF_STATE = {"kept": "mixed dots", "exempt": "exempt", "lost": "fail cross"}
 
 
+class _Row(NamedTuple):
+    """A row of the figure. y runs from 0 at the top to 1000 at the bottom."""
+
+    middle: int
+    half_height: int
+
+
+# The error of all together, alone or above the row with that of each.
+_ONLY_ROW = _Row(middle=500, half_height=400)
+_UPPER_ROW = _Row(middle=250, half_height=250)
+_LOWER_ROW = _Row(middle=720, half_height=200)
+# Dots of the lower row are spread over five levels, so that equal errors do not cover each other.
+_LEVELS, _FIRST_LEVEL, _LEVEL_HEIGHT = 5, 580, 70
+
+
 def output_figure(output: Mapping[str, Any]) -> Figure | None:
     """Draw the error of outputs beside its limit; None: it was not measured."""
     if output["relative_error"] is None:
@@ -304,7 +342,8 @@ def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
     """Draw the errors of gradients, together and each, beside their limits; None: none was measured."""
     key, limits = "error_over_noise", [TOTAL_LIMIT, PARAMETER_LIMIT]
     if certificate[key] is None:
-        # Without noise the limits depend on why there is none: the text of the certificate's reason has them.
+        # Without noise the limits depend on why it is missing, so none are drawn; the certificate's "reason"
+        # gives them.
         key, limits = "relative_error", []
     if certificate[key] is None:
         return None
@@ -317,7 +356,7 @@ def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
         errors.parameters += 1
         errors.lost += parameter["lost"]
         state = "lost" if parameter["lost"] else "kept"
-        # Without noise there is no limit that it could be beyond.
+        # Never for a lost one, and without noise there is no limit that it could be beyond.
         why = exemption(parameter, certificate)
         if why is not None and limits:
             state = "exempt"
@@ -329,7 +368,7 @@ def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Errors:
-    """Errors to draw.
+    """What a figure of errors shows, and what it says.
 
     Attributes:
         of: ``"gradients"`` or ``"outputs"``.
@@ -359,32 +398,35 @@ def _error_figure(errors: _Errors) -> Figure:
     values = [value for value, _ in errors.single]
     x = _axis_of_errors([total, *map(_within_axis, values)])
 
-    # The row of all errors together and that of each parameter: its middle from the top, and half its height.
-    # Ticks are at the middles too, but in percent from the bottom.
-    rows = [(500, 400)]
-    y_ticks: _Ticks = (("together", 50.0),)
+    rows = {"together": _ONLY_ROW}
     if values:
-        rows = [(250, 250), (720, 200)]
-        y_ticks = (("together", 75.0), ("each", 28.0))
+        rows = {"together": _UPPER_ROW, "each": _LOWER_ROW}
+    # Ticks are at the middles, in percent from the bottom.
+    y_ticks = tuple((name, 100 * (_BOX - row.middle) / _BOX) for name, row in rows.items())
 
     marks = []
-    for limit, (middle, half) in zip(errors.limits, rows, strict=False):
-        marks.append(Mark(style="limit", path=f"M{_BOX * x.at(limit):.1f} {middle - half}v{2 * half}"))
+    for limit, row in zip(errors.limits, rows.values(), strict=False):
+        across = _BOX * x.at(limit)
+        top = row.middle - row.half_height
+        marks.append(Mark(style="limit", path=f"M{across:.1f} {top}v{2 * row.half_height}"))
     paths = dict.fromkeys(_STYLE_OF_STATE, "")
     for place, (value, state) in enumerate(errors.single[:_MOST_DOTS]):
-        # Spread over five heights, so that equal errors do not cover each other.
-        paths[state] += f"M{_BOX * x.at(_within_axis(value)):.1f} {580 + 70 * (place % 5)}h0"
+        across = _BOX * x.at(_within_axis(value))
+        down = _FIRST_LEVEL + _LEVEL_HEIGHT * (place % _LEVELS)
+        paths[state] += f"M{across:.1f} {down}h0"
     for state, path in paths.items():
         if path:
             marks += _dots(_STYLE_OF_STATE[state], path)
     style = "mixed total" if errors.why_total is None else "exempt total"
-    marks += _dots(style, f"M{_BOX * x.at(total):.1f} {rows[0][0]}h0")
+    marks += _dots(style, f"M{_BOX * x.at(total):.1f} {rows['together'].middle}h0")
 
     legend = [("mixed-dot", "mixed precision")]
     if errors.why_total or errors.why_single:
         legend.append(("exempt-dot", "beyond the limit, not counted"))
     if errors.limits:
         legend.append(("limit", "limit"))
+    # NaN is the worst; without the key, what max returns would depend on the order of parameters.
+    worst = max(values, key=lambda value: (math.isnan(value), value), default=None)
     exempt = errors.why_single[:_MOST_EXEMPT]
     if len(errors.why_single) > _MOST_EXEMPT:
         exempt.append(f"and {plural(len(errors.why_single) - _MOST_EXEMPT, 'more parameter')}")
@@ -404,13 +446,13 @@ def _error_figure(errors: _Errors) -> Figure:
             "lost": errors.lost,
             "total_exempt": errors.why_total,
             "exempt": exempt,
-            "worst": max(values, default=None),
+            "worst": worst,
         },
     )
 
 
 def _dots(style: str, path: str) -> list[Mark]:
-    """Draw dots; those that do not count are rings, made of a dot of the card's colour on a larger one."""
+    """Draw dots. Those that do not count are rings: a smaller dot in the card's colour is drawn over them."""
     marks = [Mark(style=style, path=path)]
     if style.startswith("exempt"):
         marks.append(Mark(style=f"{style} hole", path=path))

@@ -41,12 +41,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Args:
         module: the model, on one device.
         message_size: the most float32 elements in a bucket.
-        delay_allreduce: reduce everything when backward has ended, and accept parameters without gradients,
-            which torch looks for in every graph (it warns once if there was none).
+        delay_allreduce: reduce everything when backward has ended, and accept parameters without gradients.
+            torch then searches every graph for them, and warns once if it finds none.
 
     ``allreduce_trigger_params``, ``num_allreduce_streams`` and ``prof`` have no effect: in apex they change
-    when gradients are sent, and not their values. The others raise ``SettingError`` if they are not the
-    default. Source: apex ``parallel/distributed.py``.
+    when gradients are sent, and not their values. All other arguments after ``delay_allreduce`` raise
+    ``SettingError`` unless they have their defaults. Source: apex ``parallel/distributed.py``.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Reduce the gradients of the next backward pass, with those accumulated before, again."""
+        """Reduce gradients again from the next forward pass on, those accumulated meanwhile included."""
         self.require_backward_grad_sync = True
 
 
