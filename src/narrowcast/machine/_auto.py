@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -79,12 +79,10 @@ def choice_by_rates(device_type: str, cache: Path | None) -> Choice | None:
     if speeds is None:
         return None
 
-    # Their geometric mean decides: a kind of work that gains much makes up for one that loses a little.
-    is_worth_it = math.prod(speeds.values()) > _WORTH ** len(speeds)
     date = time.strftime("%Y-%m-%d", time.localtime(kept["measured_at_s"]))
     in_words = [f"{speed_in_words(speed)} in {kind.replace('_', ' ')}" for kind, speed in speeds.items()]
     because = f"measured on {date}, {candidate} against fp32: {', '.join(in_words)}"
-    return Choice(format=candidate if is_worth_it else "fp32", because=because)
+    return Choice(format=candidate if _is_worth_it(speeds.values()) else "fp32", because=because)
 
 
 def _agreed(device_type: str, mine: Choice) -> Choice:
@@ -135,7 +133,7 @@ def measure_auto(
         return f"the rates that decide auto on {device_type} were not measured: {first_line(error)}"
     # Rates that decide nothing are not kept, so that the next call measures again.
     if auto_speeds(rates, candidate, table_format(device_type).format) is None:
-        return f"not all rates that decide auto on {device_type} were measured steadily: the table decides"
+        return f"the rates measured for auto on {device_type} scatter too much to decide: the table decides"
 
     kept = {"measured_at_s": time.time(), "rows": [asdict(rate) for rate in rates]}
     why = keep_rates(cache, _auto_key(device_type), kept)
@@ -172,21 +170,45 @@ def _candidate(device_type: str) -> str:
 
 
 def auto_speeds(rates: list[Rate], candidate: str, table: str) -> dict[str, float] | None:
-    """Return the speed of ``candidate`` against fp32 by kind of work; None if one was not clear."""
-    speeds = {}
+    """Return the speed of ``candidate`` against fp32 by kind of work; None if they do not decide.
+
+    On a machine that others share the rounds scatter. Their rates decide all the same where the quartiles of
+    all kinds of work, the slow ones and the fast ones, lead to the same choice.
+    """
+    speeds: dict[str, float] = {}
+    slow: list[float] = []
+    fast: list[float] = []
+    are_steady = True
     for rate in rates:
-        if rate.format == candidate:
-            speed = _auto_speed(rate, table)
-            if speed is None:
-                return None
-            speeds[rate.kind] = speed
-    return speeds
+        if rate.format != candidate:
+            continue
+        speed = _auto_speed(rate, table)
+        if speed is None:
+            return None
+        speeds[rate.kind] = speed
+        # What was not timed in rounds has no quartiles.
+        is_timed = rate.speed_against_fp32 is not None
+        slow.append(rate.speed_against_fp32_low or speed)
+        fast.append(rate.speed_against_fp32_high or speed)
+        are_steady &= rate.is_steady or not is_timed
+    if are_steady or _is_worth_it(slow) == _is_worth_it(fast):
+        return speeds
+    return None
+
+
+def _is_worth_it(speeds: Iterable[float]) -> bool:
+    """Return whether ``auto`` leaves fp32 for a format of these speeds against it.
+
+    Their geometric mean decides: a kind of work that gains much makes up for one that loses a little.
+    """
+    of_each = list(speeds)
+    return math.prod(of_each) > _WORTH ** len(of_each)
 
 
 def _auto_speed(rate: Rate, table: str) -> float | None:
     if rate.out_of_time:
         return None
-    if rate.is_steady:
+    if rate.speed_against_fp32 is not None:
         return rate.speed_against_fp32
     # What was cut short counts as the speed that it had at a smaller size, if that is below fp32's.
     if rate.speed_at_most is not None and rate.speed_at_most < 1:
