@@ -15,7 +15,7 @@ import narrowcast as nc
 from child_processes import finished
 from narrowcast.casting.fp8._convert import apply_fp8
 from narrowcast.casting.fp8._linear import Fp8Linear
-from narrowcast.errors import PolicyError
+from narrowcast.errors import OrderError, PolicyError
 
 rule = nc.rule
 IN, OUT = 32, 48
@@ -138,6 +138,8 @@ def test_copies_multiply_in_fp8_until_the_handle_is_removed():
     assert torch.equal(copied(x), plain)
     assert repr(copied.head) == "Fp8Linear(in_features=32, out_features=16, bias=True)"
     assert torch.equal(loaded(x), y)  # another process would not know
+    with pytest.raises(OrderError, match=r"got one at 'blocks\.0\.up' that is not"):
+        nc.compile(copied, everywhere("fp8_rowwise"))
     apply_fp8(copied, everywhere("fp8_rowwise"))
     assert torch.equal(copied(x), y)
 

@@ -11,9 +11,10 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import narrowcast as nc
-from narrowcast.casting.kernels import _kernels
+from narrowcast.casting.kernels import _kernels, _operators
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import PROMOTE, TABLES
+from torch_alone import torch_alone
 
 rule = nc.rule
 FORMATS = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
@@ -257,6 +258,23 @@ def test_tensors_elsewhere_are_left_alone():
         assert (a + a).dtype == FP32
 
 
+def order_of_gradients(region):
+    """The names of parameters, in the order in which their gradients arrive."""
+    layer, arrived = nn.Linear(4, 4), []
+    for name, weight in layer.named_parameters():
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    with region:
+        loss = layer(torch.ones(2, 4)).float().sum()
+    loss.backward()
+    return arrived
+
+
+def test_gradients_arrive_in_torchs_order():
+    with torch_alone():
+        expected = order_of_gradients(torch.autocast("cpu", BF16))
+    assert order_of_gradients(region(rule.op("linear", compute="bf16"))) == expected
+
+
 # ---- what else can be given
 
 
@@ -277,6 +295,14 @@ def test_numbers_beside_tensors():
         with region(*(rule.op(op, compute="fp32") for op in ops)):
             ours = function(a)
         assert same(ours, function(a.float()))
+
+
+def test_a_number_beside_two_tensors_widens_neither():
+    """No operator of torch is called so yet."""
+    integers, zero_dim = torch.arange(2), torch.tensor(1.0)
+    assert _operators._tensor_of(0.5, [integers, zero_dim]).dtype == FP32
+    assert _operators._tensor_of(0.5, [integers, zero_dim.half()]).dtype == FP16
+    assert _operators._tensor_of(1, [integers > 0, integers[0].to(torch.int8)]).dtype == torch.int8
 
 
 def test_fake_tensors_are_cast_as_real_ones():

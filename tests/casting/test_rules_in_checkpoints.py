@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from narrowcast.casting.regions import _weight_casts
+from narrowcast.casting.regions import _regions, _weight_casts
 from narrowcast.errors import OrderError
 
 rule = nc.rule
@@ -120,6 +120,19 @@ def test_a_region_in_fp32_around_a_checkpoint(way):
         way, lambda block: gradients(block.to(BF16), nc.autocast("cpu", FP32), x=X.to(BF16))
     )
     assert formats[1] == FP32
+
+
+@ways
+def test_a_region_of_torch_around_a_checkpoint_is_back_inside_rules(way):
+    """The checkpoint is bound for the sake of a region on another device."""
+    block = Block(WAYS[way])
+    x = X.clone().requires_grad_()
+    with torch.autocast("cpu", BF16), _regions.regions([("cuda", FP32, True, None)], True):
+        loss = block(x).float().square().sum()
+    with nc.autocast("cpu", policy=POLICIES["op rules"]):
+        warned(loss.backward)
+    assert block.formats[1] == block.formats[0]
+    assert block.formats[0][1:3] == (BF16, BF16)
 
 
 def test_nested_checkpoints_of_both_kinds():

@@ -16,7 +16,7 @@ SOURCE = str(Path(nc.__file__).parent)
 CALLED = (SOURCE, str(Path(torch.__file__).parent))
 # Registering kernels has tests of its own, and undoing is what is tested here.
 NOT_IN = ("_kernels.py", "_operators.py", "_promotion.py", "_torch_internals.py")
-NOT_BY = ("enter", "open", "hold_casts_of", "set_scope", "_apart_from_autograd", "<genexpr>")
+NOT_BY = ("enter", "open", "drop_casts_unless_of", "set_scope", "_apart_from_autograd", "<genexpr>")
 NOT_TO = ("__exit__", "_set_grad_enabled", "undo_on_error", "_as_given", "__hash__", "<genexpr>")
 
 

@@ -54,7 +54,9 @@ def _key(device_type: str) -> Any:
 def without_key(device_type: str) -> Callable[[], AbstractContextManager[None]]:
     """Return a maker of context managers in which the dispatcher skips the autocast of ``device_type``.
 
-    As PyTorch's own kernels of autocast do; ``torch.autocast(enabled=False)`` takes five times as long.
+    As PyTorch's own kernels of autocast do, for code that may run where autocast is off already: there
+    ``torch.set_autocast_enabled`` would have to read the state first. ``torch.autocast(enabled=False)`` takes
+    five times as long.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
     return functools.partial(_C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_key(device_type)))

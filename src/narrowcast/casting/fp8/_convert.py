@@ -38,7 +38,8 @@ class Fp8Handle:
         """Make the layers ``torch.nn.Linear`` again: the same objects with their parameters and hooks.
 
         Layers in copies of the model, and those whose class ``fully_shard`` or another library changed since,
-        keep their class and compute as ``torch.nn.Linear``. Nothing happens the second time.
+        keep their class and compute as ``torch.nn.Linear``; those in a copy until a policy with fp8 rules is
+        next applied to the copy. Nothing happens the second time.
         """
         self.use.removed = True
         while self.layers:
@@ -68,6 +69,7 @@ def apply_fp8(model: torch.nn.Module, policy: Policy) -> Fp8Handle:
             raise PolicyError(f"{path!r} is an fp8 layer already: remove() the handle of its policy first")
     from narrowcast.casting.fp8 import _linear  # imports torchao
 
+    _restore_copied_layers(model)
     sites = []
     for site in _selected(model, policy):
         why_not = _why_not(site.module)
@@ -85,7 +87,6 @@ def apply_fp8(model: torch.nn.Module, policy: Policy) -> Fp8Handle:
 
 
 def policy_has_fp8(policy: Policy) -> bool:
-    """Return whether a rule of ``policy`` has an fp8 recipe."""
     return any(rule.compute in FP8_RECIPES for rule in policy.rules)
 
 
@@ -109,10 +110,18 @@ def is_fp8(module: torch.nn.Module) -> bool:
 
 def restore_layer(module: torch.nn.Module) -> None:
     """Make an fp8 layer a ``torch.nn.Linear`` again, unless its class has changed, as by ``fully_shard``."""
+    # By name, so that torchao is not imported; the annotations of Fp8Linear are its attributes.
     if type(module).__name__ == "Fp8Linear":
         for name in type(module).__annotations__:
             vars(module).pop(name, None)
         module.__class__ = torch.nn.Linear
+
+
+def _restore_copied_layers(model: torch.nn.Module) -> None:
+    """Restore layers that were copied from a model whose policy was removed."""
+    for module in model.modules():
+        if not is_fp8(module):
+            restore_layer(module)
 
 
 # ---- which layers
@@ -134,8 +143,6 @@ def _selected(model: torch.nn.Module, policy: Policy) -> list[_Site]:
 
     sites = []
     for path, module in modules_by_path(model):
-        if not is_fp8(module):
-            restore_layer(module)  # in a copy of the model whose policy was removed
         rule = scopes[path].rule_of("linear")
         if rule is not None and rule.compute in FP8_RECIPES and _is_meant(module, rule):
             sites.append(_Site(path, module, rule))
@@ -145,7 +152,8 @@ def _selected(model: torch.nn.Module, policy: Policy) -> list[_Site]:
 def _is_meant(module: torch.nn.Module, rule: Rule) -> bool:
     """Return whether ``module`` is expected to multiply in fp8 by a rule that wins inside it.
 
-    One with matrices of its own, as MultiheadAttention, is expected to follow a module rule.
+    One with matrices of its own is expected to follow a module rule. ``MultiheadAttention`` is also expected
+    to follow a rule for the operator "linear", which it calls with its own weights.
     """
     if isinstance(module, torch.nn.Linear):
         return True
@@ -161,7 +169,8 @@ def _why_not(module: torch.nn.Module) -> str | None:
         return f"is a {kind}, no torch.nn.Linear"
     if kind == "NonDynamicallyQuantizableLinear":
         return "is not called: torch.nn.MultiheadAttention reads its weight"
-    if type(module) is not torch.nn.Linear:
+    # One that is Fp8Linear still, in a copy whose policy was removed, computes as torch.nn.Linear.
+    if type(module) is not torch.nn.Linear and kind != "Fp8Linear":
         return f"is a {kind}, which may compute otherwise than torch.nn.Linear"
     if "forward" in vars(module):
         return "has a forward of its own, which somebody put on the object"

@@ -23,7 +23,6 @@ from narrowcast.casting._torch_internals import (
     is_tracing,
     is_transforming,
     takes_numbers_for_tensors,
-    without_key,
 )
 from narrowcast.casting.regions._scopes import lower_dtype
 from narrowcast.casting.regions._weight_casts import cast_weight, is_cacheable
@@ -64,18 +63,22 @@ _APPENDED = {
 
 
 def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
-    """Return what PyTorch does with an operator without a kernel of autocast; takes a keyset first.
+    """Return a function, called with a keyset first, that continues below autocast.
 
-    It redispatches below autocast. Operators that a composite or a sparse matmul calls inside are still cast.
-    Arithmetic accepts numbers where tensors belong, which a redispatch does not; it calls no other operator,
-    so it runs with autocast off.
+    PyTorch does so with an operator that has no autocast kernel. Operators that a composite or a sparse
+    matmul calls inside are still cast. Arithmetic may be given numbers for tensors, which a redispatch
+    refuses, so it is called with autocast off; it calls no other operator.
     """
     if takes_numbers_for_tensors(op):
-        off, call = without_key(device_type), call_of(op)
+        call = call_of(op)
 
         def with_autocast_off(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            with off():
+            # As ``_running`` does, with a call of Python less.
+            torch.set_autocast_enabled(device_type, False)
+            try:
                 return call(*args, **kwargs)
+            finally:
+                torch.set_autocast_enabled(device_type, True)
 
         return with_autocast_off
     redispatch = boxed_redispatch(op)
@@ -102,11 +105,15 @@ def plain_call(op: Any) -> Callable[..., Any]:
 
 
 def _numbers_at(op: Any) -> tuple[int, ...]:
-    """Return the positions of tensors at which C++ wraps a number for ``op``; Python is given the number."""
+    """Return the positions of tensors at which a Python kernel of ``op`` may be given a number.
+
+    C++ wraps one there as a tensor.
+    """
     if torch.Tag.pointwise not in op.tags:
         return ()
     arguments = enumerate(op._schema.arguments)
     positions = tuple(index for index, argument in arguments if str(argument.type) == "Tensor")
+    # With one tensor only, a number in its place would leave no tensor.
     return positions if len(positions) > 1 else ()
 
 
@@ -129,18 +136,23 @@ def _tensors_for_numbers(positions: tuple[int, ...], args: tuple[Any, ...]) -> t
 
 
 def _tensor_of(number: float | complex, beside: list[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor that affects type promotion no more than the number would."""
-    exact = torch.tensor(number, dtype=_EXACT[type(number)])
-    if all(_category(tensor.dtype) < _category(exact.dtype) for tensor in beside):
+    """Return a tensor that affects type promotion no more than the number would.
+
+    PyTorch ranks tensors with dimensions, then 0-dim tensors, then numbers, and a lower rank counts only if
+    its category is higher. We make a 0-dim tensor, so its dtype must not win where the number would not.
+    """
+    unrounded = torch.tensor(number, dtype=_DTYPE_OF[type(number)])
+    category = _category(unrounded.dtype)
+    if all(_category(tensor.dtype) < category for tensor in beside):
         return torch.tensor(number)  # the number decides, in the default dtype
-    # A tensor that has dimensions decides the dtype beside one that has none.
-    if any(tensor.dim() for tensor in beside):
-        return exact
+    if any(tensor.dim() and _category(tensor.dtype) >= category for tensor in beside):
+        return unrounded
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in beside))
-    return exact.to(dtype)
+    return unrounded.to(dtype)
 
 
-_EXACT = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_DTYPE_OF = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+"""Type of a number in Python -> the dtype that does not round it."""
 
 
 def _category(dtype: torch.dtype) -> int:
@@ -156,7 +168,7 @@ def _category(dtype: torch.dtype) -> int:
 
 
 def action_for(name: str, decision: Decision, scope: Scope) -> Action:
-    """Return the action of ``decision`` about the operator ``name`` in ``scope``."""
+    """Prepare an action, at the first call of the operator ``name`` in ``scope``."""
     op, device = operator(name), scope.resolved.device_type
     if decision.compute == UNLISTED:
         go_on = below_autocast(op, device)
@@ -198,8 +210,8 @@ def _running(op: Any, device: str, casts: Callable[[Any, Any], tuple[Any, Any]] 
     call = plain_call(op)
 
     def run(_keyset: Any, args: Any, kwargs: Any) -> Any:
-        # It is on, or no kernel of autocast would have been called. Off around the casts too, so that no
-        # kernel decides about them or reports them.
+        # Autocast is on, or this kernel would not have been called. It is off during the casts too, so that
+        # no kernel decides about them or reports them.
         torch.set_autocast_enabled(device, False)
         try:
             if casts is not None:
@@ -232,11 +244,17 @@ def depends_on_inputs(compute: str) -> bool:
 
 
 def _casts(
-    compute: str, device: str, lower: Callable[[], torch.dtype]
+    compute: str, device: str, find_lower: Callable[[], torch.dtype]
 ) -> Callable[[Any, Any], tuple[Any, Any]] | None:
-    """Return what casts the arguments of an operator; None: nothing is cast. ``lower`` gives its dtype."""
-    if CASTS_TO[compute] == LOWER:
-        return lambda args, kwargs: cast_all(args, kwargs, lower(), device)
+    """Return what casts the arguments of an operator; None: nothing is cast.
+
+    ``find_lower()`` gives the dtype of "lower".
+    """
+    to = CASTS_TO[compute]
+    if to is None:
+        return None
+    if to == LOWER:
+        return lambda args, kwargs: cast_all(args, kwargs, find_lower(), device)
 
     if depends_on_inputs(compute):
 
@@ -246,9 +264,7 @@ def _casts(
 
         return cast_to_widest
 
-    dtype = compute_dtype(compute, torch.float32, (), device)
-    if dtype is None:
-        return None
+    dtype = dtype_of(to)
     return lambda args, kwargs: cast_all(args, kwargs, dtype, device)
 
 
@@ -256,10 +272,14 @@ def cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> 
     """Return the arguments of an operator with the eligible tensors in ``dtype``; None: as they are."""
     if dtype is None:
         return args, kwargs
-    # At each call of an operator with a rule, where a comprehension is the fastest way.
-    args = [_cast(value, dtype, device) if isinstance(value, _MAY_BE_CAST) else value for value in args]
+    # From last to first, as PyTorch's kernels do: GCC evaluates arguments in that order. Backward undoes the
+    # casts in reverse, so that the weight of a layer gets its gradient before the bias.
     if kwargs:
-        kwargs = {name: _cast(value, dtype, device) for name, value in kwargs.items()}
+        kwargs = {name: _cast(value, dtype, device) for name, value in reversed(kwargs.items())}
+    # At each call of an operator with a rule, where a comprehension is the fastest way.
+    args = reversed(args)
+    args = [_cast(value, dtype, device) if isinstance(value, _MAY_BE_CAST) else value for value in args]
+    args.reverse()
     return args, kwargs
 
 
@@ -354,7 +374,7 @@ def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
         if not is_eligible(args[0], device):
             return plain(keyset, args, kwargs)
         by_name = defaults | dict(zip(names, args, strict=False)) | kwargs
-        # The other overload takes the same by position, without defaults.
+        # The other overload has no defaults for these, so give all of them.
         all_args = tuple(by_name[name] for name in names)
         return appended(keyset, all_args, {"dtype": torch.float32})
 
@@ -365,7 +385,7 @@ def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
 
 
 CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
-"""The classes of tensors whose values are what they seem: others may be fake or wrap several."""
+"""Classes of tensors that hold plain values; others may be fake or wrap several tensors."""
 # Tensors of other formats, such as fp8, go to PyTorch's own kernel.
 _FORMATS = frozenset({
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
@@ -374,19 +394,26 @@ _FORMATS = frozenset({
 
 
 def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
-    """Return the kernel that is on the autocast key now, called with a keyset first, or None."""
+    """Return what does the work of the kernel on the autocast key now, called with a keyset first, or None.
+
+    For PyTorch's own kernels that is an action of ours. A fetched kernel holds Python's lock as it computes,
+    so no other thread runs, and as it waits for PyTorch's cache of weight casts: for ever, if the thread that
+    clears the cache waits for Python's lock. The kernel itself runs for what the action does not handle.
+    """
     key = autocast_key(device_type)
     if not has_kernel(qualified(op), key):
         return None
     fetched = torch.library.get_kernel(qualified(op), key)
     call: Callable[..., Any] = fetched.call_boxed
     kind = native_table(device_type).get(op)
+    # The other two kinds cast nothing: one raises an error, and the other is ``norm`` on GPUs.
     if kind not in (LOWER, FP32, FP32_SET_DTYPE, PROMOTE) or not is_of_pytorch(fetched):
         return call
     action, call = native_action(op, kind, device_type), without_autocast_cache(call)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if kind != PROMOTE:  # where PyTorch's kernel raises an error if bf16 meets fp16
+        # Not for PROMOTE: PyTorch's kernel raises an error if bf16 meets fp16, so ours must always run.
+        if kind != PROMOTE:
             plain = _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
             if not plain or is_transforming() or _is_traced():
                 return call(keyset, *args, **kwargs)

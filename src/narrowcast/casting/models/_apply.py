@@ -329,26 +329,26 @@ class _ModelCall(ModuleCall):
     is_of_model = True
 
     def __init__(
-        self, inside: RuledModules, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
+        self, ruled: RuledModules, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
     ) -> None:
         unfused = bool(rules) and isinstance(module, torch.nn.TransformerEncoderLayer)
-        super().__init__(inside.shared, rules, module, unfused=unfused)
+        super().__init__(ruled.shared, rules, module, unfused=unfused)
         self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
-        self._inside: RuledModules | None = inside
+        self._ruled: RuledModules | None = ruled
         # Looked up once: a policy of apex's lists has 200 rules.
-        self._names_modules = inside.shared.policy.names_modules
+        self._names_modules = ruled.shared.policy.names_modules
 
     def follow_model(self, module: torch.nn.Module) -> None:
         if not self._names_modules:
             return
-        if self._inside is None:  # in a copy
-            self._inside = RuledModules(self.shared)
+        if self._ruled is None:  # in a copy
+            self._ruled = RuledModules(self.shared)
         model = None if self._model is None else self._model()
         # Paths start at the model, also where what it wraps is called.
-        self._inside.follow(module if model is None else model)
+        self._ruled.follow(module if model is None else model)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_inside": None, "_model": None}
+        return {**super().__getstate__(), "_ruled": None, "_model": None}
 
 
 class ModelRegion(PolicyRegion):

@@ -31,7 +31,7 @@ from narrowcast.casting._torch_internals import (
 )
 from narrowcast.casting.kernels._kernels import region_of
 from narrowcast.casting.models._apply import RuledModules, compiled_rules, missed_rules, refuse_missed
-from narrowcast.casting.models._module_calls import State, traced_state
+from narrowcast.casting.models._module_calls import TracedState, traced_state
 from narrowcast.casting.models._tree import tensors_inside
 from narrowcast.casting.regions._regions import regions, traced_region
 from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
@@ -206,7 +206,7 @@ def _devices_while_tracing(key: str, of_inputs: str | None) -> tuple[str, ...]:
 
 
 @constant_while_tracing
-def _region_while_tracing(key: str, device: str) -> State:
+def _region_while_tracing(key: str, device: str) -> TracedState:
     compiled = _by_key[key]
     device, dtype, enabled, scope = compiled.region_on(device)
     compiled.traced_scopes.add(scope)

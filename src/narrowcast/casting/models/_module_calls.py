@@ -36,7 +36,7 @@ from narrowcast.casting._torch_internals import (
     traced_only_inline,
 )
 from narrowcast.casting.kernels._kernels import region_of
-from narrowcast.casting.kernels._operators import LOW, compute_dtype, depends_on_inputs
+from narrowcast.casting.kernels._operators import LOW, compute_dtype, depends_on_inputs, widest
 from narrowcast.casting.models._module_casts import Casts, Copies, cast_arguments, cast_outputs, wants
 from narrowcast.casting.models._tree import cast_where, tensors_inside
 from narrowcast.casting.regions import _regions
@@ -61,7 +61,7 @@ _keys = itertools.count()
 _calls: weakref.WeakValueDictionary[int, ModuleCall] = weakref.WeakValueDictionary()
 
 
-class _Inside(NamedTuple):
+class _ModuleState(NamedTuple):
     """What holds inside a module with a rule, on one device type.
 
     Attributes:
@@ -79,8 +79,11 @@ class _Inside(NamedTuple):
     output: Casts | None
 
 
-State = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
-"""A region as a constant for Dynamo: its scope as the autocast format that stands for it."""
+TracedState = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
+"""What traced code needs to enter a region, as constants.
+
+The last item encodes the scope as autocast dtypes.
+"""
 
 
 @dataclass(eq=False)
@@ -96,8 +99,8 @@ class Shared:
         removed: the policy is removed, from copies too.
         ended: the policy is removed from the model itself.
         called: whether a call, also of a copy, has opened a region in this process.
-        traced_scopes: those that graphs enter. A graph holds no reference, and an equal policy that is freed
-            earlier may own them.
+        traced_scopes: scopes that compiled graphs enter. Kept alive here, since a graph holds no reference to
+            its scope, and the equal policy that made it may be freed first.
     """
 
     policy: Policy
@@ -121,7 +124,9 @@ class Shared:
         return self._region_on[device]
 
     def end(self, *, copies: bool) -> None:
-        self.removed, self.ended = copies, True
+        # A second call takes back nothing.
+        self.removed = self.removed or copies
+        self.ended = True
         for region in self._region_on.values():
             region.end()
         self._region_on.clear()
@@ -156,14 +161,13 @@ class ModuleCall:
         self.shared = shared
         self.rules = rules
         self.is_copy = False
-        self._casts = False
-        self._by_inputs: str | None = None
+        self._has_rule_for_all = False
+        self._may_promote = False
         for rule in rules:
             if rule.op is None:
-                self._casts = True
+                self._has_rule_for_all = True
                 # The format of such a rule is found at each call.
-                if self._by_inputs is None and depends_on_inputs(rule.compute):
-                    self._by_inputs = rule.compute
+                self._may_promote = self._may_promote or depends_on_inputs(rule.compute)
         self._module = weakref.ref(module)
         self._begin()
 
@@ -183,8 +187,8 @@ class ModuleCall:
     def _begin(self) -> None:
         self.key = next(_keys)
         _calls[self.key] = self
-        # What was decided inside a scope that a module with a rule was called in.
-        self._decided: dict[tuple[Scope, torch.dtype | None], _Inside] = {}
+        # By the scope outside, and the widest dtype of the inputs where a rule asks for it.
+        self._decided: dict[tuple[Scope, torch.dtype | None], _ModuleState] = {}
         self._decided_in: ResolvedPolicy | None = None
         self._devices: list[str] = []
         self._devices_at = -1
@@ -214,6 +218,9 @@ class ModuleCall:
             if _has_own_forward(module):
                 del attributes["forward"]
 
+    # For deep copies and pickles, which also copy the module. A shallow copy of a module comes with this
+    # object itself, which calls the original: ``_give_twins`` replaces it.
+
     def __getstate__(self) -> dict[str, Any]:
         state = {**vars(self), "_module": self._module()}
         for name in ("key", "_decided", "_decided_in", "_devices", "_devices_at"):
@@ -240,7 +247,8 @@ class ModuleCall:
             below = functools.partial(getattr(type(module), CALL), module)
         if self.shared.removed:
             return below(*args, **kwargs)
-        # The calls of nc.compile do nothing outside of its region, which is refused itself.
+        # Export is refused where a policy opens a region; the calls of nc.compile do nothing outside its
+        # region, so they may be exported.
         if is_exporting() and not self.shared.compiled:
             raise UnsupportedError(_EXPORTED)
         if torch.compiler.is_dynamo_compiling():
@@ -261,7 +269,7 @@ class ModuleCall:
         return output
 
     def follow_model(self, module: torch.nn.Module) -> None:
-        """Give rules to modules that were added since the last call."""
+        """Give rules to modules added since the last call; nothing here, ``_ModelCall`` does it."""
 
     def replicate(self) -> torch.nn.Module:
         """Return a shallow copy for ``DataParallel``, which follows the policy by itself."""
@@ -288,19 +296,20 @@ class ModuleCall:
         for device, outside in scopes:
             enabled = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device)
-            by_inputs = None
-            if self._by_inputs is not None:
-                by_inputs = self._dtype_by_inputs((args, kwargs), device)
-            inside = self._inside_now(outside, device, by_inputs, enabled=enabled)
-            if inside is None:
+            widest_dtype = None
+            if self._may_promote:
+                widest_dtype = widest(tensors_inside((args, kwargs)), device)
+            state = self._kept_state(outside, device, widest_dtype, enabled=enabled)
+            if state is None:
                 continue
-            # Before it is set, so that ``_leave`` sets it back whatever raises.
-            opened.states += ((device, enabled, dtype, outside, inside),)
-            self._set_state(inside, device, enabled, dtype)
-            if inside.output is not None:
-                opened.outputs += (inside.output,)
-            if inside.casts is not None:
-                args, kwargs, copies = cast_arguments(inside.casts, args, kwargs)
+            # Before it is set, so that ``_leave`` sets it back whatever raises. A plain tuple, which costs
+            # least at each call: device type, then whether autocast was on, its dtype and scope, then ours.
+            opened.states += ((device, enabled, dtype, outside, state),)
+            self._set_state(state, device, enabled, dtype)
+            if state.output is not None:
+                opened.outputs += (state.output,)
+            if state.casts is not None:
+                args, kwargs, copies = cast_arguments(state.casts, args, kwargs)
                 opened.copies += copies
         return args, kwargs
 
@@ -330,41 +339,45 @@ class ModuleCall:
             check_device(device)
         return devices
 
-    def _inside_now(
-        self, outside: Scope, device: str, by_inputs: torch.dtype | None, *, enabled: bool
-    ) -> _Inside | None:
-        """Return what holds inside the module for a call in ``outside``; None: the script cast nothing."""
-        if not self._casts or not enabled:
-            return self.inside(outside, device, by_inputs)
+    def _kept_state(
+        self, outside: Scope, device: str, widest_dtype: torch.dtype | None, *, enabled: bool
+    ) -> _ModuleState | None:
+        """Return ``decide_state()``, kept from earlier calls if it does not depend on the autocast state."""
+        if not self._has_rule_for_all or not enabled:
+            return self.decide_state(outside, device, widest_dtype)
         if outside.resolved is not self._decided_in:
-            # A region of an equal policy: the scopes of one that is gone are not kept.
+            # This region belongs to another, equal policy: drop what was decided in the one before.
             self._decided_in = outside.resolved
             self._decided = {}
-        inside = self._decided.get((outside, by_inputs))
-        if inside is None:
-            inside = self.inside(outside, device, by_inputs)
-            assert inside is not None
-            if inside.casts is not None:  # else the dtype is that of the region outside
-                self._decided[outside, by_inputs] = inside
-        return inside
+        state = self._decided.get((outside, widest_dtype))
+        if state is None:
+            state = self.decide_state(outside, device, widest_dtype)
+            assert state is not None
+            # Without a cast the answer depends on the autocast state outside, so it is not kept.
+            if state.casts is not None:
+                self._decided[outside, widest_dtype] = state
+        return state
 
-    def _set_state(self, inside: _Inside, device: str, enabled: bool, dtype: torch.dtype) -> None:
-        """Set the autocast state inside the module."""
-        if inside.enabled and inside.dtype in LOW and dtype in LOW and inside.dtype is not dtype:
-            # torch keeps weight casts by the weight alone: a region keeps those of two formats apart.
+    def _set_state(self, state: _ModuleState, device: str, enabled: bool, dtype: torch.dtype) -> None:
+        """Enter ``state``: by a region of its own if the low format changes, else by the settings alone."""
+        if state.enabled and state.dtype in LOW and dtype in LOW and state.dtype is not dtype:
+            # torch's cache of weight casts does not record the dtype; opening a region keeps casts of two
+            # dtypes apart.
             cache_enabled = torch.is_autocast_cache_enabled()
-            _regions.enter(self, device, inside.dtype, True, cache_enabled, inside.scope)
+            _regions.enter(self, device, state.dtype, True, cache_enabled, state.scope)
             return
-        if inside.enabled is not enabled:
-            torch.set_autocast_enabled(device, inside.enabled)
-        if inside.dtype is not dtype:
-            torch.set_autocast_dtype(device, inside.dtype)
-        change_scope(inside.scope, device)
+        if state.enabled is not enabled:
+            torch.set_autocast_enabled(device, state.enabled)
+        if state.dtype is not dtype:
+            torch.set_autocast_dtype(device, state.dtype)
+        change_scope(state.scope, device)
 
     # ---- traced by Dynamo
 
     def _traced_call(self, module: torch.nn.Module, below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.shared.admits is not None:
+            # Dynamo cannot trace this call, so it gives up here: Python calls the module anew, not traced,
+            # and the lines below never run.
             _break_the_graph()
         devices = _traced_device_types(module, args, kwargs) if self.shared.opens else []
         return self._traced_regions(devices, below, args, kwargs)
@@ -372,8 +385,9 @@ class ModuleCall:
     def _traced_regions(self, devices: list[str], below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Open the policy's regions on ``devices``, one inside the other, and call the module in them."""
         if not devices:
-            return self._traced_rules(_devices(self.key) if self.rules else (), below, args, kwargs)
-        region = _region_to_open(self.key, devices[0])
+            ruled_devices = _devices_with_our_scopes(self.key) if self.rules else ()
+            return self._traced_rules(ruled_devices, below, args, kwargs)
+        region = _prepare_region(self.key, devices[0])
         if region is None:
             return self._traced_regions(devices[1:], below, args, kwargs)
         with _regions.traced_region(*region):
@@ -386,8 +400,10 @@ class ModuleCall:
         if not devices:
             return below(*args, **kwargs)
         device = devices[0]
-        by_inputs = self._dtype_by_inputs((args, kwargs), device)
-        region, input_dtype, output_dtype = _inside(self.key, device, by_inputs)
+        widest_dtype = None
+        if self._may_promote:
+            widest_dtype = widest(tensors_inside((args, kwargs)), device)
+        region, input_dtype, output_dtype = _traced_state_inside(self.key, device, widest_dtype)
         if input_dtype is not None:
             args, kwargs = cast_where((args, kwargs), input_dtype, wants(device, input_dtype))
         if region is None:
@@ -401,11 +417,6 @@ class ModuleCall:
 
     # ---- decisions
 
-    def _dtype_by_inputs(self, values: Any, device: str) -> torch.dtype | None:
-        if self._by_inputs is None:
-            return None
-        return compute_dtype(self._by_inputs, torch.float32, tensors_inside(values), device)
-
     def _our_scopes(self) -> list[tuple[str, Scope]]:
         """Return the device types on which a scope of this policy, or of an equal one, is in force here."""
         rules = self.shared.policy.rules
@@ -417,22 +428,27 @@ class ModuleCall:
                 our_scopes.append((device, scope))
         return our_scopes
 
-    def inside(self, outside: Scope, device: str, by_inputs: torch.dtype | None) -> _Inside | None:
-        """Return what holds inside the module; None if the script turned autocast off around it."""
+    def decide_state(
+        self, outside: Scope, device: str, widest_dtype: torch.dtype | None
+    ) -> _ModuleState | None:
+        """Return what holds inside the module; None if the script turned autocast off around it.
+
+        ``widest_dtype`` is that to which the inputs promote, for a rule with "promote".
+        """
         is_on = torch.is_autocast_enabled(device)
         is_off_by_rule = outside.rule is not None and CASTS_TO[outside.rule.compute] is None
         if not is_on and not is_off_by_rule:
             return None
         scope = outside.inside(self.rules)
         dtype_outside = torch.get_autocast_dtype(device)
-        rule = scope.rule if self._casts else None
+        rule = scope.rule if self._has_rule_for_all else None
         if rule is None:
-            return _Inside(dtype_outside, is_on or scope.rules_operators, scope, None, None)
+            return _ModuleState(dtype_outside, is_on or scope.rules_operators, scope, None, None)
         if rule.compute == "refuse":
             raise UnsupportedError(f"a module was called, which a rule refuses ({rule})")
 
         lower = scope.resolved.lower
-        dtype = by_inputs
+        dtype = widest_dtype
         if not depends_on_inputs(rule.compute):
             dtype = compute_dtype(rule.compute, dtype_of(lower), (), device)
         # An "as-is" module keeps autocast on only if a rule names an operator inside it.
@@ -443,16 +459,15 @@ class ModuleCall:
             word = lower if rule.output == "lower" else rule.output
             output = Casts(rule, device, dtype_of(word))
         if dtype is None:
-            return _Inside(dtype_outside, enabled, scope, None, output)
-        return _Inside(dtype, enabled, scope, Casts(rule, device, dtype), output)
+            return _ModuleState(dtype_outside, enabled, scope, None, output)
+        return _ModuleState(dtype, enabled, scope, Casts(rule, device, dtype), output)
 
 
 class _Forward:
     """``forward`` of a module's class, as an attribute of the module.
 
-    Dynamo guards that other modules of the class, and this one before it had a policy, have no such
-    attribute, so that they share no graph with this one. It is all that the bound method is, but refers to
-    the module weakly.
+    Dynamo guards on this attribute: other modules of the class, and this one before it had a policy, lack it,
+    so they never share a graph with this one. It acts as the bound method, but refers to the module weakly.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -470,10 +485,7 @@ class _Forward:
 
     def __getattr__(self, name: str) -> Any:
         module: Any = self._module()
-        method = type(module).forward.__get__(module)
-        if name == "__wrapped__":
-            return method
-        return getattr(method, name)
+        return getattr(type(module).forward.__get__(module), name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Forward, (self._module(),)
@@ -485,7 +497,7 @@ def _has_own_forward(module: torch.nn.Module) -> bool:
 
 
 def _no_change(*_: object) -> None:
-    """Change nothing, as a hook of a module."""
+    pass
 
 
 def calls_on(module: torch.nn.Module) -> list[ModuleCall]:
@@ -502,7 +514,11 @@ def calls_on(module: torch.nn.Module) -> list[ModuleCall]:
 
 
 def _give_twins(calls: list[ModuleCall], copy: torch.nn.Module) -> list[ModuleCall]:
-    """Put others like ``calls`` in front of a shallow copy of their module; return them."""
+    """Put others like ``calls`` in front of a shallow copy of their module; return them.
+
+    Replicas live for one forward pass, so they share the key and the decisions of the original. What
+    ``copy.copy`` makes lives on, and ``_following_copies`` gives it its own.
+    """
     twins = []
     below: Callable[..., Any] | None = None
     for call in reversed(calls):
@@ -538,7 +554,7 @@ class _Opened:
 
     Attributes:
         depth: how many regions this thread was in.
-        states: device type, whether autocast was on, its dtype and scope, and what holds inside.
+        states: device type, whether autocast was on, its dtype and scope before, and the state inside.
         outputs: the casts of the outputs.
         copies: what the casts of the arguments made.
     """
@@ -547,7 +563,7 @@ class _Opened:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.states: tuple[tuple[str, bool, torch.dtype, Scope, _Inside], ...] = ()
+        self.states: tuple[tuple[str, bool, torch.dtype, Scope, _ModuleState], ...] = ()
         self.outputs: tuple[Casts, ...] = ()
         self.copies: Copies = ()
 
@@ -565,11 +581,14 @@ def _refuse_generator(opened: _Opened, module: torch.nn.Module) -> None:
 
 @traced_only_inline
 def _leave(opened: _Opened) -> None:
-    """Set the autocast state back."""
-    for device, enabled, dtype, outside, inside in opened.states:
-        if inside.enabled is not enabled:
+    """Set the autocast state back, then close the regions that the call opened.
+
+    These are the policy's, and those of ``_set_state``.
+    """
+    for device, enabled, dtype, outside, state in opened.states:
+        if state.enabled is not enabled:
             torch.set_autocast_enabled(device, enabled)
-        if inside.dtype is not dtype:
+        if state.dtype is not dtype:
             torch.set_autocast_dtype(device, dtype)
         change_scope(outside, device)
     if len(thread.regions) > opened.depth:
@@ -580,12 +599,13 @@ def _leave(opened: _Opened) -> None:
 
 
 @constant_while_tracing
-def _region_to_open(key: int, device: str) -> State | None:
+def _prepare_region(key: int, device: str) -> TracedState | None:
+    """Get the model ready for a call; return the region to open for it, or None if one is open."""
     call = _calls[key]
     call.shared.called = True
-    model = call._module()
-    if model is not None:
-        call.follow_model(model)
+    module = call._module()
+    if module is not None:
+        call.follow_model(module)
     if not call.is_of_model and call._our_scopes():
         return None
     check_device(device)
@@ -597,30 +617,31 @@ def _region_to_open(key: int, device: str) -> State | None:
 
 
 @constant_while_tracing
-def _devices(key: int) -> tuple[str, ...]:
+def _devices_with_our_scopes(key: int) -> tuple[str, ...]:
     return tuple(device for device, _ in _calls[key]._our_scopes())
 
 
 @constant_while_tracing
-def _inside(
-    key: int, device: str, by_inputs: torch.dtype | None
-) -> tuple[State | None, torch.dtype | None, torch.dtype | None]:
+def _traced_state_inside(
+    key: int, device: str, widest_dtype: torch.dtype | None
+) -> tuple[TracedState | None, torch.dtype | None, torch.dtype | None]:
+    """Return the state inside the module, and the dtypes of its inputs and outputs; None: no cast."""
     call = _calls[key]
     outside = scope_on(device)
     assert outside is not None
-    inside = call.inside(outside, device, by_inputs)
-    if inside is None:
+    state = call.decide_state(outside, device, widest_dtype)
+    if state is None:
         return None, None, None
-    call.shared.traced_scopes.add(inside.scope)
-    input_dtype = None if inside.casts is None else inside.casts.dtype
-    output_dtype = None if inside.output is None else inside.output.dtype
-    state = traced_state(device, inside.dtype, inside.enabled, inside.scope, promotes=False)
-    return state, input_dtype, output_dtype
+    call.shared.traced_scopes.add(state.scope)
+    input_dtype = None if state.casts is None else state.casts.dtype
+    output_dtype = None if state.output is None else state.output.dtype
+    region = traced_state(device, state.dtype, state.enabled, state.scope, promotes=False)
+    return region, input_dtype, output_dtype
 
 
 def traced_state(
     device: str, dtype: torch.dtype, enabled: bool, scope: Scope | None, *, promotes: bool
-) -> State:
+) -> TracedState:
     """Return a region as traced code enters it: an autocast format stands for its scope."""
     keep_graphs_with_regions()
     trace_backward_outside_of_regions()
@@ -639,10 +660,10 @@ def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> lis
 
 @skipped_by_dynamo
 def _break_the_graph() -> None:
-    """Leave the call to Python, where the ``ModuleCall`` itself stands in front of it."""
+    """Do nothing; ``_traced_call`` says what it is for."""
 
 
 MOVES_AND_COPIES = Replacements(
     (torch.nn.Module, "_apply", moves.counted), (torch.nn.Module, "__setstate__", _following_copies)
 )
-"""While policies are applied: counts moves of weights, and has shallow copies of modules call themselves."""
+"""While policies are applied: counts moves of weights, and gives shallow copies calls of their own."""

@@ -46,7 +46,7 @@ class PolicyRegion:
         formats: device type -> the region's dtype there.
         say: called once for each operator that runs in fp32 since PyTorch has no low kernel for it. Without
             it operators do not promote where formats meet.
-        warns: whether a backward pass inside it warns.
+        warns: whether a backward pass inside it warns. Then that and loading weights also drop their casts.
 
     Attributes:
         states: what holds inside, on each device type.

@@ -60,21 +60,22 @@ class _Process:
         with self.lock:
             if not self.had_a_region:
                 self.prepare_compiler()
-            # The region outside may be one of torch.autocast, which filled the cache.
+            # torch.autocast outside may have filled the cache with its own dtype, unseen. Note that dtype
+            # first, so that ours is recognised as another one.
             if region.enabled_before and region.cache_before:
-                self.hold_casts_of(region.dtype_before)
+                self.drop_casts_unless_of(region.dtype_before)
             # Beside a thread that keeps casts of another dtype, this one casts at each use.
             if cache and self.may_cache(region):
                 region.caching = True
                 self.caching.add(region)
-                self.hold_casts_of(region.dtype)
-            if region.warns:
-                _weight_casts.watch_writes(region)
+                self.drop_casts_unless_of(region.dtype)
+            if region.watches:
+                _weight_casts.begin_watching(region)
             if region.propagates:
                 _CHECKPOINTING.begin(region)
 
     def prepare_compiler(self) -> None:
-        """Have ``torch.compile`` compute gradients as eager code does, in graphs of earlier calls too."""
+        """Make torch.compile compute gradients as eager code does; graphs compiled earlier are dropped."""
         # At the first region, since a script that opens none must find torch as it is.
         if _torch_internals.trace_backward_outside_of_regions():
             _torch_internals.reset_compiled_code()
@@ -83,7 +84,7 @@ class _Process:
     def close(self, region: OpenRegion, *, drop: bool) -> None:
         with self.lock:
             self.caching.discard(region)
-            if region.warns:
+            if region.watches:
                 _weight_casts.end_watching(region)
             if region.propagates:
                 _CHECKPOINTING.end(region)
@@ -91,27 +92,30 @@ class _Process:
                 torch.clear_autocast_cache()
                 self.dtype_of_casts = None
             elif region.enabled_before and region.cache_before:
-                self.hold_casts_of(region.dtype_before)
+                self.drop_casts_unless_of(region.dtype_before)
 
     def may_cache(self, region: OpenRegion) -> bool:
         """Return whether no other thread keeps casts of another dtype."""
         for caching in self.caching:
-            if caching.dtype != region.dtype and caching.thread is not region.thread:
+            if caching.dtype != region.dtype and caching.regions_of_thread is not region.regions_of_thread:
                 return False
         return True
 
-    def hold_casts_of(self, dtype: torch.dtype) -> None:
-        """Make torch's cache one of ``dtype``, by dropping the casts of any other."""
+    def drop_casts_unless_of(self, dtype: torch.dtype) -> None:
+        """Drop the casts in torch's cache if they are of another dtype than ``dtype``, and note ``dtype``."""
         if dtype in (self.dtype_of_casts, torch.float32):
             return
-        # Without a known dtype too, since torch.autocast may have filled the cache.
+        # An unknown dtype (None) counts as another: torch.autocast may have filled the cache.
         torch.clear_autocast_cache()
         self.dtype_of_casts = dtype
 
     def after_fork(self) -> None:
-        """Keep the regions of this thread, the only one that the child has; another may have had the lock."""
+        """In a forked child, keep only this thread's regions, since no other thread exists there.
+
+        The lock is new, because another thread may have held it.
+        """
         self.lock = threading.Lock()
-        self.caching = {region for region in self.caching if region.thread is thread.regions}
+        self.caching = {region for region in self.caching if region.regions_of_thread is thread.regions}
 
 
 _process = _Process()
@@ -128,27 +132,29 @@ def enter(
     cache_enabled: bool,
     scope: Scope | None,
     promotion: Callable[[str, str], None] | None = None,
-    warns: bool = False,
+    watches: bool = False,
 ) -> None:
     """Open a region in this thread, which ``leave(owner)`` closes. ``OpenRegion`` describes the arguments."""
     if scope is not None:
         mark_of(scope)  # first, since it may raise
-    region = OpenRegion(owner, device, dtype, enabled, scope, promotion, warns)
+    region = OpenRegion(owner, device, dtype, enabled, scope, promotion, watches)
     thread.regions.append(region)
     torch.autocast_increment_nesting()
     wants_cache = enabled and cache_enabled and dtype != torch.float32
     _process.open(region, cache=wants_cache)
 
-    # Each setting is a twentieth of the time of a region, so those that are in force are left.
+    # Each of these calls takes a twentieth of the time of a region: skip those that would change nothing.
     if scope is not region.scope_before:
         set_scope(scope, device)
     if enabled is not region.enabled_before:
         torch.set_autocast_enabled(device, enabled)
     if dtype is not region.dtype_before:
         torch.set_autocast_dtype(device, dtype)
+    # A region that casts no weights has its caller's setting, which is the default of regions made inside.
     caches = region.caching if wants_cache else cache_enabled
     if caches is not region.cache_before:
         torch.set_autocast_cache_enabled(caches)
+    # Here and in ``_close``, since a function of ``_scopes`` would cost a call at each region.
     if promotion is not None:
         torch.set_autocast_dtype(*_scopes.PROMOTING)
 
@@ -169,15 +175,18 @@ def traced_region(
     is opened, and the dtype is then set to float32. The cache of weight casts is off by default, so that it
     returns no cast of another region.
     """
-    half = torch.float16 if dtype == torch.float32 and enabled else dtype
-    with torch_autocast(device, half, enabled, cache_enabled):
-        if dtype != half:
+    opened_dtype = torch.float16 if dtype == torch.float32 and enabled else dtype
+    with torch_autocast(device, opened_dtype, enabled, cache_enabled):
+        if dtype != opened_dtype:
             _torch_internals.let_dynamo_trace_autocast()
             _torch_internals.set_autocast_dtype(device, dtype)
         if not scope_state:
             yield
             return
-        # One for the scope, and in promoting regions one more: the first twice does no harm.
+        # One for the scope, and in promoting regions one more. Dynamo traces no loop of contexts, so two are
+        # always entered: a single one twice. They leave autocast off, since torch.autocast takes such a dtype
+        # only then. ``set_scope`` turns it on for Dynamo's guards, which check the state before a graph, not
+        # inside it.
         with torch_autocast(*scope_state[0], enabled=False), torch_autocast(*scope_state[-1], enabled=False):
             yield
 
@@ -188,7 +197,7 @@ def leave(owner: object) -> None:
 
     Raises:
         OrderError: it is not the innermost one, or ``owner`` opened none here. The regions inside it are
-            closed too, so that the state is that before it.
+            closed too, so the state is what it was before owner's region.
     """
     regions = thread.regions
     if regions and regions[-1].owner is owner:
@@ -225,6 +234,7 @@ def _close(region: OpenRegion) -> None:
     torch.set_autocast_enabled(device, region.enabled_before)
     torch.set_autocast_dtype(device, region.dtype_before)
     torch.set_autocast_cache_enabled(region.cache_before)
+    # The first condition covers a ``set_scope`` that was interrupted, the second a module's call that was.
     if region.scope is not region.scope_before or scope_on(device) is not region.scope_before:
         set_scope(region.scope_before, device)
     if region.promotion is not None:
@@ -241,7 +251,7 @@ def _close(region: OpenRegion) -> None:
 def regions(
     states: Iterable[_State], cache_enabled: bool, promotion: Callable[[str, str], None] | None = None
 ) -> Iterator[None]:
-    """Open regions, each of a device type, a dtype, whether autocast is enabled, and a scope."""
+    """Open the regions of ``states`` in order; close those that were opened, also after an error."""
     depth = len(thread.regions)
     try:
         for device, dtype, enabled, scope in states:
@@ -260,7 +270,7 @@ def state_here(
     """Return a function whose contexts have the current autocast state, in any thread.
 
     Args:
-        promotion: of the region that a compiled graph has entered, which is not among those of this thread.
+        promotion: that of a region which a compiled graph entered; ``thread.regions`` does not list it.
     """
     cache_enabled = torch.is_autocast_cache_enabled()
     devices = set(scopes_here())
@@ -277,11 +287,13 @@ def state_here(
         states.append((device, dtype, torch.is_autocast_enabled(device), scope_on(device)))
 
     def again() -> AbstractContextManager[None]:
-        # Rules on a device that had none then are not in force.
+        # Devices with rules now that had none then: switch the rules off. Whether autocast is on there and in
+        # which dtype, checkpointing has restored by itself.
         without_rules: list[_State] = []
         for device in scopes_here():
             if device not in devices:
-                without_rules.append((device, torch.get_autocast_dtype(device), False, None))
+                is_enabled = torch.is_autocast_enabled(device)
+                without_rules.append((device, torch.get_autocast_dtype(device), is_enabled, None))
         return regions([*without_rules, *states], cache_enabled, promotion)
 
     return again
@@ -290,7 +302,7 @@ def state_here(
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` bound to the current autocast state, for later calls in any thread.
 
-    A call raises OrderError if the policy that computed a model in that state was removed.
+    A call raises OrderError if a policy that was in force here has been removed since.
     """
     checks = [getattr(region.owner, "check_recomputation", None) for region in thread.regions]
     state = state_here()
@@ -353,4 +365,4 @@ _CHECKPOINTING = Replacements(
     (CHECKPOINT, CHECKPOINT_GENERATOR, _binding_generator),
     (CHECKPOINT, "_get_autocast_kwargs", _quiet_kwargs),
 )
-"""Parts of torch's checkpointing while a region is open that it does not restore."""
+"""Replaces these parts of torch's checkpointing, while a region is open that it does not restore."""

@@ -66,7 +66,8 @@ class OpenRegion:
 
     Attributes:
         owner: the object that opened it and will leave it.
-        warns: whether a backward pass inside it warns.
+        watches: whether it watches writes of weights: loading them and a backward pass inside it then drop
+            their casts, and the backward pass warns.
         propagates: whether checkpoints must restore it, since PyTorch does not.
         scope: the rules inside; referenced here, since the autocast state holds no reference.
         promotion: operators promote inside; called with each that runs otherwise, and how.
@@ -75,7 +76,8 @@ class OpenRegion:
 
     __slots__ = (
         "cache_before", "caching", "device", "dtype", "dtype_before", "enabled_before", "owner",
-        "promoting_before", "promotion", "propagates", "scope", "scope_before", "thread", "warns",
+        "promoting_before", "promotion", "propagates", "regions_of_thread", "scope", "scope_before",
+        "watches",
     )  # fmt: skip
 
     def __init__(
@@ -86,13 +88,13 @@ class OpenRegion:
         enabled: bool,
         scope: Scope | None,
         promotion: Callable[[str, str], None] | None,
-        warns: bool,
+        watches: bool,
     ) -> None:
         self.owner = owner
-        self.thread = thread.regions
+        self.regions_of_thread = thread.regions
         self.device = device
         self.dtype = dtype
-        self.warns = warns and enabled
+        self.watches = watches and enabled
         self.promotion = promotion
         self.propagates = scope is not None or promotion is not None or (enabled and dtype == torch.float32)
         self.scope = scope

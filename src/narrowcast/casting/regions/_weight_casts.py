@@ -90,7 +90,11 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_cacheable(tensor: torch.nn.Parameter) -> bool:
-    """Return whether a cast of ``tensor``, a parameter, may be kept: a later write would be detected."""
+    """Return whether a cast of a parameter may be kept here.
+
+    That is inside a region with the cache on, outside of tracing and inference, and where a later write would
+    be detected.
+    """
     return (
         tensor.is_leaf
         and bool(thread.regions)
@@ -126,8 +130,8 @@ def drop_casts() -> None:
 # ---- what drops them
 
 
-def watch_writes(region: object) -> None:
-    """Install the watchers that an ``nc.autocast`` region needs, until ``end_watching(region)``."""
+def begin_watching(region: object) -> None:
+    """Watch what writes weights, and ``binary_cross_entropy``, until ``end_watching(region)``."""
     watch_optimizers()
     LOADING.begin(region)
     _BACKWARD_AND_LOSS.begin(region)
@@ -144,19 +148,19 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(lambda *_: drop_casts())
 
 
-def _dropping_keys(below: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what ``Module.load_state_dict`` calls when it has written a module's weights."""
+def _dropping_casts_first(below: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``LOADED_KEYS``, the constructor of what load_state_dict makes after writing each module."""
 
-    def dropping(*args: Any, **kwargs: Any) -> Any:
+    def construct(*args: Any, **kwargs: Any) -> Any:
         drop_casts()
         return below(*args, **kwargs)
 
-    return dropping
+    return construct
 
 
 def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*args: Any, **kwargs: Any) -> Any:
-        devices = [region.device for region in thread.regions if region.warns]
+        devices = [region.device for region in thread.regions if region.watches]
         if not devices:
             return below(*args, **kwargs)
         if not _process.backward_warned and any(map(torch.is_autocast_enabled, devices)):
@@ -170,8 +174,8 @@ def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-LOADING = Replacements((*LOADED_KEYS, _dropping_keys))
-"""Drops the casts after each ``load_state_dict``, in any thread, while there are users."""
+LOADING = Replacements((*LOADED_KEYS, _dropping_casts_first))
+"""Drops the casts each time load_state_dict has written a module, in any thread, while there are users."""
 _BACKWARD_AND_LOSS = Replacements(
     (torch.autograd, "backward", _watched_backward),
     (torch.nn.functional, "binary_cross_entropy", watched_cross_entropy),
