@@ -30,6 +30,7 @@ STEPS = [
 NOTE = {"event": "note", "text": "gr\u00fc\u00df\nand \u2028 a second line, \ud800"}
 END = made_captures.end(module_calls=None)
 EXAMPLES = {
+    "busy": {"event": "busy", "share": 0.5},
     "start": START,
     "device": made_captures.device(),
     "loss": LOSSES[0],
