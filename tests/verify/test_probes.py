@@ -169,7 +169,7 @@ def test_at_later_steps_gradients_are_those_of_the_training_before(runs):
     assert [one["at_step"] for one in found] == [0, 3]
     assert [one["error_over_noise"] for one in found] == pytest.approx(expected, rel=1e-6)
     assert [one["verdict"] for one in found] == ["pass", "pass"], [one["reason"] for one in found]
-    # The run by exact ops saw the same batch, and was exact there too. (One number may round to the exact one.)
+    # The run by exact ops saw the same batch, and was exact there too. A single number may have no error.
     for certificate in found:
         rounding = [parameter["rounding_norm"] for parameter in certificate["parameters"]]
         assert len(rounding) == 4
