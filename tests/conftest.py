@@ -221,6 +221,7 @@ CPU_KIND_FILES = {
 
 
 @pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True)  # before that of xdist, which reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.relative_to(TESTS).as_posix() in CPU_KIND_FILES:
