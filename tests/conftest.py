@@ -221,7 +221,6 @@ CPU_KIND_FILES = {
 
 
 @pytest.hookimpl(tryfirst=True)
-@pytest.hookimpl(tryfirst=True)  # before that of xdist, which reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.relative_to(TESTS).as_posix() in CPU_KIND_FILES:
@@ -231,9 +230,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings("default"))
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="gpu: this machine has no CUDA device"))
-        if not item.get_closest_marker("xdist_group"):
-            # A file's tests share the fixtures of their module, and so stay together.
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def _busy() -> float:
