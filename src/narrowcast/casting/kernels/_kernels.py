@@ -1,10 +1,11 @@
 """Register the kernels of rules in PyTorch's dispatcher.
 
-A rule for an operator replaces its kernel on the autocast key of a device. There casts are differentiated,
-and calls from Python and C++ are covered alike. The kernel exists as long as a policy needs it; then the
-dispatch table is as before. If no rule is in force in the calling thread, a kernel does what PyTorch does:
+A rule for an operator replaces its kernel on the autocast key of a device. Autograd records casts that are
+made there, and calls from Python and C++ are covered alike. The kernel exists as long as a policy needs it;
+then the dispatch table is as before. If no rule is in force in the calling thread, a kernel does what PyTorch
+does:
 
-- an operator on PyTorch's table calls the kernel that ours replaced;
+- an operator on PyTorch's table does what the kernel did that ours replaced;
 - any other is redispatched below autocast, as if there were no kernel: a composite is decomposed, and its
   parts are cast.
 
@@ -12,8 +13,8 @@ dispatch table is as before. If no rule is in force in the calling thread, a ker
 wrong there. ``vmap`` decomposes composites first, so a rule for ``softmax`` would be ignored. Below each
 layer autocast is on again, so the product inside a ``linear`` that a rule computes in fp32 would be cast to
 the region's format. So while rules are in force, kernels in front of the layers cast the inputs, and the
-layers run with autocast off. Code outside of ``torch.func`` never reaches these kernels. Nor do operators
-that a layer calls itself: if ``vmap`` would ignore a rule for that reason, an error is raised.
+layers run with autocast off. Code outside of ``torch.func`` never reaches these kernels. Operators that a
+layer itself calls do not reach them either: where ``vmap`` would ignore a rule for that reason, we raise.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class _AutocastKernels:
 
     Attributes:
         installed: operator -> our kernel, to be called with a keyset first.
-        native: operator -> PyTorch's kernel, of those on its table.
+        native: operator -> what does the work of PyTorch's kernel, for those on its table.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -125,7 +126,7 @@ class _PromotingKernels(_AutocastKernels):
     """Kernels on a key other than autocast's. They only make operators promote; rules do not use them."""
 
     def __init__(self, key: str, promote: Callable[[str, _Kernel], _Kernel]) -> None:
-        super().__init__("cpu")
+        super().__init__("cpu")  # any device type, since only its key is used, and that is replaced
         self.key = key
         self._promote = promote
 
@@ -137,9 +138,9 @@ class _PromotingKernels(_AutocastKernels):
 def own_kernel(op: str, device_type: str) -> _Kernel | None:
     """Return our kernel of ``op``, to be called with a keyset first, or None.
 
-    Under a ``TorchDispatchMode`` PyTorch calls the kernel that Python registered last for this name and key,
-    even after it was removed. So a kernel of an overlay may still be called after the overlay's ``end``; it
-    then calls what this returns.
+    A kernel of an overlay may still be called after the overlay's ``end``, and then calls what this returns:
+    under a ``TorchDispatchMode`` PyTorch calls what Python registered last for this name and key, even after
+    it was removed.
     """
     kernels = _kernels_on.get(device_type)
     return None if kernels is None else kernels.installed.get(op)
@@ -237,7 +238,10 @@ def _update() -> None:
 
 
 class Overlay(Protocol):
-    """Kernels on top of ours, taken away while ours change, lest a new one takes them for PyTorch's."""
+    """Kernels on top of ours.
+
+    They are removed while ours change, because a new kernel of ours would take them for PyTorch's.
+    """
 
     def begin(self) -> None: ...
     def end(self) -> None: ...

@@ -38,7 +38,7 @@ _lock = threading.Lock()
 
 
 def _dtypes_for_marks() -> tuple[torch.dtype, ...]:
-    """Return the dtypes that may stand for a scope: no program opens a region in one of them."""
+    """Return the dtypes that may stand for a scope: no program opens a region on a carrier in one of them."""
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     return tuple(sorted(dtypes - {torch.float16, torch.bfloat16}, key=str))
 
