@@ -126,7 +126,7 @@ def test_tensor_memory_counts_tensors_and_not_the_process(compared):
             for _ in range(4):
                 network(torch.ones(4096, 8))
     """
-    found = compared(text, steps=4)
+    found = compared(text, steps=4, time_limit_s=1.0)
     peaks = {event["format"]: event["peak_tensor_bytes"] for event in found.own.of("memory")}
     # The product and its positive part; nothing else is larger than 200 kB.
     assert peaks["fp32"] == pytest.approx(2 * 4096 * 4096 * 4, rel=0.01), found.own.of("memory")

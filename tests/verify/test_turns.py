@@ -246,7 +246,7 @@ def test_a_run_that_is_over_its_time_ends(pair):
 def test_runs_that_are_not_timed_go_on_side_by_side(compared, monkeypatch, little):
     """Where the timed ones did and took little memory: one begins before the other one ends."""
     monkeypatch.setattr(_timing, "LITTLE_MEMORY", little)
-    found = compared(script("time.sleep(0.1)", steps=4))
+    found = compared(script("time.sleep(0.1)", steps=4), time_limit_s=1.0)
     for names in ("memory-fp32", "memory-mixed"), ("gradients-mixed", "gradients-exact"):
         begun, ended = (
             [(found.folder / name / file).stat().st_mtime for name in names]
