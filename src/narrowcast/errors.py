@@ -109,19 +109,26 @@ def not_copied(what: str, instead: str) -> Any:
     return refuse
 
 
-def near_names(name: str, known: Iterable[str]) -> str:
-    """End an error message about an unknown ``name``: the nearest known name, then all of them.
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that ``name`` is most like, whatever their case; None if it is like none."""
+    by_lower_case = {known_name.lower(): known_name for known_name in known}
+    near = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    return by_lower_case[near[0]] if near else None
+
+
+def near_names(name: str, known: Iterable[str], *, guess: str | None = None) -> str:
+    """End an error message about an unknown ``name``: ``guess`` or the nearest known name, then all of them.
 
     >>> near_names("bf61", ["bf16", "fp16", "fp32"])
     'Did you mean "bf16"? Known: bf16, fp16, fp32.'
     """
     names = list(known)
     listed = f"Known: {', '.join(names)}."
-    by_lower_case = {known_name.lower(): known_name for known_name in names}
-    near = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
-    if near:
-        return f'Did you mean "{by_lower_case[near[0]]}"? {listed}'
-    return listed
+    if guess is None:
+        guess = nearest_name(name, names)
+    if guess is None:
+        return listed
+    return f'Did you mean "{guess}"? {listed}'
 
 
 def few(names: Sequence[str], most: int = 3) -> str:

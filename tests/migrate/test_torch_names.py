@@ -82,6 +82,12 @@ GOLDEN = {
         '    with torch.amp.autocast("cuda", dtype=torch.float16):\n'
         "        pass\n",
     ),
+    "None with an annotation, after a failed import": (
+        "try:\n    from torch.cuda.amp import autocast\nexcept ImportError:\n    autocast: Any = None\n"
+        "with autocast():\n    pass\n",
+        "try:\n    from torch.amp import autocast\nexcept ImportError:\n    autocast: Any = None\n"
+        'with autocast("cuda"):\n    pass\n',
+    ),
     "two statements in a line": (
         "from torch.cuda.amp import GradScaler, common; s = GradScaler()\n",
         'from torch.cuda.amp import common; from torch.amp import GradScaler; s = GradScaler("cuda")\n',

@@ -227,7 +227,7 @@ class Steps:
         if not self._regions.in_low_format or known_to_be_finite(optimizer) or not _can_check(optimizer):
             return []
         check = check_gradients(optimizer)
-        found = check.overflowed
+        found = check.overflowed  # None: only the GPU knows
         if found is None and (must_wait(optimizer) or self._record_of(optimizer).evaluates_again):
             found = bool(check.found_inf)
         if found is None:
@@ -237,7 +237,7 @@ class Steps:
         parameters = check.gradients.parameters
         flags = check.nonfinite().read()
         bad = [parameter for parameter, flag in zip(parameters, flags, strict=True) if flag]
-        return bad or parameters  # another rank's
+        return bad or parameters  # none here: the overflow is on another rank
 
     def _step_with_closure(
         self, hooked: Call, optimizer: Optimizer, args: Any, kwargs: Any, closure: Call
@@ -248,21 +248,24 @@ class Steps:
         evaluations, gets another one at a lower loss scale where one overflowed.
         """
         record = self._record_of(optimizer)
-        # Whether a step moves parameters first, as that of SAM does, is seen in the first step.
+        # A step may move parameters first, as that of SAM does; then a copy undoes a skipped one. Where
+        # moves_first is still None, take a copy, and see in this step whether it does.
+        takes_copy = record.moves_first is not False
         before = None
         if record.moves_first is None:
             before = list(map(leaf_sample, parameters_of(optimizer)))
         evaluations = 0
-        moved = False
+        moved = False  # parameters, before the latest evaluation
         own_skip: SkipStep | None = None
 
         @functools.wraps(closure)
         def evaluate() -> Any:
             nonlocal evaluations, moved, own_skip
             evaluations += 1
-            if evaluations > 1 and record.moves_first is False:
-                # Unlike its first step: from the next one on, what it moves is put back after a skip.
-                record.moves_first = moved = True
+            if not takes_copy:
+                if evaluations > 1:
+                    # Unlike its earlier steps. From the next one on there is a copy.
+                    record.moves_first = moved = True
             elif before is not None and not moved:
                 moved = evaluations > 1 or _differ(before, parameters_of(optimizer))
             loss, bad = self._evaluated(closure, optimizer, record)
@@ -272,9 +275,8 @@ class Steps:
             return loss
 
         step = functools.partial(hooked, optimizer)
-        moves_first = record.moves_first is not False
-        result, skip = step_or_restore(optimizer, step, args, kwargs, evaluate, moves_first=moves_first)
-        if skip is not None and moved and not moves_first:
+        result, skip = step_or_restore(optimizer, step, args, kwargs, evaluate, moves_first=takes_copy)
+        if skip is not None and moved and not takes_copy:
             raise UnsupportedError(_MOVED.format(record.name))
         if skip is not own_skip:
             assert skip is not None
@@ -300,7 +302,7 @@ class Steps:
             self._scale.after_step(overflow=True)
             if self._scale.value == scale:
                 break  # a fixed scale, or none
-            self._leaves.skipped(bad)  # not dropped by the script
+            self._leaves.skipped(bad)  # they are dropped below, and not by the script
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
         return loss, bad
@@ -358,7 +360,7 @@ class Steps:
             self._lower_the_scale(optimizer, bad)
         else:
             self._tell_of_skip(optimizer, bad, number)
-        self._count_skip(optimizer, bad, number)
+        self._refuse_collapse(optimizer, bad, number)
 
     def _saw_step(self, optimizer: Optimizer, *, skipped: bool, unread: bool) -> None:
         """Record a step; whether it was skipped is not known yet if its flag is ``unread``."""
@@ -387,8 +389,8 @@ class Steps:
                 note += f", now at a loss scale of {self._scale.value.scale:g}"
             self._recorder.note(note, at_once=True)
 
-    def _count_skip(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int) -> None:
-        """Raise ScaleCollapseError once too many steps in a row were skipped."""
+    def _refuse_collapse(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int) -> None:
+        """Count a skip; raise ScaleCollapseError once too many in a row were of one optimizer."""
         since = self._skips.skipped(optimizer, number)
         if since is None:
             return
@@ -406,7 +408,8 @@ class Steps:
                 what += f", and so was an input of {kind}"
             self._recorder.note(f"{what}; the step was skipped, and no loss scale mends that", at_once=True)
         self._leaves.skipped(parameters_of(optimizer))
-        # The scale fell when the overflow of a pass was read, and falls here for any other.
+        # For an overflow that a backward pass left, the scale fell when that was read, and discarded() does
+        # nothing. For any other it falls now.
         number = self._leaves.latest_overflow(bad)
         if number is None:
             number = self._scale.backward
@@ -415,7 +418,7 @@ class Steps:
     # ---- what is said
 
     def _tell_of_skip(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int) -> None:
-        """Say which gradients were not finite in bf16, where a step is skipped for no other reason."""
+        """Say which gradients were not finite, at the first few skipped steps without a loss scale."""
         record = self._record_of(optimizer)
         if record.skips > _TOLD_SKIPS:
             return
@@ -426,7 +429,7 @@ class Steps:
         self._recorder.note(note, at_once=True)
 
     def note_what_was_lost(self) -> None:
-        """Note, at the end, each optimizer that took no step, though another may have."""
+        """Note, at the end, each optimizer whose steps were all skipped."""
         try:
             self._read_flags()
         except NarrowcastError as error:  # too late to stop the script
@@ -467,7 +470,7 @@ class Steps:
                 self._count(self._record_of(optimizer), skipped=found and step.skips)
             if found and step.skips:
                 self._tell_of_skip(optimizer, step.bad(), step.number)
-                self._count_skip(optimizer, step.bad(), step.number)
+                self._refuse_collapse(optimizer, step.bad(), step.number)
 
     def _saw_late(self, step: UnreadStep, optimizer: Optimizer) -> None:
         """Correct the count of a step that was skipped; refuse to go on after one that was not."""
@@ -483,7 +486,7 @@ class Steps:
 
 
 def _can_check(optimizer: Optimizer) -> bool:
-    """Return whether the check knows these gradients; a CUDA graph records no check."""
+    """Return whether ``check_gradients`` supports these devices; False while a CUDA graph is captured."""
     if is_capturing():
         return False
     first_parameters = [group["params"][0] for group in optimizer.param_groups if group["params"]]

@@ -21,11 +21,12 @@ class _Moves:
     def __init__(self) -> None:
         self.count = 0
 
-    def counted(self, below: Callable[..., Any]) -> Callable[..., Any]:
-        # Every way to move or cast a module calls it.
+    def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands in place of ``Module._apply``, which each way to move or cast a module calls."""
+
         def _apply(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
-            return below(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return _apply
 
@@ -34,12 +35,11 @@ moves = _Moves()
 
 
 def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list[str]:
-    """Return the device types of the weights of ``module``, or without any of its inputs.
+    """Return the device types of the weights of ``module``; if there are none, those of its inputs.
 
-    Without either, the one on which tensors are made by default.
+    With neither, the type of torch's default device. "meta" is left out.
     """
     devices = weight_device_types(module) if module is not None else []
-    # A module without weights follows its inputs.
     if not devices:
         inputs = tensors_inside((args, kwargs))
         devices = list(dict.fromkeys(tensor.device.type for tensor in inputs))

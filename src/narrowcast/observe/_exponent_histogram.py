@@ -19,22 +19,25 @@ _FRACTION = (1 << _BITS) - 1
 
 
 def _edges() -> list[int]:
-    """Return the significands where rounding to nearest even changes its result in some format.
+    """Return the fractions, as 23-bit integers, at which the outcome of a cast changes in some format.
 
-    They are ones and then zeros: a power of two, a number 1.1...1, and half a unit past one of these. In a
-    format whose largest number is 1.1...10, half a unit past that is one more.
+    It changes at the smallest normal number, and half a unit past zero, the largest subnormal and the largest
+    number. The fractions of these are ones and then zeros. Only where the largest number is 1.1...10, as in
+    FLOAT8_E4M3FN, half a unit past it is 1.1...101: ones, a zero, a one.
     """
     edges = set()
     for ones in range(_BITS + 1):
         ones_then_zeros = _FRACTION ^ (_FRACTION >> ones)
         edges.add(ones_then_zeros)
         if ones < _BITS - 1:
+            # ones, a zero, a one
             edges.add(ones_then_zeros + (1 << (_BITS - 2 - ones)))
     return sorted(edges)
 
 
 _EDGES = _edges()
-# In each binade of float32, subnormals included, a bin for each edge, and one for the fractions before it.
+# In each binade of float32, subnormals included, a bin for each edge, and one for the fractions before it:
+# place 2k + 1 is for fractions equal to edge k, place 2k for those between edges k - 1 and k.
 _PLACES = 2 * len(_EDGES)
 _BINS = (_HIGHEST - _LOWEST + 1) * _PLACES
 _ZERO, _INFINITE, _NAN = _BINS, _BINS + 1, _BINS + 2
@@ -219,7 +222,7 @@ class ExponentHistogram:
         bins = [index for index in self._read() if index < _BINS]
         if not bins:
             return None
-        # As if it only had an exponent, and less if its digits round up past the largest number.
+        # What takes its exponent to the largest one; less if its digits then round past the largest number.
         largest = bins[-1]
         shift = format.max_exponent - (largest // _PLACES + _LOWEST)
         while _outcome(format, largest, shift) == "overflowed":
@@ -244,16 +247,17 @@ def _edges_on(device: torch.device) -> torch.Tensor:
 def _bins_of(values: torch.Tensor) -> torch.Tensor:
     """Return the bin of each float32 number. Integer arithmetic: no mode of the CPU flushes subnormals."""
     magnitude = values.view(torch.int32) & 0x7FFFFFFF
-    # A subnormal is a whole number of 2**-149, and such a number as a float has its exponent and fraction.
+    # A subnormal is magnitude * 2**-149: that integer, as a float, has its fraction, and its exponent above
+    # -149.
     whole = magnitude.float().view(torch.int32)
     is_subnormal = magnitude >> _BITS == 0
-    exponent = torch.where(is_subnormal, (whole >> _BITS) - 127, (magnitude >> _BITS) - 127 - _LOWEST)
+    above_lowest = torch.where(is_subnormal, (whole >> _BITS) - 127, (magnitude >> _BITS) - 127 - _LOWEST)
     fraction = torch.where(is_subnormal, whole, magnitude) & _FRACTION
 
-    # Two bins an edge: equal to it, and between it and the next one.
     edges = _edges_on(values.device)
     before = torch.bucketize(fraction, edges, out_int32=True)  # how many edges are smaller
-    bins = exponent * _PLACES + before + torch.bucketize(fraction, edges, right=True, out_int32=True)
+    not_after = torch.bucketize(fraction, edges, right=True, out_int32=True)  # smaller or equal
+    bins = above_lowest * _PLACES + before + not_after
     bins = torch.where(magnitude == 0, _ZERO, bins)
     bins = torch.where(magnitude == _INFINITY, _INFINITE, bins)
     return torch.where(magnitude > _INFINITY, _NAN, bins)
@@ -261,12 +265,12 @@ def _bins_of(values: torch.Tensor) -> torch.Tensor:
 
 def _outcome(format: Format, index: int, shift: int) -> str:
     """Return the outcome of the numbers of a bin: that of its smallest, since it is the same for all."""
-    exponent, place = divmod(index, _PLACES)
+    above_lowest, place = divmod(index, _PLACES)
     edge, is_at_edge = divmod(place, 2)
     fraction = _EDGES[edge]
     if not is_at_edge:
         fraction = _EDGES[edge - 1] + 1
-    smallest = math.ldexp((1 << _BITS) + fraction, exponent + _LOWEST - _BITS + shift)
+    smallest = math.ldexp((1 << _BITS) + fraction, above_lowest + _LOWEST - _BITS + shift)
     value = round_to(format, smallest)
     if not math.isfinite(value):
         return "overflowed"

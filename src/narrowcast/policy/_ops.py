@@ -283,7 +283,7 @@ _WITH_OWN_KEY = ("cpu", "cuda", "mps", "xpu", "mtia", "maia", "hpu", "xla", "ipu
 
 
 def autocast_key(device_type: str) -> str:
-    """Return the autocast dispatch key of ``device_type``."""
+    """Return the dispatch key of autocast, as ``"AutocastCUDA"``; devices without their own share one."""
     return f"Autocast{device_type.upper()}" if device_type in _WITH_OWN_KEY else "AutocastPrivateUse1"
 
 

@@ -10,8 +10,8 @@ model returns. The latest one always is, since it is usually what the model retu
 the scores of attention in each layer, only a few are kept, and only small ones. An input goes at once when
 the memory of its result is freed, as in evaluation.
 
-A tracer meets the same operators with fake tensors, whose memory has an identity too. So in compiled code the
-graph computes such a result in fp32.
+While torch.compile traces, the operators run on fake tensors, whose memory can be told apart too. The
+recomputation is then traced into the compiled graph.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOTED = ("sigmoid", "sigmoid_", "_softmax", "_log_softmax")
 GATHER = "gather"
 """Takes log-probabilities of actions or tokens out of a noted result; its own result is noted too."""
 living: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The ``NotesOfResults`` of all holders, which give ``gather`` its kernel."""
+"""Every ``NotesOfResults`` that is alive; ``begin_gather`` has it give ``gather`` a kernel."""
 _NODES = {
     "sigmoid": "SigmoidBackward0",
     "sigmoid_": "SigmoidBackward0",
@@ -65,7 +65,7 @@ class _Result:
     """One noted result: what it was computed from, and how to recognize it.
 
     Attributes:
-        name: of the operator, for notes.
+        name: of the operator, as ``"softmax"``; of a ``gather``, that of the operator it takes from.
         storage: a weak reference to the memory of the result.
         input: of the operator; None: no longer kept.
         source: for ``gather``, the part of another noted result that it takes from; ``input`` is its index.
@@ -102,7 +102,7 @@ class _Result:
         return below is self.below
 
     def in_fp32(self, recorded: bool) -> torch.Tensor:
-        """Return the result in fp32; once, since a model may return several views of it."""
+        """Return the result in fp32; kept, as a model may return several views. ``recorded``: by autograd."""
         if recorded not in self.wide:
             self.wide[recorded] = self._computed(recorded)
         return self.wide[recorded]
@@ -178,7 +178,7 @@ class DirectResults:
         self._dropped.clear()
 
     def compiled_low(self, output: Any) -> bool:
-        """Return whether code was compiled since ``begin`` that may be what computed a low ``output``."""
+        """Return whether code compiled since ``begin`` may have computed a low tensor of ``output``."""
         if self.is_in_one_graph or _results_traced() == self._traces_before:
             return False
         return any(tensor.dtype in LOW for tensor in tensors_inside(output))
@@ -198,7 +198,7 @@ class DirectResults:
         if tensor.dtype not in LOW or not (self._traced or type(tensor) in CLASSES):
             return tensor
         result = self._result_in(tensor)
-        if result is None or result.storage() is None:
+        if result is None:
             return tensor
         why = self._why_not(tensor, result)
         if why is not None:
@@ -223,7 +223,8 @@ class DirectResults:
         self._make_room()  # before more memory is taken
         below = value.grad_fn
         if op == "sigmoid_":
-            # Its input is overwritten. A gate of a recurrent cell is a part of a larger tensor.
+            # It overwrites its input, so a copy is noted. Not for a part of a larger tensor, as a gate of a
+            # recurrent cell: _note would not take its result.
             if not _is_whole(value):
                 return go_on()
             value = value.clone()
@@ -253,6 +254,8 @@ class DirectResults:
     def _note(self, noted: _Result, result: torch.Tensor) -> None:
         if not _is_whole(result):
             return
+        # The first result brings gather its kernel, which most models do not need. Traced results outlive a
+        # NotesOfResults, so there at each one.
         if self._traced or not self.noted:
             for notes in list(living):
                 notes.begin_gather()
@@ -273,7 +276,7 @@ class DirectResults:
         kept[key] = noted
 
     def _make_room(self) -> None:
-        """Drop the latest input if it is large, and the oldest ones if they are many."""
+        """Before another result: drop what was the latest input if large, and the oldest if they are many."""
         if self._traced or not self._kept:
             return
         keys = list(self._kept)
@@ -373,7 +376,10 @@ def _nothing(*_: object) -> None:
 
 
 def call_compiled(call: Callable[[], Any]) -> Any:
-    """Return ``call()``, of a compiled model that the script calls; Dynamo guards the state that says so."""
+    """Return ``call()``, of a compiled model that the script calls.
+
+    The autocast state of ``PROMOTING`` is on meanwhile, a flag that traced code reads and that Dynamo guards.
+    """
     keep_graphs_with_regions()
     torch.set_autocast_enabled(PROMOTING[0], True)
     try:
@@ -389,8 +395,8 @@ def begin_traced_model() -> None:
 
 
 @constant_while_tracing
-def _noted_while_traced() -> bool:
-    """Return whether a tracer noted results; say whether one graph holds all of the model."""
+def _end_traced_model() -> bool:
+    """Note it if this compilation traced the whole model; return whether a tracer noted results."""
     if thread.results is not None and thread.traced_from == compile_id():
         thread.results.is_in_one_graph = True
     return _traced_results().has_any()
@@ -398,7 +404,7 @@ def _noted_while_traced() -> bool:
 
 def recomputed_while_traced(output: Any) -> Any:
     """As ``DirectResults.recomputed``, at the end of a model that Dynamo traces."""
-    if not _noted_while_traced():
+    if not _end_traced_model():
         return output
     _let_dynamo_trace_recomputed()
 
@@ -406,6 +412,7 @@ def recomputed_while_traced(output: Any) -> Any:
         if tensor.dtype not in LOW:
             return tensor
         made = _recomputed_in_graph(tensor)
+        # Low: it was not noted.
         return tensor if made.dtype in LOW else made
 
     return map_tensors(output, recomputed, say_nothing)
@@ -414,7 +421,9 @@ def recomputed_while_traced(output: Any) -> Any:
 def _recomputed_in_graph(tensor: torch.Tensor, did: str = "returned") -> torch.Tensor:
     """Return ``tensor`` in fp32 if it was noted; called by the tracers below Dynamo with their tensors.
 
-    Where no tracer follows, as with ``backend="eager"``, Dynamo relies on fp32.
+    Dynamo puts the call itself into the graph. A tracer below it calls this with fake tensors. Where none
+    follows, as with ``backend="eager"``, the graph calls it with real ones: what was not noted of these is
+    cast, since Dynamo found an fp32 result when it traced.
     """
     recomputed = tensor
     results = _results_for(tensor)
@@ -429,8 +438,8 @@ _let_dynamo_trace_recomputed = let_dynamo_trace(_recomputed_in_graph)
 def in_fp32_for(did: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a low ``tensor`` in fp32: computed again if the model of ``run`` noted it, else cast.
 
-    In a checkpoint it is cast, since nothing is noted where the backward pass computes the forward again, and
-    that has to save as many tensors. ``did``: what the model does with it, for notes.
+    In a checkpoint it is cast: nothing is noted when the backward pass computes the forward again, and both
+    forwards have to save equally many tensors. ``did``: what the model does with it, for notes.
     """
     if torch.compiler.is_dynamo_compiling():
         _let_dynamo_trace_recomputed()

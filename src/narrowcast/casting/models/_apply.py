@@ -1,8 +1,8 @@
 """Apply a policy to a model: its call opens the region, and that of each module with a rule follows the rule.
 
 Inside a module that rules select, the inputs are cast to what the rule computes in, and the outputs to the
-rule's ``output``. What stands in front of each module (``_module_calls.ModuleCall``) holds the policy, so
-that it is there in whatever thread calls the module: if no region of it is open, it opens one.
+rule's ``output``. A ``_module_calls.ModuleCall`` stands in front of each module and holds the policy, for any
+thread that calls the module: where no region of the policy is open, the ModuleCall opens one.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
     in other threads (``DataParallel``), in activation checkpointing, and in copies of the model.
     Modules that are added or replaced later follow their rules from the model's next call on.
     If a script turns autocast off inside the model, rules do not turn it on again. TorchScript modules follow
-    the region; a copy of a model that is one, or a ``torch.fx.GraphModule``, has no policy. If ``apply``
-    raises, nothing has changed.
+    the region. If the model itself is a TorchScript module or a ``torch.fx.GraphModule``, its copies have no
+    policy. If ``apply`` raises, nothing has changed.
 
     Args:
         model: any module; its parameters stay as they are. DDP and ``torch.compile`` may wrap it before or
@@ -100,7 +100,7 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
 def _has_no_forward(model: torch.nn.Module) -> bool:
     if "forward" in vars(model):
         return False
-    # As the class has it: that of a TorchScript module answers for instances only.
+    # Not getattr: the class of a TorchScript module has a descriptor there that fails without an instance.
     own = inspect.getattr_static(type(model), "forward")
     return own is inspect.getattr_static(torch.nn.Module, "forward")
 
@@ -127,7 +127,7 @@ class Applied:
 
     Args:
         opens: whether the model's own call opens the region; False if the caller opens it.
-        strict: raise if a rule selects nothing in the model.
+        strict: raise if a rule selects nothing in the model, or an operator that torch.jit casts itself.
         admits: called with the model at each of its calls; if it returns False, no region is opened.
         how_to_end: what to do before the model can have another policy; by default to call ``remove()``.
 
@@ -168,7 +168,7 @@ class Applied:
             self._shared.how_to_end = how_to_end
         ruled = RuledModules(self._shared)
         self._calls = ruled.calls
-        # An added module may have another policy, which is found when some have this one already.
+        # A module inside may turn out to have another policy after others were given this one: undo that.
         with undo_on_error([model]):
             _remove_copied_calls(modules, self.policy)
             self.fp8 = apply_fp8(model, self.policy)
@@ -176,7 +176,7 @@ class Applied:
                 for paths, module in modules:
                     # The model, and what it wraps, which may be called directly.
                     if "" in paths and (module is model or not is_wrapper(module)):
-                        rules = _rules_of(self.policy, paths, module)
+                        rules = _rules_for_calls(self.policy, paths, module)
                         self._calls.add(_ModelCall(ruled, rules, module, model))
             ruled.follow(model)
             self._end_watching = _watch_moves_and_copies(self)
@@ -222,7 +222,7 @@ class Applied:
     __reduce_ex__ = not_copied("the handle of nc.apply", "copy or save the model, which keeps its policy")
 
     def __deepcopy__(self, _memo: object) -> Applied:
-        return self  # of a copied model too, whose policy it ends
+        return self  # one handle for a model and its copies: remove() ends the policy on all of them
 
     def __repr__(self) -> str:
         model = self._model()
@@ -258,8 +258,8 @@ class RuledModules:
         self.shared = shared
         # Weak, since the modules hold them.
         self.calls: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
-        # The children of each module in the model, now and when rules were last given. Comparing the two at
-        # each call of the model takes some 50 nanoseconds a module.
+        # The children of each module in the model: its own live dict, and a copy from when rules were last
+        # given. Comparing the two at each call of the model takes some 50 nanoseconds a module.
         self._children: list[dict[str, torch.nn.Module | None]] = []
         self._children_before: list[dict[str, torch.nn.Module | None]] = []
         self._fp8_layers: list[torch.nn.Module] = []
@@ -287,14 +287,15 @@ class RuledModules:
     def _follow_module(self, paths: tuple[str, ...], module: torch.nn.Module, *, unfused: bool) -> None:
         policy = self.shared.policy
         calls = [call for call in calls_on(module) if call.shared is self.shared]
-        if not self.shared.compiled:
-            if not calls:
-                _remove_copied_calls([(paths, module)], policy)
-            if "" in paths:
-                return  # the model itself, which keeps its own
+        is_compiled = self.shared.compiled
+        if not calls and not is_compiled:
+            _remove_copied_calls([(paths, module)], policy)
+        # The rules of the model itself are in its _ModelCall, which nc.compile does not make.
+        if "" in paths and not is_compiled:
+            return
 
         # A module may have come to another place, with its call.
-        rules = _rules_of(policy, paths, module)
+        rules = _rules_for_calls(policy, paths, module)
         rules_before = calls[0].rules if calls else ()
         if rules == rules_before:
             return
@@ -420,8 +421,8 @@ def _detach(calls: Iterable[ModuleCall]) -> None:
         call.detach()
 
 
-def _rules_of(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -> tuple[Rule, ...]:
-    """Return the rules that calls carry out: for a shared module those for all its paths."""
+def _rules_for_calls(policy: Policy, paths: tuple[str, ...], module: torch.nn.Module) -> tuple[Rule, ...]:
+    """Return the rules that a ModuleCall carries out, for all paths of a module: not those of fp8."""
     return tuple(rule for rule in rules_of(policy, paths, module) if rule.compute not in FP8_RECIPES)
 
 
@@ -482,13 +483,12 @@ def _near_modules(rule: Rule, modules: list[tuple[str, torch.nn.Module]]) -> str
     if rule.module is None:
         kinds = sorted({type(module).__name__ for _, module in modules})
         return near_names(str(rule.module_type).rpartition(".")[2], kinds)
-    guess = near_names(rule.module, [path for path, _ in modules if path][:40])
+    known = [path for path, _ in modules if path][:40]
     named = [(path, class_names(type(module))) for path, module in modules]
     shorter = without_prefix(rule, named)
     if shorter is None:
-        return guess
-    known = guess.partition("Known: ")[2]
-    return f'Did you mean "{shorter}"? Paths start at the model itself. Known: {known}'
+        return near_names(rule.module, known)
+    return f"Paths start at the model itself. {near_names(rule.module, known, guess=shorter)}"
 
 
 def _holds_any(selected: list[str], linears: list[str]) -> bool:
@@ -501,10 +501,10 @@ def _holds_any(selected: list[str], linears: list[str]) -> bool:
 
 
 def refuse_in_torchscript(policy: Policy, model: torch.nn.Module) -> None:
-    """Refuse a rule for what a TorchScript module calls and casts by a table of its own.
+    """Refuse a rule for an operator that a TorchScript module calls, if torch.jit casts it by its own table.
 
-    That casts inputs to the low format before a rule that computes in another one sees them. What no module
-    calls may have a rule: apex's O1 follows the table for CUDA on a CPU, which differs in many operators.
+    torch.jit casts the inputs to the low format before the rule sees them. Rules for operators that no
+    TorchScript module calls are let through: apex's O1, which follows CUDA's table on a CPU, has many.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/jit/passes/autocast.cpp
     graphs = {}

@@ -65,6 +65,7 @@ class Names:
         self._bound: dict[str, set[str]] = defaultdict(set)
         for node, parent in parents.items():
             for name, full in _bindings_of(node):
+                # Also for a flag: taken() counts its name.
                 bound = self._bound[name]
                 if full != _NOT_IMPORTED or not _sets_flag(parent):
                     bound.add(full)
@@ -123,7 +124,7 @@ def _module_of(statement: ast.ImportFrom) -> str:
 
 def _sets_flag(statement: ast.AST) -> bool:
     """Return whether a statement assigns None, True or False."""
-    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant):
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(statement.value, ast.Constant):
         return False
     return statement.value.value is None or isinstance(statement.value.value, bool)
 
@@ -305,7 +306,7 @@ class Source:
         return begin, self._line_end(end)
 
     def _line_end(self, line: int) -> int:
-        """Return the character after a line (from 1) and its line end."""
+        """Return the offset just past a line (from 1), its line end included."""
         return self.starts[line] if line < len(self.starts) else len(self.text)
 
     def indent(self, node: ast.AST) -> str:
@@ -369,5 +370,5 @@ def is_plain(call: ast.Call) -> bool:
 
 
 def is_constant(node: ast.expr | None, value: object) -> bool:
-    """Return whether ``node`` is this constant."""
+    """Return whether ``node`` is a constant of this value and this very type: ``1`` is not ``True``."""
     return isinstance(node, ast.Constant) and node.value == value and type(node.value) is type(value)

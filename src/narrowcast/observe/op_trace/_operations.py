@@ -111,6 +111,8 @@ class ModulePaths:
     def here(self) -> Place:
         """Return the place of a call that this thread makes now."""
         calls, task = self._running.stack, graph_task_id()
+        # In a backward pass a call is the place only if that pass recomputes it; otherwise it waits for the
+        # pass.
         if calls and task in (calls[-1].task, NO_GRAPH_TASK):
             return calls[-1].place
         if task != NO_GRAPH_TASK:
@@ -133,10 +135,10 @@ class ModulePaths:
         calls = self._running.stack
         if not any(call.module_id == id(module) for call in calls):
             return
+        # Also takes off the calls inside it that an exception ended.
         while True:
             ended = calls.pop()
             ended.hook.remove()
-            # Calls inside it that an exception ended were still there.
             if ended.module_id == id(module):
                 return
 
@@ -146,7 +148,7 @@ class ModulePaths:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One operation that ran."""
+    """One operation that ran below autocast and autograd: where, how long, and in which formats."""
 
     op: str
     place: Place

@@ -18,7 +18,7 @@ import torch
 
 from narrowcast.capture import json_ready
 from narrowcast.casting import rule_that_casts, watch_ops
-from narrowcast.errors import near_names
+from narrowcast.errors import nearest_name
 from narrowcast.observe.op_trace._operations import (
     BACKWARD,
     ModulePaths,
@@ -65,7 +65,7 @@ Collected = dict[Site, list[list[Operation]]]
 
 
 def together(parts: Iterable[Collected], *, also: Collected | None = None) -> Collected:
-    """Join what was collected in several steps, and of ``also`` the sites in modules that no part has."""
+    """Join what several steps collected; add those sites of ``also`` that are in a module and in no part."""
     joined: Collected = {}
     for part in parts:
         for site, calls in part.items():
@@ -81,7 +81,7 @@ class _Unclaimed(threading.local):
     """Operations of a thread that no operator has claimed yet.
 
     Attributes:
-        has_decided_part: whether an operator in the outermost one that runs was decided about.
+        has_decided_part: whether something inside the outermost operator under way was decided about.
     """
 
     def __init__(self, of_all_threads: list[list[Operation]]) -> None:
@@ -140,27 +140,37 @@ class OpTrace:
     def _saw_operation(self, operation: Operation) -> None:
         if operation.place.fp8_rule is None or operation.depth > 0:
             self._unclaimed.operations.append(operation)
-        else:  # no watched operator will claim it: it is counted in its order among modules
+        else:
+            # No watched operator will claim it. Counted now and not in take(), so that its row stands among
+            # those of its module's neighbours.
             with self._lock:
                 self._count_alone(operation)
 
     def _saw_call(self, call: Any) -> None:
-        """Count an operator that autocast decided about, or what no other has claimed of an outermost one."""
+        """Record an operator that was decided about, or an outermost one with what its parts left."""
         depth = len(call.enclosing)
-        border = rule_that_casts()
-        rule = border or call.rule
+        module_rule = rule_that_casts()
+        rule = module_rule or call.rule
         is_decided = call.listed and not call.composite
+        is_outermost = depth == 0
         inside: list[Operation] = []
-        if is_decided or depth == 0:
+        if is_decided or is_outermost:
             inside = self._claimed(depth)
 
-        # An outermost operator whose parts were decided about has a row only for what else it computed.
         unclaimed = self._unclaimed
-        is_empty = unclaimed.has_decided_part and all(operation.is_view for operation in inside)
-        unclaimed.has_decided_part = depth > 0 and (is_decided or unclaimed.has_decided_part)
+        has_row = is_decided
+        if is_outermost and not is_decided:
+            # Parts that were decided about have rows. The whole then has one only if it computed something
+            # besides.
+            has_row = not unclaimed.has_decided_part or bool(_computed(inside))
+        if is_outermost:
+            unclaimed.has_decided_part = False
+        elif is_decided:
+            unclaimed.has_decided_part = True
+
         with self._lock:
             self.rules.saw(call.op, rule, [operation.op for operation in inside])
-            if not is_decided and (depth > 0 or is_empty):
+            if not has_row:
                 return
             place = self.paths.here()
             site = Site(
@@ -170,7 +180,7 @@ class OpTrace:
                 op=call.op,
                 inputs=formats_of(call.inputs),
                 outputs=formats_of(call.outputs),
-                because=call.because if border is None else _BORDER,
+                because=call.because if module_rule is None else _BORDER,
                 within=tuple(call.enclosing),
                 computes=_name_or_none(call.dtype),
                 rule=_text_or_none(rule),
@@ -243,10 +253,10 @@ def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str
     else:
         asked = _without_package(str(rule.module_type))
         known = [_without_package(classes[0]) for _, classes in modules]
-    guess, meant, _ = near_names(asked, list(dict.fromkeys(known))[:_MOST_MODULES]).partition("? Known:")
-    if not meant:
+    nearest = nearest_name(asked, list(dict.fromkeys(known))[:_MOST_MODULES])
+    if nearest is None:
         return ""
-    return f" ({guess[0].lower()}{guess[1:]}?)"
+    return f' (did you mean "{nearest}"?)'
 
 
 def _without_package(class_name: str) -> str:

@@ -158,8 +158,7 @@ def union_ns(intervals: Iterable[_Interval], start: int, end: int) -> int:
 
 
 def _shares(parts_ns: Mapping[str, int], steps_ns: int, busy_ns: int | None) -> dict[str, float]:
-    """Return shares of a step's time; kernels that ran side by side share the time that the GPU was busy."""
-    # On a GPU kernels of several streams overlap, so their times are scaled to the time that it was busy.
+    """Return shares of a step's time; times of overlapping kernels are scaled to the GPU's busy time."""
     known_ns = dict(parts_ns)
     del known_ns[PYTHON]  # what is left, below
     total_ns = sum(known_ns.values())
@@ -199,9 +198,9 @@ class _ProductTimes:
 class _Sums:
     """What ops of some steps add up to; without ``kernels_ns``, time is that of ops on the host.
 
-    An op belongs to the part that its own name says, else to that of its caller: the softmax inside an
-    attention is the attention's, a cast inside a linear layer is a cast, a matmul inside an optimizer is a
-    product.
+    Inside a cast or the loading of data every op belongs to that. Elsewhere an op belongs to the part that
+    its own name says, else to that of its caller: the softmax inside an attention is the attention's, a cast
+    inside a linear layer is a cast, a matmul inside an optimizer is a product.
     """
 
     def __init__(self, kernels_ns: Mapping[int, int] | None = None, weights: Iterable[int] = ()) -> None:
@@ -225,7 +224,8 @@ class _Sums:
         for child in _ops(op.children):
             has_product |= self.add(child, part, is_call=is_call)
 
-        # Kernels that Python launched itself, as of an extension, are an op's all the same.
+        # On a GPU, PYTHON is the time without kernels. One that no op launched, as an extension's, counts as
+        # another op's.
         if part == PYTHON and self._kernels_ns is not None:
             part = OTHER
         self.parts_ns[part] += self._own_ns(op)
@@ -270,7 +270,7 @@ class _Sums:
             self.casts["weight_bytes"] += moved_bytes
 
     def products(self, steps: int, share: float) -> list[dict[str, Any]]:
-        """Return the products of each size in one step, of which all take ``share``, the slowest first."""
+        """Return the products of one step by size, slowest first; together they take ``share`` of it."""
         sizes = list(self._products.values())
         sizes.sort(key=lambda size: size.count * size.each_ns, reverse=True)
         total_ns = sum(size.count * size.each_ns for size in sizes) or 1
