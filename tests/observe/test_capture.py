@@ -156,7 +156,7 @@ def test_whether_a_timed_run_has_ended_is_true_or_false(path):
         lines(path, EXAMPLES["run"] | {"ended": ended})
         assert read_capture(path).last("run")["ended"] is ended
     where = lines(path, EXAMPLES["run"] | {"ended": "no"})
-    with pytest.raises(FileError, match=f"{where} is not a valid 'run' event: .*`ended`"):
+    with pytest.raises(FileError, match=f"{where} is not a valid 'run' event: .*ended"):
         read_capture(path)
 
 
