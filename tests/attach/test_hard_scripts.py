@@ -1,6 +1,7 @@
 """What scripts do that a scale could break: guards, shared parameters, early schedulers, pickles, tracing."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -82,6 +83,19 @@ def test_an_overflow_applied_by_hand_is_an_error_also_later():
         by_hand(1e6)
         with pytest.raises(UnsupportedError, match="updated by hand"):
             by_hand(1.0)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_weights_that_were_nan_are_no_update_by_hand(passes):
+    """Several passes with NaN losses may come before the gradients are dropped."""
+    model = network()
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)
+    with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
+        for _ in range(passes):
+            backward(model)
+        torch.optim.SGD(model.parameters(), 0.1).zero_grad()
+    assert any("no optimizer used them" in note for note in attached.notes)
 
 
 def test_a_trained_mask_of_infinities_is_no_update_by_hand():

@@ -252,7 +252,7 @@ KEPT = {
         INITIALIZE + LOOP.replace("scaled_loss:\n        ", "scaled_loss: "), 10, "shares its line"
     ),
     "another call in the block": (
-        INITIALIZE + LOOP.replace("backward()\n", "backward()\n        print()\n"), 11, "else but clipping"
+        INITIALIZE + LOOP.replace("backward()\n", "backward()\n        print()\n"), 12, "else but clipping"
     ),
     "a scaled loss that is used later": (INITIALIZE + LOOP + "    print(scaled_loss)\n", 13, "used outside"),
     "a loss that is computed in the call": (

@@ -151,6 +151,15 @@ def test_a_missing_or_mistyped_field_is_refused(path, kind):
         assert refused >= len(WRONG) // 2
 
 
+def test_whether_a_timed_run_has_ended_is_true_or_false(path):
+    for ended in (True, False):
+        lines(path, EXAMPLES["run"] | {"ended": ended})
+        assert read_capture(path).last("run")["ended"] is ended
+    where = lines(path, EXAMPLES["run"] | {"ended": "no"})
+    with pytest.raises(FileError, match=f"{where} is not a valid 'run' event: .*ended"):
+        read_capture(path)
+
+
 def test_events_and_fields_of_later_versions_of_this_schema_are_kept(path):
     later = {"event": "later", "anything": [{"at": None}]}
     write(path, START | {"more": 1}, later)

@@ -251,9 +251,9 @@ class Backward:
         try:
             left = gradients_at(facts.factor)
             # At a scale of 1 first: where that overflows too, a lower scale does not help.
-            if not left.wait_if_finite() and facts.factor > 1.0:
+            if not left.are_finite_after_waiting() and facts.factor > 1.0:
                 left = gradients_at(1.0)
-                if left.wait_if_finite():
+                if left.are_finite_after_waiting():
                     left = self._lowered(gradients_at, facts.number)
         finally:
             add_to_earlier(earlier, makes_graph=makes_graph)
@@ -272,7 +272,7 @@ class Backward:
             value = lower
             if falls:
                 left = gradients_at(value.scale)
-                if left.wait_if_finite():
+                if left.are_finite_after_waiting():
                     self._scale.lower_to(value, number)
                     return left
         self._scale.lower_to(lower, number)

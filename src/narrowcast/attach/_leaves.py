@@ -67,9 +67,9 @@ class PassGradients:
         """Return whether all are finite; None where reading that would wait for a device."""
         if any(flag.device.type != "cpu" for flag in self.found_inf):
             return None
-        return self.wait_if_finite()
+        return self.are_finite_after_waiting()
 
-    def wait_if_finite(self) -> bool:
+    def are_finite_after_waiting(self) -> bool:
         """Return whether all are finite; waits for the device."""
         return not any(map(bool, self.found_inf))
 
@@ -120,7 +120,7 @@ class _UnreadPass:
     def leaves_that_overflowed(self) -> list[torch.Tensor]:
         """Return the leaves whose gradient was not finite; waits for the device.
 
-        A gradient that is gone or has changed since counts as one of them, if any was.
+        If the pass overflowed at all, a gradient that is gone or has changed since counts as overflowed.
         """
         if not any(map(bool, self.found_inf)):
             return []
@@ -149,11 +149,13 @@ class _Overflow:
     Attributes:
         number: of the first backward pass that left such a gradient.
         site: the line of the script that called it.
+        loss_was_finite: whether the loss of that pass was.
         skipped: whether an optimizer skipped a step because of it.
     """
 
     number: int
     site: str
+    loss_was_finite: bool
     skipped: bool = False
 
 
@@ -194,12 +196,14 @@ class Leaves:
 
         # By the id of a leaf, since each pass compares the ids of all of its leaves with them.
         self._in_optimizers: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._owned_leaves: list[int] = []  # of the latest pass all of whose leaves optimizers have
+        # Ids of the leaves of the latest pass in which every leaf belonged to an optimizer.
+        self._owned_leaves: list[int] = []
         self._an_optimizer_steps = False
 
         self._unread: list[_UnreadPass] = []
         # The gradients that the latest pass left, and their versions: until a step has used them, or one of
-        # them turns out not to be finite. A script may give them to other parameters.
+        # them turns out not to be finite. Not kept by leaf: a script may move a gradient to another
+        # parameter.
         self._checked: tuple[list[torch.Tensor], list[int]] = ([], [])
         self._bad_loss = (0, "")  # the latest backward whose loss was not finite itself, and its line
 
@@ -239,7 +243,8 @@ class Leaves:
     def unscale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Divide a gradient by the scale of the running pass: the hook of each leaf."""
         factor = self.factors.get(graph_task_id())
-        # torch.autograd.grad(allow_unused=True) calls hooks of leaves that the pass does not reach with None.
+        # torch.autograd.grad(allow_unused=True) passes None to the hooks of leaves that the pass does not
+        # reach.
         if factor is None or gradient is None or self._together:
             return None
         return true_gradient(gradient, factor)
@@ -276,13 +281,13 @@ class Leaves:
 
     @contextmanager
     def _alone_if(self, together: bool) -> Iterator[bool]:
-        """Run a block in which gradients are scaled until its end, while no other thread runs a pass.
+        """Keep passes of other threads out of a block, if its gradients stay scaled until it ends.
 
         Yields:
-            ``together``; False from the first pass in another thread on.
+            whether this block may do so: ``together``, and no other thread has begun a pass so far.
         """
         if threading.current_thread() is not threading.main_thread():
-            # First a pass of the main thread ends; it runs no other like that from now on.
+            # From now on the main thread unscales none together. Wait for the pass that may be running.
             self._passes_elsewhere = True
             with self._pass_together:
                 pass
@@ -290,11 +295,13 @@ class Leaves:
             yield False
             return
         with self._pass_together:
+            # Another thread may have begun one before the lock was taken.
             yield not self._passes_elsewhere
 
     def unscale_arrived(self) -> None:
         """Unscale what has arrived, where something interrupts a pass; hooks unscale the rest."""
-        inside_of_a_pass = graph_task_id() != NO_GRAPH_TASK  # not in another thread meanwhile
+        # False in another thread, while the main one runs the pass.
+        inside_of_a_pass = graph_task_id() != NO_GRAPH_TASK
         if self._together and inside_of_a_pass:
             leaves = self._together
             self._unscale_together()
@@ -305,27 +312,24 @@ class Leaves:
         leaves = self._together
         self._together = []
         gradients = list(map(_GRADIENT, leaves))
+        # Some leaves got no gradient.
         if not _NONE.isdisjoint(map(type, gradients)):
             leaves = _with_gradients(leaves)
             gradients = list(map(_GRADIENT, leaves))
 
-        # One operator cannot write to all where kinds differ, or where two lie in one memory.
+        # One operator writes to all in place. Where kinds differ or two share memory, those that it cannot
+        # write to are replaced one by one.
         found_inf = []
         groups = []
         if gradients:
             groups = by_device_and_dtype(gradients)
         in_fp32 = all(dtype is torch.float32 for _, dtype, _, _ in groups)
-        if not (in_fp32 and _are_dense_and_apart(gradients)):
-            in_place = _dense_and_apart(gradients)
+        if not (in_fp32 and _are_dense_without_overlap(gradients)):
+            in_place = _writable_in_place(gradients)
             groups = []
             if in_place:
                 groups = by_device_and_dtype(in_place)
-            kept = set(map(id, in_place))
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if id(gradient) not in kept:
-                    unscaled = true_gradient(gradient, self._together_factor)
-                    leaf.grad = unscaled
-                    found_inf += _found_inf([unscaled])
+            found_inf = _replace_all_but(in_place, leaves, gradients, self._together_factor)
             gradients = list(map(_GRADIENT, leaves))
 
         inverse = 1.0 / self._together_factor
@@ -358,6 +362,8 @@ class Leaves:
     def backward_begins(self, leaves: Sequence[torch.Tensor]) -> None:
         """Forget overflows of gradients that the script dropped; refuse updates that it made by hand."""
         self.forget_gradients()
+        # Read later, the overflow of a gradient that was dropped would be blamed on the one that this pass
+        # leaves.
         if self._unread and any(leaf.grad is None for leaf in leaves):
             self.read()
         if self._watched:
@@ -407,10 +413,10 @@ class Leaves:
         if not self._overflows and self._are_as_checked(map(_GRADIENT, parameters)):
             return []
 
-        # The script has changed or replaced some, as a clip does: they may be infinite only now.
         holders = _with_gradients(parameters)
         gradients = list(map(_GRADIENT, holders))
         bad = set()
+        # The script has changed or replaced some, as a clip does: they may be infinite only now.
         if not self._are_as_checked(gradients):
             flags = nonfinite_flags(gradients).read()
             bad = {id(parameter) for parameter, flag in zip(holders, flags, strict=True) if flag}
@@ -419,7 +425,10 @@ class Leaves:
         return [p for p in parameters if id(p) in bad or p in self._overflows]
 
     def _are_as_checked(self, gradients: Iterable[torch.Tensor | None]) -> bool:
-        """Return whether the latest backward pass left exactly these gradients, and found them finite."""
+        """Return whether each of these is None or was left by the latest pass, whose gradients are unchanged.
+
+        Call ``read`` first: it forgets those of a pass that overflowed.
+        """
         checked, versions = self._checked
         known = set(map(id, checked))
         known.add(id(None))
@@ -470,13 +479,14 @@ class Leaves:
                     continue
                 self.forget_gradients()
                 facts = unread.facts
-                if facts.loss_was_finite():
+                loss_was_finite = facts.loss_was_finite()
+                if loss_was_finite:
                     self._scale.overflowed(facts.number, facts.factor)
                 else:
                     self._bad_loss = (facts.number, facts.site)
                 for leaf in overflowed:
                     if leaf not in self._overflows:
-                        self._overflows[leaf] = _Overflow(facts.number, facts.site)
+                        self._overflows[leaf] = _Overflow(facts.number, facts.site, loss_was_finite)
 
     def _forget_dropped(self, leaves: Sequence[torch.Tensor]) -> None:
         """Forget the overflows of gradients that are gone, or that the script zeroed after a skipped step."""
@@ -500,9 +510,9 @@ class Leaves:
         if overflow is None:
             return
         if not overflow.skipped:
-            # Where the loss was finite, so was the tensor: what it holds now came from its gradient.
-            loss_was_finite = overflow.number != self._bad_loss[0]
-            if loss_was_finite and not bool(torch.isfinite(leaf.detach()).all()):
+            # A finite loss means that the leaf was finite in that pass: it has been updated with the
+            # overflowed gradient since.
+            if overflow.loss_was_finite and not bool(torch.isfinite(leaf.detach()).all()):
                 raise UnsupportedError(_OVERFLOW_BY_HAND.format(shape=tuple(leaf.shape)))
             self._recorder.note(_UNUSED.format(overflow.site), at_once=True)
             self._scale.discarded(overflow.number)
@@ -557,7 +567,7 @@ class Leaves:
         self.unscale_arrived()
 
     def step_ended(self) -> None:
-        """Record that a step has ended: a closure runs inside, and its pass may still be run again."""
+        """Record that a step has ended. Not when it begins: a pass in its closure may still be run again."""
         self._an_optimizer_steps = True
 
     def _watch_parameters_without_optimizer(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -597,8 +607,8 @@ class Leaves:
         before = self._watched.get(leaf)
         if before is None:
             return False
-        # After an update a script drops or changes the gradient; an embedding that was renormalised in place
-        # in a forward (``max_norm``) keeps it.
+        # If the gradient is the same, it was no update by hand, after which scripts drop or change it: an
+        # embedding renormalised in a forward (``max_norm``) changes so.
         if leaf.grad is not None and before.gradient is not None:
             gradient, version = before.gradient
             if gradient() is leaf.grad and leaf.grad._version == version:
@@ -632,6 +642,23 @@ def gradients_left_in(leaves: Iterable[torch.Tensor]) -> PassGradients:
 
 def _with_gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.grad is not None]
+
+
+def _replace_all_but(
+    in_place: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    factor: float,
+) -> list[torch.Tensor]:
+    """Replace the gradients that are not in ``in_place`` by true ones, and check these; does not wait."""
+    kept = set(map(id, in_place))
+    found_inf = []
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if id(gradient) not in kept:
+            unscaled = true_gradient(gradient, factor)
+            leaf.grad = unscaled
+            found_inf += _found_inf([unscaled])
+    return found_inf
 
 
 def _found_inf(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -676,7 +703,7 @@ def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
     return gradient * (1.0 / factor)
 
 
-def _are_dense_and_apart(gradients: Sequence[torch.Tensor]) -> bool:
+def _are_dense_without_overlap(gradients: Sequence[torch.Tensor]) -> bool:
     """Return whether all are dense, and have memory of their own."""
     if not {torch.strided}.issuperset(map(_LAYOUT, gradients)):
         return False
@@ -687,7 +714,7 @@ def _are_dense_and_apart(gradients: Sequence[torch.Tensor]) -> bool:
     return all(map(operator.le, ends, starts[1:]))
 
 
-def _dense_and_apart(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _writable_in_place(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return those that are dense, in fp32, and have a memory of their own.
 
     Gradients of two leaves may lie in one memory, as those of ``a`` and ``b`` in ``torch.cat([a, b])``.

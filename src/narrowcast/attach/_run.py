@@ -54,10 +54,7 @@ class Patches:
 
 
 class Nesting(threading.local):
-    """How many calls of replaced functions this thread is in: torch, and optimizers, call one in another.
-
-    Counted by ``with``.
-    """
+    """Count, by ``with``, the calls of replaced functions that this thread is in: one may call another."""
 
     depth = 0
 
@@ -142,16 +139,19 @@ class RunningScale:
             return self.backward
 
     def discarded(self, backward: int) -> None:
-        """Back off, once, because gradients of ``backward`` overflowed."""
+        """Back off because a step skipped the gradients of ``backward`` or the script dropped them.
+
+        Not if that was done for ``backward`` already.
+        """
         with self._lock:
             if self._backed_off_for < backward:
                 self.value = self.value.after_step(overflow=True)
                 self._backed_off_for = self._moved_for = backward
 
     def overflowed(self, backward: int, factor: float) -> None:
-        """Back off because ``backward``, which ran at the scale ``factor``, left gradients that overflowed.
+        """Back off when the check of ``backward``, run at the scale ``factor``, is read and shows overflow.
 
-        Passes that ran at one scale lower it once together: on a GPU they are read late.
+        On a GPU checks are read late, several at once: passes that ran at one scale lower it once.
         """
         with self._lock:
             if self.value.scale >= factor:  # else another pass has lowered it since
@@ -238,7 +238,7 @@ class Stopping:
         raise SystemExit(0)
 
     def cancel(self) -> None:
-        """Keep the process alive: the script has ended."""
+        """Do not end the process by force: the script has ended by itself."""
         if self._deadline is not None:
             self._deadline.cancel()
 

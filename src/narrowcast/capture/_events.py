@@ -1,6 +1,6 @@
-"""What each event of a capture holds, and the check that events of a file are that.
+"""The fields of each event of a capture, and the check of events that were read from a file.
 
-A capture is a file of JSON lines. The first one is ``{"event": "start", "schema": 2, "kind": "run", ...}``;
+A capture is a file of JSON lines. The first one is ``{"event": "start", "schema": 3, "kind": "run", ...}``;
 the others follow in the order in which they happened. ``EVENTS`` lists their fields. A run's start also has
 ``rules`` (how many), ``loss_scale``, ``rank``, ``seed`` and ``process`` (number of a process that the script
 started).
@@ -76,7 +76,8 @@ _START_OF_COMPARISON = _record(
 
 EVENTS: dict[str, Any] = {
     "start": _record(**_START),
-    "note": _record(text=str, told=NotRequired[bool]),  # for the user; ``told`` before the first step
+    # For the user. told: shown already, so the end of the run does not repeat it.
+    "note": _record(text=str, told=NotRequired[bool]),
     # ---- ``capture.jsonl`` of a run
     "device": _record(device_type=str, format=str, because=str),  # the first region on a device type
     # The one number that an outermost ``backward`` started from; site: file and line of the call.
@@ -91,8 +92,8 @@ EVENTS: dict[str, Any] = {
     ),
     # An outermost call of a module before the first backward; gradients: whether autograd recorded.
     "forward": _record(time_s=_Seconds, duration_s=_Seconds, gradients=bool, training=bool),
-    # The run stood still while that of the other format went on, which counts in no time. waited_s: before,
-    # for the device.
+    # The run stood still while the run of the other format went on; that time counts nowhere. waited_s: how
+    # long it waited for the device before.
     "pause": _record(time_s=_Seconds, waited_s=_Seconds),
     "end": _record(
         exit_code=_Whole | None,
@@ -113,8 +114,17 @@ EVENTS: dict[str, Any] = {
     # ---- ``comparison.jsonl`` of ``narrowcast compare``, whose start has ``steps`` (0: the whole script)
     # A timed run, when it begins (with ``"ended": false``) and when it has ended. capture: path in the
     # folder; last_line: of stdout; cut: it was ended early, to keep to the time limit.
-    "run": _record(name=str, format=_Format, seed=_Count, capture=str, last_line=str, cut=NotRequired[bool]),
-    # Of the CPUs, what other programs used when no run went on: before each pair of timed ones and after all.
+    "run": _record(
+        name=str,
+        format=_Format,
+        seed=_Count,
+        capture=str,
+        last_line=str,
+        ended=NotRequired[bool],
+        cut=NotRequired[bool],
+    ),
+    # share: of the CPUs, used by other programs while no run went on; before each pair of timed runs and
+    # after the last.
     "busy": _record(share=_Share),
     "memory": _record(format=_Format, peak_tensor_bytes=_Count | None, reason=str | None),
     # What ``Certificate.to_dict`` returns, for a script that trains: one for each step that was judged.
@@ -126,7 +136,8 @@ EVENTS: dict[str, Any] = {
         cosine=Number | None,
         error_over_noise_interval=list[Number] | None,
         worst_parameter=_record(name=str, **_RATIOS) | None,
-        is_lost=bool,  # what fails is lost, not rounded
+        # Whether it fails because something is lost (a parameter's gradient), not only rounded.
+        is_lost=bool,
         parameters=list[_PARAMETER],  # type: ignore[valid-type]
         verdict=_Verdict,
         reason=str,

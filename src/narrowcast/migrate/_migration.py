@@ -32,6 +32,7 @@ Stage = Callable[[Source, Target], Changes]
 _STAGES: tuple[Stage, ...] = (apex, deprecated_names, lint, to_narrowcast)
 _JSON_SCHEMA = 1
 _MOST_NOTEBOOKS = 3  # that are named
+# Not str.splitlines(keepends=True), which also ends lines at form feeds and other separators.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 # ANSI colors of the lines of a diff, by how a line begins.
 _COLORS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
@@ -151,7 +152,6 @@ def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
     for outcome in outcomes:
         if outcome.problem is not None:
             lines.append(f"{outcome.path}: {outcome.problem}")
-        # One line for the same finding in many places.
         numbers: dict[tuple[str, bool, str], list[str]] = defaultdict(list)
         for finding in outcome.findings:
             numbers[finding.rule, finding.fixed, finding.message].append(str(finding.line))
@@ -183,7 +183,7 @@ def _counted(count: int, thing: str) -> str:
 def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept: int = 0) -> str:
     """Return a table of the rules with their counts, and the number of files.
 
-    ``written``: the files were written, but for ``kept`` of them; otherwise they would be.
+    ``written``: whether this run wrote the files, all but ``kept`` of those with changes.
     """
     counts: dict[str, Counter[bool]] = defaultdict(Counter)
     for outcome in outcomes:
@@ -197,11 +197,8 @@ def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept
         for rule, count in sorted(counts.items()):
             lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
 
-    changed = -kept
-    problems = 0
-    for outcome in outcomes:
-        changed += outcome.changes
-        problems += outcome.problem is not None
+    changed = sum(outcome.changes for outcome in outcomes) - kept
+    problems = sum(outcome.problem is not None for outcome in outcomes)
     last = f"{_counted(len(outcomes), 'file')}, {changed} {'changed' if written else 'to change'}"
     if kept:
         last += f", {kept} not written"
@@ -218,9 +215,10 @@ def as_json(
     *,
     written: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return all of it for JSON; of the files only those with changes, findings or problems.
+    """Return the result of a run as a dictionary for JSON.
 
-    ``paths`` are those that the run was given, ``written`` the files that it wrote if it writes.
+    Files without changes, findings or problems are left out. ``paths`` are those that the run was given,
+    ``written`` the files that it wrote if it writes.
     """
     # Of a large folder most files have nothing to say.
     files = []

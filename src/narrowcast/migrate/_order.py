@@ -16,7 +16,8 @@ from narrowcast.migrate.source._tree import Function, method_of, receiver_of, su
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-# Statements of which one suite of several runs.
+# Nodes whose suites may not run. ``suites_of`` yields the handlers of a try and the cases of a match as
+# suites too.
 _BRANCHES = (ast.If, ast.Try, ast.Match, ast.ExceptHandler, ast.match_case)
 _SCHEDULER = re.compile(r"sched", re.IGNORECASE)
 _SCALER_METHODS = (
@@ -43,10 +44,12 @@ class _State:
         scaled: the scaler of the last backward pass since the last step; None if that is not certain.
         mixed: whether gradients may have come in another way too.
         may_be_unscaled: whether the gradients may have been unscaled since.
-        unscaled: optimizers that ``unscale_`` was called for since the last step or update.
+        unscaled: optimizers that ``unscale_`` was called for since the last backward pass, step of the scaler
+            or update. A step of the optimizer itself does not count: the scaler does not see it.
         stepped: whether the scaler stepped since the last backward pass.
         updated: the update since that step.
-        may_skip: the scaler, if it stepped before in this pass of the innermost loop.
+        may_skip: the scaler that stepped earlier in this iteration of the innermost loop, so that the step
+            may have been skipped; None if none did.
     """
 
     scaled: str | None = None
@@ -120,12 +123,12 @@ class Order:
 
     def _read_branch(self, suite: list[ast.stmt], state: _State) -> None:
         """Read a suite that may not run: whatever it changes is not known after it."""
-        # A scheduler under a condition of its own may wait for the step.
         before = copy(state)
+        # In the branch only: a scheduler under a condition of its own may wait for the step.
         before.may_skip = None
         branch = copy(before)
         self._read(suite, branch)
-        if branch != before:
+        if branch != before:  # the suite changed something, and it may not have run
             state.forget()
 
     def _own_nodes(self, statement: ast.stmt) -> list[ast.AST]:
@@ -199,7 +202,8 @@ class Order:
             state.may_be_unscaled = True
         elif method.startswith("clip_"):
             state.may_be_unscaled = True
-        elif len(call.args) > 1:  # a closure, which goes backward inside
+        elif len(call.args) > 1:
+            # A step with a closure, which goes backward inside.
             state.forget()
         else:
             # Two steps with an update between them, and no backward pass.

@@ -55,11 +55,14 @@ def deprecated_names(source: Source, target: Target) -> Changes:
         changes = unclear
         moved.clear()
     used = {reference.name for reference in source.references}
-    # Other files may use what is imported here, and keeps its name.
+    # An import without a use in this file stays, since other files may import it from here.
     for imported in source.imports:
         is_unused = imported.name not in ("torch", *used)
         if is_unused and _split(imported.full) is not None:
-            message = f"{imported.full} is deprecated, and which uses it has here is not clear"
+            message = (
+                f"{imported.full} is deprecated, and its import was left: no use of it by name was found "
+                "here, and other files may use it"
+            )
             changes.report(source.start(imported.statement), DEPRECATED, message, fixed=False)
 
     gone = move_imports(source, changes, moved, _new_home)
@@ -94,7 +97,9 @@ def _new_home(full: str) -> str | None:
 def _rewrite(source: Source, changes: Changes, reference: Reference, device: str, name: str) -> bool:
     """Rewrite one use, of ``name`` in the old module for ``device``; False where that is not certain."""
     node = reference.node
-    if name not in _NAMES or _is_for_old_torch(source, node):
+    # In an f-string the quotes of the device may end the string.
+    in_f_string = any(isinstance(outer, ast.JoinedStr) for outer in source.around(node))
+    if name not in _NAMES or in_f_string or _is_for_old_torch(source, node):
         return False
     by_full_name = reference.name == "torch"
     # As cuda.amp.autocast, after "from torch import cuda".
@@ -106,7 +111,7 @@ def _rewrite(source: Source, changes: Changes, reference: Reference, device: str
         if not _name_device(source, changes, call, device, name):
             return False
     elif name.startswith("custom_"):
-        # A decorator without brackets; passed on it may be called with anything.
+        # Only as a decorator without brackets: a function that is passed on may be called with anything.
         if node not in getattr(source.parents[node], "decorator_list", ()):
             return False
         changes.insert(source.span(node)[1], f'(device_type="{device}")')
@@ -123,8 +128,6 @@ def _rewrite(source: Source, changes: Changes, reference: Reference, device: str
 def _is_for_old_torch(source: Source, node: ast.expr) -> bool:
     """Return whether a use may be the fallback for a torch without ``torch.amp``."""
     for outer in source.around(node):
-        if isinstance(outer, ast.JoinedStr):
-            return True  # quotes of the device may end the string
         # if hasattr(torch.amp, "GradScaler"), a comparison of versions, or an AttributeError that is caught.
         if isinstance(outer, ast.If | ast.IfExp | ast.Try):
             code = source.code(outer)
@@ -157,7 +160,7 @@ def _is_type_test(source: Source, node: ast.expr) -> bool:
 def _name_device(source: Source, changes: Changes, call: ast.Call, device: str, name: str) -> bool:
     """Add the device to a call; False where that is not certain."""
     first = call.args[0] if call.args else None
-    # A device where another argument belongs.
+    # A device is given already, which the old classes do not take.
     is_named = isinstance(first, ast.Constant) and isinstance(first.value, str)
     for keyword in call.keywords:
         is_named = is_named or keyword.arg in ("device", "device_type")
@@ -199,7 +202,7 @@ def _name_region(source: Source, changes: Changes, call: ast.Call, device: str) 
 
 
 def _can_be_named(source: Source, call: ast.Call) -> bool:
-    """Return whether a name can stand before each argument of a region, since no bracket does."""
+    """Return whether ``word=`` can stand before each argument: none is starred or in brackets of its own."""
     end = open_bracket(source, call)
     for value in call.args:
         if source.text[end : source.start(value)].strip() not in ("", ",") or isinstance(value, ast.Starred):
@@ -222,8 +225,8 @@ def to_narrowcast(source: Source, target: Target) -> Changes:
     moved: set[str] = set()
     for reference in source.references:
         new = _NARROWCAST_NAMES.get(reference.full)
-        # A name is imported once, for the uses that stay too.
-        stays = new is None or _is_class_of_torch(source, reference)
+        stays = new is None or _must_stay_torchs(source, reference)
+        # The import of a name stays while one use of it stays, or other files import it from here.
         if stays or reference.name in source.exported:
             kept.add(reference.name)
         if stays:
@@ -247,7 +250,7 @@ def to_narrowcast(source: Source, target: Target) -> Changes:
 
 
 def _turn_off_without_cuda(source: Source, changes: Changes, node: ast.expr) -> bool:
-    """Write out that a region or scaler for CUDA is off on a machine without, if the file is made for one."""
+    """Add ``enabled=torch.cuda.is_available()`` for CUDA, if the file is made to run without CUDA too."""
     call = source.call_of(node)
     if call is None or not _FALLS_BACK.search(source.text):
         return False
@@ -270,8 +273,11 @@ def narrowcast_name(source: Source) -> str:
     return "narrowcast" if "nc" in source.names.taken() else "nc"
 
 
-def _is_class_of_torch(source: Source, reference: Reference) -> bool:
-    """Return whether a class is a base or is asked for: a ``nc.GradScaler`` is one of torch's too."""
+def _must_stay_torchs(source: Source, reference: Reference) -> bool:
+    """Return whether torch's own class must stay.
+
+    As a base class, or in an ``isinstance``, which an ``nc.GradScaler`` passes too.
+    """
     is_scaler = _NARROWCAST_NAMES.get(reference.full) == "GradScaler"
     if is_scaler and _is_type_test(source, reference.node):
         return True

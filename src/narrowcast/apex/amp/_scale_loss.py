@@ -28,10 +28,10 @@ _START = 2.0**16
 class LossScaler:
     """The scale of one loss; ``amp.initialize`` makes ``num_losses`` of them.
 
-    A dynamic scale starts at ``min(max_loss_scale, 2**16)``. It is halved when gradients overflow, but not
-    below ``min_loss_scale``, and doubled after 2000 good ``scale_loss`` blocks in a row, but not beyond
-    ``max_loss_scale``. ``min_loss_scale=None`` means 2**-126, below which float32 cannot divide. Source: apex
-    ``amp/scaler.py``.
+    A dynamic scale starts at ``min(max_loss_scale, 2**16)``, or at ``min_loss_scale`` if that is larger. It
+    is halved when gradients overflow, but not below ``min_loss_scale``, and doubled after 2000 good
+    ``scale_loss`` blocks in a row, but not beyond ``max_loss_scale``. ``min_loss_scale=None`` means 2**-126,
+    below which float32 cannot divide. Source: apex ``amp/scaler.py``.
     """
 
     # Without a __dict__, so that writing an attribute of apex that is not here raises AttributeError.
@@ -63,6 +63,7 @@ class LossScaler:
         """Whether the scale changes."""
         return isinstance(self.value, Dynamic)
 
+    # Private attributes of apex's scaler, which scripts read and write.
     @property
     def _loss_scale(self) -> float:
         return self.value.scale
@@ -115,14 +116,16 @@ def scale_loss(
 ) -> Iterator[torch.Tensor]:
     """Scale a loss for its backward pass, and unscale and check the gradients at the end of the block.
 
-    Gradients from before the block are added to, unscaled to unscaled. Under O2 the unscaled gradients are
-    those of the masters, in float32: clip ``amp.master_params(optimizer)``, after the block.
+    Gradients from before the block stay: those of the block are unscaled, and then added to them. Under O2
+    the unscaled gradients are those of the masters, in float32: clip ``amp.master_params(optimizer)``, after
+    the block.
 
     If a gradient is NaN or infinite, the next ``optimizer.step()`` of every named optimizer does nothing and
     says so, also under a fixed scale, and a dynamic scale is halved. If only the sum with gradients from
     before the block is not finite, the step is skipped too, and the scale counts a good block. O0 with scale
-    1 checks nothing. After an exception in the block, gradients are as they were before it, except those
-    that stay scaled. The end of a block waits once for the GPU. Backward passes cast nothing under O1.
+    1 checks nothing. After an exception in the block, gradients are as they were before it, unless an earlier
+    block with ``delay_unscale=True`` left them scaled: then call ``zero_grad``. The end of a block waits once
+    for the GPU. Backward passes cast nothing under O1.
 
     Args:
         loss: any floating tensor, on any device, from which ``backward`` can be called.
@@ -210,7 +213,11 @@ def _opened(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[None]:
 def _end_block(
     named: Sequence[PreparedOptimizer], scale: float, *, delay_unscale: bool
 ) -> list[torch.Tensor]:
-    """Unscale the gradients of a block, unless that is delayed; return the flags of each optimizer."""
+    """Unscale the gradients of a block, unless that is delayed.
+
+    Return for each optimizer two flags, above 0 if not finite: of the block's gradients, and of their sum
+    with earlier ones. Return none if it is delayed.
+    """
     # All are checked before the first is changed.
     for optimizer in named:
         optimizer.gradients.check_graph()
@@ -289,7 +296,8 @@ class _BackwardPass:
         if self.was_seen:
             return
         for optimizer in named:
-            # Those from before the block stand apart, except those of delayed blocks.
+            # Gradients from before the block were set aside, so what is here came in it; those of delayed
+            # blocks are not set aside.
             if optimizer.gradients.delayed_scale is None and optimizer.gradients.has_gradients():
                 raise AmpError(
                     "gradients came in a scale_loss block whose own loss did not go backward: they are not "
@@ -414,7 +422,8 @@ def _load(number: int, scaler: LossScaler, scale: float, count: int) -> None:
         scaler._unskipped = count
         return
     kept = min(max(scale, value.min_scale), value.max_scale)
-    # The count of a static scale has no limit. A dynamic scale grows at the next good block then.
+    # The count of a static scale has no limit: it is cut here, so that a dynamic scale grows at the next good
+    # block.
     scaler.value = replace(value, scale=kept, good_steps=min(count, value.growth_interval - 1))
     if kept != scale:
         maybe_print(

@@ -247,10 +247,10 @@ def _keep(source: Source, target: Target, why: NotCanonicalError) -> Changes:
         _import_from_narrowcast(source, changes)
     else:
         message += "; migrate --to narrowcast keeps the calls, with narrowcast.apex"
-    is_kept = bool(changes.edits)
-    if is_kept:
+    imports_moved = bool(changes.edits)
+    if imports_moved:
         message = f"kept, with narrowcast.apex: {message}"
-    changes.report(source.start(why.node), RULE, message, fixed=is_kept)
+    changes.report(source.start(why.node), RULE, message, fixed=imports_moved)
     return changes
 
 
@@ -260,7 +260,7 @@ def _import_from_narrowcast(source: Source, changes: Changes) -> None:
     # narrowcast.apex has everything that is used of its name: this collects what it lacks, by that name.
     lacking: dict[str, list[str]] = defaultdict(list)
     for reference in source.references:
-        if not _has(reference.full):
+        if _is_apex(reference.full) and not _has(reference.full):
             lacking[reference.name].append(reference.full)
 
     moved: dict[ImportStatement, list[ast.alias]] = defaultdict(list)
@@ -288,7 +288,7 @@ def _has(full: str) -> bool:
     """Return whether narrowcast.apex has a name: its packages have all public names of apex but a few."""
     _, *rest = full.split(".")
     is_known = not rest or rest[0] == "*" or rest[0] in narrowcast.apex.__all__
-    # The dot makes a name match itself and its attributes, and no longer name that begins like it.
+    # With the dot, a name matches itself and its attributes, but not a longer name that begins alike.
     return is_known and not f"{full}.".startswith(_LACKING)
 
 

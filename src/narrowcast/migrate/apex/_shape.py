@@ -98,7 +98,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
+class _Surrounding:
     """A suite around the block: its statements before and after the one that is the block or holds it."""
 
     before: list[ast.stmt]
@@ -114,12 +114,12 @@ def read_shape(source: Source) -> Shape:
     """
     setup = _read_setup(source)
     block = _read_block(source, setup)
-    levels = _levels(source, setup, block)
-    step, between = _find_step(source, setup, levels)
-    shape = Shape(setup, block, between, step, _find_forward(source, setup, block, levels))
+    surroundings = _surroundings(source, setup, block)
+    step, between = _find_step(source, setup, surroundings)
+    shape = Shape(setup, block, between, step, _find_forward(source, setup, block, surroundings))
     _check_flow(source, shape)
-    _check_rest(source, shape, levels)
-    _check_cleared(source, shape, levels)
+    _check_rest(source, shape, surroundings)
+    _check_cleared(source, shape, surroundings)
     return shape
 
 
@@ -127,6 +127,7 @@ def _only_call(source: Source, name: str) -> ast.Call:
     """Return the one call of a function of ``apex.amp`` in the file."""
     uses = source.uses_of(f"apex.amp.{name}")
     if not uses:
+        # The file uses another function of apex.amp, or read_shape would not be called: this always refuses.
         for reference in source.references:
             if reference.full.startswith("apex.amp."):
                 reason = f"amp.{name} is not in this file: only a training loop in one file is rewritten"
@@ -168,7 +169,7 @@ def _read_setup(source: Source) -> Setup:
     model = _name(source, call, arguments, "models")
     optimizer = _name(source, call, arguments, "optimizers")
 
-    # The two objects stay what they are, so that the statement may go.
+    # The statement can be removed only if it assigns the two objects to their own names, or assigns nothing.
     statement = source.statement(call)
     assigned = source.code(statement).partition("=")[0].strip(" ()")
     names = [name.strip() for name in assigned.split(",")]
@@ -265,14 +266,14 @@ def _check_body(source: Source, block: ast.With, scaled: str) -> None:
     for statement in clips:
         call = getattr(statement, "value", None)
         if not isinstance(call, ast.Call) or "clip_grad" not in called_name(call):
-            refuse(first, reason)
+            refuse(statement, reason)
     inside = set(ast.walk(block))
     for node in source.nodes:
         if isinstance(node, ast.Name) and node.id == scaled and node not in inside:
             refuse(node, f"{scaled} is used outside of the block of amp.scale_loss")
 
 
-def _levels(source: Source, setup: Setup, block: Block) -> list[_Level]:
+def _surroundings(source: Source, setup: Setup, block: Block) -> list[_Surrounding]:
     """Return the suite of the block, and that around the ``if`` for mixed precision in which it stands."""
     # Without mixed precision the if passes the block by, but the step behind it is taken.
     statements: list[ast.stmt] = [block.statement]
@@ -282,33 +283,37 @@ def _levels(source: Source, setup: Setup, block: Block) -> list[_Level]:
             refuse(outer, "the backward pass is in an if, whose condition is not that of amp.initialize")
         statements.append(outer)
 
-    levels = []
+    surroundings = []
     for statement in statements:
         suite = source.suite(statement)
         index = suite.index(statement)
-        levels.append(_Level(suite[:index], statement, suite[index + 1 :]))
-    return levels
+        surroundings.append(_Surrounding(suite[:index], statement, suite[index + 1 :]))
+    return surroundings
 
 
-def _find_step(source: Source, setup: Setup, levels: list[_Level]) -> tuple[ast.stmt, list[ast.stmt]]:
+def _find_step(
+    source: Source, setup: Setup, surroundings: list[_Surrounding]
+) -> tuple[ast.stmt, list[ast.stmt]]:
     """Return the step behind the block, and the statements between the two."""
     between: list[ast.stmt] = []
-    for level in levels:
-        for statement in level.after:
+    for surrounding in surroundings:
+        for statement in surrounding.after:
             is_step = source.code(statement) == f"{setup.optimizer}.step()"
             if is_step and source.stands_alone(statement):
                 return statement, between
             between.append(statement)
     reason = f"no {setup.optimizer}.step() follows this block in its suite, alone on its line"
-    refuse(levels[0].statement, f"{reason}: write the block and the step in one loop body")
+    refuse(surroundings[0].statement, f"{reason}: write the block and the step in one loop body")
 
 
-def _find_forward(source: Source, setup: Setup, block: Block, levels: list[_Level]) -> list[ast.stmt]:
+def _find_forward(
+    source: Source, setup: Setup, block: Block, surroundings: list[_Surrounding]
+) -> list[ast.stmt]:
     """Return the statements from the first that uses the model to the last that sets the loss."""
-    # The inner suite, if it sets the loss: what the outer one sets is only where the loss starts.
+    # Take the inner suite if it sets the loss: the outer one then only gives the loss its first value.
     forward: list[ast.stmt] = []
-    for level in levels:
-        forward = list(level.before)
+    for surrounding in surroundings:
+        forward = list(surrounding.before)
         while forward and not _has(source, forward[-1], block.loss, ast.Store):
             forward.pop()
         if forward:
@@ -362,11 +367,11 @@ def _check_flow(source: Source, shape: Shape) -> None:
             refuse(outer, f"{reason}: put the try into the caller")
 
 
-def _check_rest(source: Source, shape: Shape, levels: list[_Level]) -> None:
+def _check_rest(source: Source, shape: Shape, surroundings: list[_Surrounding]) -> None:
     """Refuse other backward passes and steps, and gradients that are used where they may be scaled."""
     known = set(ast.walk(shape.block.statement)) | set(ast.walk(shape.step))
     # The else of the block's if trains without mixed precision.
-    outer = levels[-1].statement
+    outer = surroundings[-1].statement
     if isinstance(outer, ast.If):
         known |= set(_nodes(outer.orelse))
     unscaled = set(_nodes(shape.between))
@@ -387,13 +392,13 @@ def _check_rest(source: Source, shape: Shape, levels: list[_Level]) -> None:
             refuse(node, f"{reason}: use them between the backward pass and the step")
 
 
-def _check_cleared(source: Source, shape: Shape, levels: list[_Level]) -> None:
+def _check_cleared(source: Source, shape: Shape, surroundings: list[_Surrounding]) -> None:
     """Refuse gradients that are not cleared for each step: scaled and unscaled ones would add up."""
-    for level in levels:
-        for statement in level.before:
+    for surrounding in surroundings:
+        for statement in surrounding.before:
             if _clears(source, shape.setup, statement):
                 return
-        for statement in level.after:
+        for statement in surrounding.after:
             # Behind the step, what may leave the loop may leave gradients to the next backward pass.
             if any(isinstance(node, _JUMPS) for node in ast.walk(statement)):
                 break

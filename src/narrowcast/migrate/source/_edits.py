@@ -116,7 +116,7 @@ class Applied:
         new, old = self._marks[after - 1]
         place = old + offset - new
 
-        # Inserted text may be longer than what it replaced, whose end it must not pass.
+        # Inside inserted text, go no further than the end of what it replaced.
         if after < len(self._marks):
             place = min(place, self._marks[after][1])
         return place
@@ -133,10 +133,13 @@ def origin(trail: Sequence[Applied], offset: int) -> int:
 
 
 def remove(source: Source, changes: Changes, statements: Sequence[ast.stmt]) -> None:
-    """Remove statements with their lines; ``pass`` stays where a suite would be empty."""
+    """Remove statements with their lines.
+
+    ``pass`` replaces one that shares its line, and one of a suite that would be empty.
+    """
     filled: list[list[ast.stmt]] = []
     for statement in statements:
-        # One pass is enough for a suite that loses all of its statements.
+        # A suite that loses all of its statements gets one ``pass``, not one for each.
         suite = source.suite(statement)
         is_emptied = all(other in statements for other in suite)
         needs_pass = is_emptied and suite is not source.tree.body and suite not in filled
@@ -174,10 +177,10 @@ def unwrap(source: Source, changes: Changes, statement: ast.With) -> None:
     begin, end = source.lines(statement.body[0], statement.body[-1])
 
     # Comments right above the body stay.
-    line = source.line_of(begin)[0] - 1
-    while source.starts[line - 1] > whole_begin and _is_comment(source, line):
-        line -= 1
-    begin = source.starts[line]
+    first = source.line_of(begin)[0]  # the first line that stays, from 1
+    while source.starts[first - 2] > whole_begin and _is_comment(source, first - 1):
+        first -= 1
+    begin = source.starts[first - 1]
 
     outer, inner = source.indent(statement), source.indent(statement.body[0])
     changes.replace((whole_begin, begin), "")
