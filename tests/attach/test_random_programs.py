@@ -123,6 +123,19 @@ def verdict(monkeypatch, program, policy, plain):
     return compared(monkeypatch, program, policy, plain, 2.0**8) if how == "overflowed" else how
 
 
+def is_same(found, reference):
+    """Whether all numbers agree to the bit, in whatever order the hooks of a layer's weight and bias ran.
+
+    The order was seen to differ while kernels of rules live in the process: for a parametrized layer in a
+    checkpoint, in the second micro-batch (program 122), the weight then came before the bias.
+    """
+    if found == reference or not (isinstance(found, str) and isinstance(reference, str)):
+        return found == reference
+    numbers, expected = json.loads(found), json.loads(reference)
+    log, expected_log = (sorted(map(repr, each.pop("log"))) for each in (numbers, expected))
+    return numbers == expected and log == expected_log
+
+
 def compared(monkeypatch, program, policy, plain, scale):
     text, reference = program.plain(), None
     if policy == "bf16" or "step(closure)" not in text:
@@ -133,7 +146,7 @@ def compared(monkeypatch, program, policy, plain, scale):
     found, _ = ran(monkeypatch, text, attachment)
     if policy == "fp16" and program.loop in BY_HAND and isinstance(found, UnsupportedError):
         return "refused"
-    if found == reference:
+    if is_same(found, reference):
         return "same"
     if left_range(found):
         # The script computed its losses from gradients that had overflowed, or the model itself overflows.

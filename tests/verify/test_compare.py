@@ -45,7 +45,8 @@ def note(*_): low.append(torch.is_autocast_enabled('cpu'))
     assert result["verdict"]["right"] == "yes"
     assert result["verdict"]["worth_it"].startswith("no: ")
     why = found.own.last("not_worth_it")["reason"]
-    assert "time outside of operators explains 100 %" in why or "to keep to the time limit" in why
+    by_sleeping = re.search(r"time outside of operators explains (9\d|100) %", why)
+    assert by_sleeping or "to keep to the time limit" in why
     assert result["verdict"]["worth_it"].endswith(why)
 
 
