@@ -101,7 +101,7 @@ class CheckpointError(NarrowcastError, ValueError):
 
 
 def not_copied(what: str, instead: str) -> Any:
-    """Return the ``__reduce_ex__`` of objects that hooks refer to, and would not refer to in a copy."""
+    """Return a ``__reduce_ex__`` that refuses to copy: hooks know the original object, not a copy."""
 
     def refuse(_object: object, _protocol: object) -> NoReturn:
         raise UnsupportedError(f"{what} cannot be copied or pickled: {instead}")

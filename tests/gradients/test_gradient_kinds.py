@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import narrowcast as nc
 from narrowcast.errors import ScaleError
-from narrowcast.gradients import nonfinite_flags, unscale_by
+from narrowcast.gradients import nonfinite_flags, starts_momentum, unscale_by
 
 SWITCHES = [{}, {"foreach": True}, {"fused": True}]
 
@@ -185,6 +185,22 @@ def test_fused_momentum_after_a_skipped_first_step():
             assert bool(optimizer.state) == math.isfinite(factor)
         weights.append(weight.detach())
     assert torch.equal(*weights)
+
+
+def test_a_group_that_was_added_later_still_makes_its_momentum():
+    """Its first step must not be left to torch's fused SGD, which would leave the momentum unwritten."""
+    weight, later = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+    weight.grad = torch.ones(2)
+    assert starts_momentum(optimizer)
+    optimizer.step()
+    assert not starts_momentum(optimizer)
+    optimizer.add_param_group({"params": [later]})
+    assert not starts_momentum(optimizer), "it has no gradient yet"
+    later.grad = torch.ones(2)
+    assert starts_momentum(optimizer)
+    optimizer.step()
+    assert not starts_momentum(optimizer)
 
 
 @pytest.mark.parametrize("scale", [8.0, 10.0])

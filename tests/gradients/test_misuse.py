@@ -390,6 +390,17 @@ def test_a_step_by_hand_on_scaled_gradients_is_told_once(stepped, fused):
     assert warning.filename == __file__
 
 
+def test_a_step_by_hand_beside_another_scaler_is_told_and_taken():
+    """torch iterates over the hooks of both, and raises if one goes meanwhile."""
+    models, optimizers = models_and_optimizers(2)
+    scalers = [nc.GradScaler("cpu") for _ in models]
+    for scaler, model in zip(scalers, models, strict=True):
+        scaler.scale(model(X).mean()).backward()
+    for optimizer in optimizers:
+        with pytest.warns(UserWarning, match="was called by hand"):
+            optimizer.step()
+
+
 def test_the_hook_for_steps_by_hand_is_gone_after_the_first_iteration():
     hooks = _global_optimizer_pre_hooks
     (model,), (optimizer,) = models_and_optimizers(1)

@@ -1,4 +1,4 @@
-"""Steps on a GPU whose gradients were checked, and whose flag is on its way to the host."""
+"""Steps on a GPU whose flag (``found_inf``: a gradient is not finite) is still on its way to the host."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class UnreadSteps:
             target: Any = optimizer
             del target.grad_scale, target.found_inf
 
-        # By the time the flag is read, others than fused steps may have written the gradients.
+        # Which gradients these are is looked for when the flag is read, if they are held until then; else it
+        # is noted now, before the script writes to them.
         look = check.look_later() if check.can_look_later() else check.nonfinite().read
         read = self._copies.start(check.found_inf.reshape(1))
         parameters = check.gradients.parameters

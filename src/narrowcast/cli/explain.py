@@ -118,8 +118,8 @@ def explain(
     elif locked is not None:
         code = _check(found, locked, str(check), as_json=as_json, every=every)
     elif lock is not None and not _keep(found, lock):
-        code = CHECK_FAILED
-    else:
+        code = CHECK_FAILED  # _keep has said why it wrote nothing
+    else:  # also when --lock has written its file
         _show(found, as_json=as_json, whole=whole, every=every)
     for page in filter(None, pages):
         talk(f"report: {page}")
@@ -144,7 +144,8 @@ def _policy_of(locked: Lock, path: Path | None) -> str:
     try:
         check_policy(locked.policy)
     except PolicyError as error:
-        raise PolicyError(f"{error} (the lock file {path} is of it; --policy names another)") from error
+        made_with = f"the lock file {path} was written with it; --policy names another"
+        raise PolicyError(f"{error} ({made_with})") from error
     return locked.policy
 
 

@@ -130,7 +130,7 @@ def _delete(folder: Path) -> None:
 
 
 def _is_written(capture: Path) -> bool:
-    """Return whether a process that writes this capture goes on."""
+    """Return whether a process is still writing this capture: it holds a lock on the file until it ends."""
     try:
         with capture.open("r+b") as file:
             lock(file)

@@ -332,7 +332,7 @@ def _one_kernel_may_check(gradients: OptimizerGradients) -> bool:
     for each. Those that it may check may also be held after the step, since they are small.
     """
     for device, dtype, _, _ in gradients.groups:
-        if not _torch_internals.checks_in_place(device, dtype):
+        if not _torch_internals.checks_in_one_kernel(device, dtype):
             return False
     total_bytes: int = sum(map(_NBYTES, gradients.values))
     return total_bytes <= _IN_PLACE_BYTES

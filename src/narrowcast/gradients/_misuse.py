@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,11 +45,13 @@ class StepsByHand:
 
     Args:
         scaled: the first loss that was scaled.
-        stage_of: returns the stage of an optimizer that steps now; None if a scaler steps it.
+        stage_of: a weak reference to the method that returns the stage of an optimizer that steps now, or
+            None if a scaler steps it.
     """
 
     def __init__(self, scaled: Any, stage_of: weakref.WeakMethod[Any]) -> None:
         self._root = getattr(scaled, "grad_fn", None)
+        self._remove: Callable[[], Any] | None = None
         if self._root is None:
             return
 
@@ -57,10 +59,10 @@ class StepsByHand:
         watching = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            # A closure computes the gradients inside the step.
+            # A closure computes the gradients inside the step. (The first of the arguments is the optimizer.)
             if closure_of(args[1:], kwargs) is None:
                 watch, read_stage = watching(), stage_of()
-                if watch is not None and read_stage is not None:
+                if watch is not None and watch._root is not None and read_stage is not None:
                     watch._look_at(optimizer, read_stage(optimizer))
 
         handle = register_optimizer_step_pre_hook(before_step)
@@ -72,9 +74,12 @@ class StepsByHand:
             return  # an unscaled step is right if the script checks gradients itself
         name = type(optimizer).__name__
 
+        # After a warning it looks no more. The hook stays until ``end``: torch is iterating over its hooks,
+        # and would raise if one were removed.
+
         # The gradients are unscaled, and the weights move twice.
         if stage is OptState.STEPPED:
-            self.end()
+            self._root = None
             warn_at_script(
                 f"{name}.step was called by hand after scaler.step(optimizer), which steps it: leave "
                 "optimizer.step() out"
@@ -84,7 +89,7 @@ class StepsByHand:
         # Optimizers of models that the scaler has nothing to do with step by themselves.
         leaves = leaves_below([self._root])
         if any(p.grad is not None and id(p) in leaves for p in parameters_of(optimizer)):
-            self.end()
+            self._root = None
             warn_at_script(
                 f"{name}.step was called by hand on gradients of a loss that the GradScaler scaled: write "
                 "scaler.step(optimizer), which unscales and checks them, and scaler.update() after it"
@@ -92,9 +97,9 @@ class StepsByHand:
 
     def end(self) -> None:
         """Watch no longer."""
-        if self._root is not None:
-            self._root = None
-            self._remove()
+        self._root = None
+        if self._remove is not None:
+            self._remove()  # once, as a finalizer
 
 
 class SchedulersAfterSkips:
@@ -105,6 +110,7 @@ class SchedulersAfterSkips:
     """
 
     def __init__(self) -> None:
+        # By id of the optimizer: its rates at the last step, and whether they have moved once since the skip.
         self._rates: dict[int, tuple[list[float], bool]] = {}
         self._warned = False
 

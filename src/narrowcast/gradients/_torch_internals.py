@@ -25,7 +25,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def untraced(method: Method) -> Method:
-    """Decorate a method that ``torch.compile`` calls without tracing it; this adds nothing to a call."""
+    """Have ``torch.compile`` call a method without tracing it; this adds nothing to an eager call."""
     return skipped_by_dynamo(method)
 
 
@@ -49,8 +49,7 @@ def leaf_of(node: Any) -> torch.Tensor | None:
 def multiply_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply tensors of one device and dtype by ``factor`` in place, as ``torch.amp.GradScaler`` unscales.
 
-    Sets ``found_inf`` to 1 if one of them held a NaN or an infinity before. One kernel; only the scaler of
-    torch has a public name for it.
+    Sets ``found_inf`` to 1 if one of them held a NaN or an infinity before. One kernel, but for bf16 on CUDA.
     """
     if tensors[0].dtype == torch.bfloat16 and tensors[0].is_cuda:
         # CUDA's kernel has no bf16: https://github.com/pytorch/pytorch/issues/127176
@@ -58,11 +57,11 @@ def multiply_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, fac
         for tensor in tensors:
             tensor.copy_(tensor.float().mul_(factor))
         return
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
+    # It has no public name: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
 
-def checks_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+def checks_in_one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether ``multiply_and_check`` is one kernel for gradients of this dtype there."""
     return device.type == "cpu" or dtype != torch.bfloat16
 
@@ -81,7 +80,7 @@ def move_as_torch(
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the norm of each dense tensor, accumulated in fp32, of fp64 in fp64; 0 if it is empty."""
+    """Return the norm of each dense tensor, accumulated in fp32 or, for fp64, in fp64; 0 for an empty one."""
     dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     if order != math.inf or all(map(torch.Tensor.numel, tensors)):
         # One kernel for all, as torch.nn.utils.get_total_norm calls:
@@ -136,10 +135,12 @@ Group = tuple[torch.device, torch.dtype, Sequence[int], list[torch.Tensor]]
 
 def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
     """Group tensors by device and dtype, with the position of each."""
-    if not _has_accelerator() and len(set(map(_DTYPE, tensors))) == 1:  # half of the time of the general way
+    # Without an accelerator all are on the CPU: this takes half of the time of the general way.
+    if not _has_accelerator() and len(set(map(_DTYPE, tensors))) == 1:
         return [(tensors[0].device, tensors[0].dtype, range(len(tensors)), tensors)]
     # torch.utils._foreach_utils calls it too: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/Module.cpp
     group: Any = torch._C._group_tensors_by_device_and_dtype
+    # First without positions, which takes less time: most models have one group.
     grouped = group([tensors], False)
     if len(grouped) == 1:
         ((device, dtype),) = grouped
@@ -157,7 +158,7 @@ ASKED_BY_SCALERS = "_step_supports_amp_scaling"
 
 def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its step takes the scaler as ``grad_scaler``, a contract that torch deprecates."""
-    # First the attribute: of an optimizer that weights.hold holds it may raise.
+    # takes_grad_scale first: for an optimizer that weights.hold holds it raises if gradients were not taken.
     if not takes_grad_scale(optimizer) or is_torchs_own(optimizer):
         return False
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
@@ -174,10 +175,14 @@ def starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
     if not isinstance(optimizer, torch.optim.SGD):
         return False
     for group in optimizer.param_groups:
-        if group["momentum"]:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    return optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        if not group["momentum"]:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if optimizer.state.get(parameter, {}).get("momentum_buffer") is None:
+                return True
+            break  # the step makes all buffers of a group at once
     return False
 
 
@@ -188,9 +193,9 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_twice(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it has the two steps of SAM: one with the gradients that are there before ``step``.
+    """Return whether it steps twice as SAM does: on the gradients that are there, then on its closure's.
 
-    The other takes those of the closure, whose default is None all the same.
+    It needs the closure, though the closure's default is None.
     """
     # The usual form of it: https://github.com/davda54/sam/blob/main/sam.py
     return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")

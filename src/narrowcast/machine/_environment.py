@@ -136,7 +136,7 @@ def check_device(device_type: str, *, present: bool = True) -> None:
             f"unknown device type {device_type!r} (a type such as 'cuda', without an index). "
             + near_names(device_type, known_device_types())
         )
-    # Every device that torch or an extension registers has this; others are loaded from elsewhere.
+    # Types without torch.<type>.is_available (xla, whose package is apart) cannot be asked, and pass.
     is_available = getattr(getattr(torch, device_type, None), "is_available", None)
     if not present or is_available is None or is_available():
         return
@@ -176,8 +176,8 @@ def _cpu_instructions(format_name: str) -> str | None:
 def table_format(device_type: str) -> Choice:
     """Return what ``auto`` is where no rates are kept: the narrowest safe format computed natively.
 
-    CUDA and ROCm: bf16 where the device has it (not emulated), else fp16. CPU: bf16 with AMX, Arm bf16
-    or, but for Intel's, AVX512-BF16 instructions, else fp32. Any other device: the default of its autocast.
+    CUDA and ROCm: bf16 where the device has it (not emulated), else fp16. CPU: bf16 with AMX or Arm bf16
+    instructions, or with AVX512-BF16 on other CPUs than Intel's; else fp32. Others: their autocast's default.
     """
     if device_type == "cpu":
         instructions = _cpu_instructions("bf16")
@@ -197,10 +197,10 @@ def table_format(device_type: str) -> Choice:
 def known_to_be_slow(format_name: str, kind: str = "matmul") -> str | None:
     """Return what makes matmuls or convolutions of ``format_name`` slower than fp32's on this CPU, or None.
 
-    Measured: bf16 and fp16 matmuls at 0.06 of fp32's speed and less on AMD with AVX2 alone; bf16 at 0.19 on
-    Intel with AVX512 alone, at 0.6 with AVX512-BF16 and no AMX (at 2 to 6 times on AMD with AVX512-BF16).
-    fp16 convolutions with their backward passes are 6 times slower at least on AMD, where they are emulated,
-    and dozens to hundreds of times with AVX512-FP16 alone, where forward passes run at 0.6 of fp32's speed.
+    Measured, as multiples of fp32's speed. bf16 and fp16 matmuls on AMD with AVX2 alone: 0.06 at most. bf16
+    matmuls on Intel: 0.19 with AVX512 alone, 0.6 with AVX512-BF16 and no AMX; on AMD with AVX512-BF16 2 to 6.
+    fp16 convolutions, forward and backward: 1/6 or less on AMD, where they are emulated; 1/100 or so with
+    AVX512-FP16 alone, where forward passes alone run at 0.6.
     """
     has = _cpu_instructions(format_name)
     if kind == "matmul" and has is None:

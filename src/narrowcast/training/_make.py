@@ -120,9 +120,8 @@ def _by_same_names(
         return dict.fromkeys(by_name)
     if isinstance(argument, Mapping):
         if set(argument) - set(by_name):
-            raise SettingError(
-                f"{what} has the names {sorted(argument)}, and the optimizers {sorted(map(str, by_name))}"
-            )
+            names = sorted(filter(None, by_name)) or "no names, which a dict of them gives"
+            raise SettingError(f"{what} has the names {sorted(argument)}, and the optimizers have {names}")
         return {name: argument.get(name) for name in by_name}
     if len(by_name) > 1 and not shared:
         raise SettingError(

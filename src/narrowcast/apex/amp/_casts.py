@@ -166,7 +166,7 @@ def _replace(targets: Iterable[Target]) -> None:
 
 
 def _casting(function: _F, how: WholeCast | Target) -> _F:
-    """Wrap ``function`` to cast its arguments in this way, or as the casts in force have it by name."""
+    """Wrap ``function`` to cast its arguments by ``how``; for a ``Target``, as the casts in force say."""
 
     @functools.wraps(function)
     def casting(*args: Any, **kwargs: Any) -> Any:
@@ -268,7 +268,7 @@ class Handle:
         if latest is not None:
             latest._close_region()
 
-        # Where a model cannot be followed, as one of nc.apply, nothing is to cast.
+        # If a model cannot have a policy, as one that has one of nc.apply already, all is undone.
         try:
             self._region = LastingRegion(casts.policy, dict.fromkeys(_device_types(models), casts.half))
             self._apply_to(models)
@@ -301,6 +301,7 @@ class Handle:
         handles.pop(id(self.casts.policy.rules), None)
 
     def _clear_cache(self) -> None:
+        """Apex's method of this name, which scripts may call."""
         drop_casts()
 
     def _close_region(self) -> None:
@@ -331,7 +332,7 @@ class Handle:
 
 
 def _device_types(models: list[torch.nn.Module]) -> tuple[str, ...]:
-    """Return the device types of the models' weights; without weights, the default one."""
+    """Return the device types of the models' weights and buffers, but "meta"; if none, the default one."""
     device_types: dict[str, None] = {}
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -349,13 +350,13 @@ def _latest_here() -> Handle | None:
 
 
 def _leave_in_child() -> None:
-    """Close the region in a forked process, as one that loads data, whose main thread is a copy of ours."""
+    """Close the region in a forked process (a worker of a data loader), whose only thread inherits it."""
     latest = _latest_here()
     if latest is not None:
         try:
             latest._close_region()
         except OrderError:
-            return  # forked inside another region, which ends first
+            return  # forked inside another region, which must be left first: the child keeps both
 
 
 if hasattr(os, "register_at_fork"):

@@ -244,6 +244,7 @@ class BlockGradients:
         if self.delayed_scale is None:
             self._drop_taken_gradients()
             if self.masters is not None:
+                # Half weights may have gradients from outside of blocks: masters take them, to be apart too.
                 self.masters.held.take_gradients()
             self._apart = _take_apart(parameters_of(self._optimizer))
 
@@ -326,7 +327,7 @@ class BlockGradients:
 
     @contextmanager
     def low_gradients_hidden(self) -> Iterator[None]:
-        """During a step, hide half weights' gradients, which masters have already and it would add again."""
+        """Hide half weights' gradients during a step, which would add them to the masters' a second time."""
         self._follow_cleared_gradients()
         hidden = [(taken.low, taken.low.grad) for taken in self._taken]
         for low, _ in hidden:
