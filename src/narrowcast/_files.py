@@ -15,7 +15,7 @@ from typing import IO
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of rates and runs: ``NARROWCAST_CACHE_DIR``, or one in the home folder, if any."""
+    """Return where rates and runs are kept: ``NARROWCAST_CACHE_DIR``, or in ~/.cache; None without a home."""
     with contextlib.suppress(RuntimeError):
         return named_cache_folder() or Path.home() / ".cache" / "narrowcast"
     return None
@@ -89,7 +89,7 @@ def _remove_abandoned(folder: Path, prefix: str, own: Path) -> None:
     with contextlib.suppress(OSError):  # a folder may be writable and not readable
         for path in folder.iterdir():
             is_temporary = path.name.startswith(prefix) and path.name.endswith(".part")
-            # The start of a longer name would be another target's.
+            # ".a." also begins the temporary files of a target "a.b", whose names are longer.
             if is_temporary and len(path.name) == len(own.name) and path != own:
                 # A running writer holds the lock, which raises.
                 with contextlib.suppress(OSError), path.open("r+b") as file:

@@ -177,7 +177,10 @@ class Backward:
             loss_version=0 if loss is None else loss._version,
         )
         self.leaves.backward_begins(leaves)
-        seen_early = bool(runs_python or _views or self._retained or inputs is not None or create_graph)
+        # Gradients are unscaled together after the pass, unless something may see one of them during it.
+        seen_early = bool(
+            runs_python or _living_hooks or self._retained or inputs is not None or create_graph
+        )
         if retain_graph is None:
             retain_graph = create_graph  # as torch does
 
@@ -211,15 +214,16 @@ class Backward:
     def _may_run_again(self, leaves: Sequence[torch.Tensor], retained: bool) -> bool:
         """Return whether a pass may be run again at a lower scale, if its gradients overflow.
 
-        Before its first step the script may want ``p.grad`` itself, which should then be finite. Not where
-        Python code would run twice that may not allow it: custom Functions, checkpoints, compiled graphs.
+        Only before the first optimizer step, or where the script retains the graph: it may then read
+        ``p.grad`` itself, which should be finite. Never where Python code would run twice that may rely on
+        running once: custom Functions, checkpoints, compiled graphs.
         """
         if not self.leaves.may_run_again(leaves, retained=retained) or self._regions.checkpoints:
             return False
         if not isinstance(self._scale.value, Dynamic) or is_capturing():
             return False
         # During the pass, gradients that leaves had before are put aside; a hook could miss them.
-        if _views and any(leaf.grad is not None for leaf in leaves):
+        if _living_hooks and any(leaf.grad is not None for leaf in leaves):
             return False
         # Hooks of others, as of a library that averages gradients, may not be made to run twice.
         for leaf in leaves:
@@ -268,6 +272,7 @@ class Backward:
             lower = value.after_step(overflow=True)
             if lower == value or lower.scale <= 1.0:
                 break  # the scale falls no further, or reaches 1, which is known to work
+            # An overflow may only use up hysteresis: then the scale is the one that has just overflowed.
             falls = lower.scale < value.scale
             value = lower
             if falls:
@@ -294,10 +299,10 @@ class Backward:
     # ---- passes inside of others
 
     def _nested_pass(self, run: Callable[[], None], nodes: Sequence[Any], factor: float) -> None:
-        """Run a pass that a node of an outer pass begins; the end of that checks its gradients too."""
+        """Run a pass that a node of an outer pass begins; the outer one checks its gradients when it ends."""
         self.leaves.unscale_arrived()
         leaves, _ = self.leaves.reached_from(nodes)
-        # Gradients of stand-ins for tensors of the outer pass are passed on to those, still scaled.
+        # A stand-in's gradient is passed on, still scaled, to the tensor of the outer pass it stands for.
         if self._regions.begins_recomputed_backward():
             leaves = [leaf for leaf in leaves if not self._regions.is_stand_in(leaf)]
         else:
@@ -311,7 +316,7 @@ class Backward:
         self._nested_leaves += leaves
 
     def factor_at_hook(self, at_leaf: bool) -> float | None:
-        """Return the factor by which gradients are scaled that a hook gets now; None: they are not scaled."""
+        """Return the factor by which gradients that a hook gets now are scaled; None: they are not scaled."""
         # ``backward`` has unscaled a leaf's gradient before its hooks run; ``grad`` has not.
         task = graph_task_id()
         if at_leaf:
@@ -527,7 +532,7 @@ class TrueView:
     def __new__(cls, *_: Any) -> Self:
         # Here, since a copy of a module with hooks makes copies of them without ``__init__``.
         view = super().__new__(cls)
-        _views.add(view)
+        _living_hooks.add(view)
         return view
 
     def __init__(self, hook: Call, replaces: int, at_leaf: bool) -> None:
@@ -551,7 +556,8 @@ class TrueView:
         return _scaled_like(result, args[self.replaces], factor)
 
 
-_views: weakref.WeakSet[TrueView] = weakref.WeakSet()
+# Hooks of the script that still exist: while there are any, gradients are seen during a pass.
+_living_hooks: weakref.WeakSet[TrueView] = weakref.WeakSet()
 
 
 def _true_arguments(value: Any, factor: float) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from narrowcast.machine._environment import arithmetic_settings, cpu_capabilities, first_line, processor_name
 
-# What decides how fast a format is; keys as in torch.cpu.get_capabilities().
+# Instructions that decide how fast a format is: their name in reports -> in torch.cpu.get_capabilities().
 _X86 = {
     "AVX2": "avx2",
     "AVX512": "avx512_f",
@@ -28,7 +28,7 @@ _X86 = {
     "AMX-FP16": "amx_fp16",
 }
 _ARM = {"Arm BF16": "bf16", "Arm FP16": "fp16_arith", "Arm SVE": "sve", "Arm SVE-BF16": "sve_bf16"}
-# Of the memory of a container: cgroups v2 and v1.
+# Files with the limit of a container's memory, by cgroups v2 and v1.
 _LIMITS = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
 _CPU_TIMES = Path("/proc/stat")
 _INSTALL = "https://pytorch.org/get-started/locally"
@@ -138,7 +138,7 @@ def _cpu_ticks() -> tuple[int, int] | None:
     for line in lines:
         name, *fields = line.split()
         if name in usable:
-            # user, nice, system, idle, iowait, irq, softirq, steal; user has the times of guests that follow.
+            # user, nice, system, idle, iowait, irq, softirq, steal. Guests' times follow, and are in user.
             ticks = [int(field) for field in fields[:8]]
             idle += ticks[3] + ticks[4]
             total += sum(ticks)
@@ -247,9 +247,9 @@ def _kernels(facts: dict[str, Any]) -> Iterator[_Mismatch]:
 def runs_on(architectures: list[str], capability: str) -> bool:
     """Return whether code for any of ``architectures`` (``"sm_80"``) runs on ``capability`` (``"8.6"``).
 
-    Machine code (``sm_``) runs on the same major version from its minor version up, with a suffix ``a`` on
-    that version alone; what ``compute_`` names is compiled by the driver for any later one. CUDA C++
-    Programming Guide, "Application Compatibility".
+    Machine code (``sm_``), and either kind with the suffix ``f``, runs on the same major version from its
+    minor version up; with the suffix ``a``, on that version alone. Other ``compute_`` code is compiled by the
+    driver for any later version. CUDA C++ Programming Guide, "Application Compatibility".
     """
     gpu = tuple(int(part) for part in capability.split("."))
     for architecture in architectures:
@@ -269,7 +269,7 @@ def runs_on(architectures: list[str], capability: str) -> bool:
 
 
 def _cpu(facts: dict[str, Any]) -> Iterator[_Mismatch]:
-    """Find environment variables that keep torch from using the CPU."""
+    """Find what keeps torch from using all cores, or the CPU's vector instructions."""
     cores = facts["cpu"]["cores"]
     threads = facts["cpu"]["torch_threads"]
     if cores and threads * 2 < cores and threads < 4:

@@ -19,7 +19,7 @@ GROWING = "failing and growing"
 LOST = "lost"
 
 _ENOUGH_SEEDS = 3
-# What to type next has so many times the steps.
+# A comparison that is suggested has this many times as many steps.
 _TIMES_LONGER = 4
 
 
@@ -47,7 +47,6 @@ def judge_gradients(certificates: Sequence[Mapping[str, Any]]) -> Gradients:
     first, *later = certificates
     judged = later or [first]
     state, decisive = _worst(judged)
-    # Where there are several, the reason says which.
     reason = decisive["reason"]
     if len(certificates) > 1:
         reason = f"at step {decisive['at_step']}: {reason}"
@@ -108,7 +107,7 @@ def judge_training(gradients: Gradients, loss: Mapping[str, Any], *, few_seeds: 
     if losses == FAIL:
         return f"no: {of_losses}"
     if gradients.state == FAIL:
-        agree = "one seed does not show whether losses do"
+        agree = "the losses do not show whether they agree"
         if losses == PASS:
             agree = "the losses of all seeds agree"
         return f"cannot tell: {of_gradients} But {agree}."
@@ -156,7 +155,7 @@ def next_for_speed(
 ) -> str | None:
     """Return the command that tells more about whether mixed precision is worth it; None: it is.
 
-    Where other programs used the CPUs that is the same one, when they have ended.
+    If other programs used the CPUs it is the same command, for when they have ended.
     """
     if worth_it.startswith("yes"):
         return None
@@ -164,6 +163,7 @@ def next_for_speed(
         return command("doctor", start, ("--policy", start["policy"]))
     if is_busy:
         return compare_again(start)
+    # A time limit of 0 is none: all pairs of runs are timed, for a narrower interval.
     return compare_again(start, **_more(start, was_stopped=was_stopped), time_limit=0)
 
 

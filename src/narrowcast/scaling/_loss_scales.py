@@ -10,14 +10,15 @@ from typing import Protocol, Self
 from narrowcast.errors import ScaleError, near_names
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32. Devices may flush a smaller scale to zero, and below 2**-128 its inverse is
-infinite."""
+"""The smallest normal float32. Devices may flush a smaller scale to zero, and from 2**-128 down its inverse
+is infinite."""
 LARGEST_SCALE = 2.0**127
 """The largest power of two in float32."""
 
 RULES = ("torch", "apex", "megatron")
 """Names of the rules by which a ``Dynamic`` scale moves."""
-# DeepSpeed's rules back off at the same overflows, and grow one step later after the start or an overflow.
+# Rules of earlier versions -> what to use now. They backed off at the same overflows, and grew one step later
+# after the start and after each overflow.
 _REPLACED = {"deepspeed": "megatron", "deepspeed_consecutive": "apex"}
 
 
@@ -70,7 +71,7 @@ class Static:
     128.0
 
     Raises:
-        ScaleError: at construction, unless ``scale`` is a normal, positive, finite float32.
+        ScaleError: at construction, unless ``scale`` is a number from 2**-126 to 2**127.
     """
 
     scale: float
@@ -238,7 +239,7 @@ def parse(text: str) -> LossScale:
 
 
 def check_loss_scale(loss_scale: LossScale) -> LossScale:
-    """Return ``loss_scale``; raise ScaleError if it is none."""
+    """Return ``loss_scale``; raise ScaleError unless it is an ``Off``, a ``Static`` or a ``Dynamic``."""
     if not isinstance(loss_scale, Off | Static | Dynamic):
         raise ScaleError(
             "expected a loss scale of narrowcast.scaling, such as Dynamic(...) or Static(scale=8.0), got "

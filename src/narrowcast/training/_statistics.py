@@ -29,7 +29,7 @@ class Statistics:
             raise SettingError(f"unknown restore={restore!r}. {near_names(str(restore), RESTORE)}")
         self._model = model
         self._restore = restore
-        self._restored: list[torch.nn.Module] | None = None
+        self._modules: list[torch.nn.Module] | None = None
         self._buffers: list[torch.Tensor] = []
         self._groups: list[BufferGroup] = []
         self._others: list[torch.Tensor] = []
@@ -40,9 +40,9 @@ class Statistics:
         """Copy the current values, unless those of the accumulation's start are kept already."""
         if self._remembers or self._restore == "none":
             return
-        if self._restored is None:
-            self._restored = self._restored_modules()
-        self._list_buffers(self._restored)
+        if self._modules is None:
+            self._modules = self._restored_modules()
+        self._list_buffers(self._modules)
         if self._buffers:
             self._copy_values()
 

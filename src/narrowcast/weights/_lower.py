@@ -11,8 +11,8 @@ from narrowcast.weights._torch_internals import NORM_BASE
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 
-_HALF_SMALLEST_NORMAL = 2.0**-14
-_HALF_SUBNORMAL_UNIT = 2.0**-24
+_FLOAT16_SMALLEST_NORMAL = 2.0**-14
+_FLOAT16_SUBNORMAL_UNIT = 2.0**-24
 _WIDE_DTYPES = (torch.float32, torch.float64)
 
 
@@ -144,7 +144,7 @@ def _noise(values: torch.Tensor, dtype: torch.dtype, generator: torch.Generator 
     """Return random int32 numbers with as many bits as ``rounded_with`` needs for ``dtype``."""
     if dtype == torch.bfloat16:
         words = torch.empty((values.numel() + 3) // 4, dtype=torch.int64, device=values.device)
-        # Without limits random_ leaves the sign bit of an int64 at zero.
+        # Each int64 gives four numbers of 16 bits. Without limits random_ leaves its sign bit at zero.
         words.random_(torch.iinfo(torch.int64).min, None, generator=generator)
         sixteen_bits = words.view(torch.int16)[: values.numel()].to(torch.int32)
         return sixteen_bits.bitwise_and_(0xFFFF).view(values.shape)
@@ -157,17 +157,19 @@ def rounded_with(values: torch.Tensor, dtype: torch.dtype, noise: torch.Tensor) 
 
     ``noise`` is int32, with 16 bits for bfloat16 and 31 for float16.
     """
+    # Noise in the bits to drop carries into the kept ones with a probability of their fraction; the mask
+    # drops them. bfloat16 drops 16 bits of a float32, float16 drops 13: of 31 bits of noise 18 are left out.
     bits = values.view(torch.int32)
     if dtype == torch.bfloat16:
         rounded = ((bits + noise) & -0x10000).view(torch.float32)
     else:
         rounded = ((bits + (noise >> 18)) & -0x2000).view(torch.float32)
         # Subnormals have a fixed spacing, so more than 13 bits are dropped.
-        steps = values.abs().clamp(max=_HALF_SMALLEST_NORMAL) / _HALF_SUBNORMAL_UNIT
+        steps = values.abs().clamp(max=_FLOAT16_SMALLEST_NORMAL) / _FLOAT16_SUBNORMAL_UNIT
         whole = steps.floor()
         fraction = ((steps - whole) * 2.0**31).to(torch.int32)
         away = noise > (2**31 - 1) - fraction
-        subnormal = ((whole + away) * _HALF_SUBNORMAL_UNIT).copysign(values)
-        rounded = torch.where(values.abs() < _HALF_SMALLEST_NORMAL, subnormal, rounded)
+        subnormal = ((whole + away) * _FLOAT16_SUBNORMAL_UNIT).copysign(values)
+        rounded = torch.where(values.abs() < _FLOAT16_SMALLEST_NORMAL, subnormal, rounded)
     # A NaN's bits plus noise may become an infinity or a number.
     return torch.where(values.isnan(), values, rounded).to(dtype)

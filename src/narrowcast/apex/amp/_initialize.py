@@ -85,7 +85,7 @@ def initialize(
     model_list = _list_of_models(models)
     optimizer_list = _list_of_optimizers(optimizers)
 
-    # Scripts turn amp off with it, and keep their calls.
+    # Scripts turn amp off by enabled=False and keep their other calls of amp. The loop only checks the types.
     if not enabled:
         for optimizer in optimizer_list:
             optimizer_of(optimizer)
@@ -118,6 +118,7 @@ def initialize(
     originals: dict[torch.Tensor, torch.Tensor] = {}
     for model in model_list:
         originals |= cast_model(model, wanted)
+    # It attaches itself to the optimizer, in whose place it steps, and makes the masters.
     for optimizer in optimizer_list:
         PreparedOptimizer(optimizer_of(optimizer), wanted, scalers, originals)
 

@@ -38,7 +38,7 @@ Target = tuple[Any, str]
 
 # ---- the operators that a function calls
 
-# Those of functions whose name is not that of an operator.
+# Operators of the functions that call another than the one of their name, or more of them.
 _CALLED = {
     "cross_entropy": "cross_entropy_loss",
     "grid_sample": "grid_sampler",
@@ -47,7 +47,8 @@ _CALLED = {
     "sub": "sub rsub",
     "truediv": "div",
 }
-# x **= 2 makes x another tensor, as in apex; the operator in place could not.
+# As in apex, x **= 2 may make x another tensor, of another dtype. The operator in place could not, so the
+# function is cast instead.
 _CAST_AS_A_WHOLE = "__ipow__"
 # apex runs recurrent layers in half, although they are on no list. On CUDA the table has one kernel for them;
 # elsewhere they would mix the formats of their operators.
@@ -94,7 +95,7 @@ def _casts_by_name(overrides: ModuleType) -> dict[str, list[str]]:
     return casts
 
 
-# Read before users can edit the lists, since importing the lists imports this module first.
+# apex's own lists, before edits: a script that imports amp.lists imports amp first, and so this module.
 _APEXS_LISTS = {module: _casts_by_name(overrides) for module, overrides in _OVERRIDES.items()}
 
 
@@ -108,7 +109,7 @@ def _listed() -> tuple[dict[Key, str], dict[Key, str]]:
             before = casts_before.get(name, [AS_IS])
             asked = casts_now.get(name, [AS_IS])
 
-            # A name that is on another list too was moved there.
+            # Who adds a name to a second list need not take it off the first: the new list counts.
             moved_to = [cast for cast in asked if cast not in before]
             if len(moved_to) > 1:
                 words = " and ".join(_WORDS[cast] for cast in moved_to)
@@ -171,7 +172,7 @@ def plan(
     rules |= _rules(edited) | _rules(registered)
     casts |= registered
 
-    # A policy has operators alone.
+    # Rules of a policy name operators only; the rest is cast function by function.
     whole: dict[Target, WholeCast] = {}
     for (module, name), cast in casts.items():
         target = (MODULES[module], name)

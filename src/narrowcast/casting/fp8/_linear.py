@@ -86,8 +86,8 @@ class Fp8Linear(torch.nn.Linear):
         An empty input, and formats that autocast leaves alone (fp64, integers), are computed by
         ``torch.nn.Linear``.
         """
-        formats = (input.dtype in CASTABLE) and (self.weight.dtype in CASTABLE)
-        if self.fp8_use.removed or not formats or input.numel() == 0:
+        castable = (input.dtype in CASTABLE) and (self.weight.dtype in CASTABLE)
+        if self.fp8_use.removed or not castable or input.numel() == 0:
             return super().forward(input)
         device = input.device.type
         if not has_autocast(device) or not torch.is_autocast_enabled(device):
@@ -99,7 +99,7 @@ class Fp8Linear(torch.nn.Linear):
 
     def _multiply(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            # torchao's tensors lack operators there, which autograd would have taken apart for them.
+            # torchao's tensors lack operators in inference mode; outside of it autograd takes those apart.
             with torch.inference_mode(False), torch.no_grad():
                 return self._multiply(input)
         output = _product(input, self.weight, self.fp8_recipe, emulated=self.fp8_emulated)
@@ -118,8 +118,9 @@ class Fp8Linear(torch.nn.Linear):
         """Use fp8 instructions if the device of the weight has them."""
         self.fp8_emulated = not has_fp8(self.weight.device)
         if not self.fp8_emulated:
-            # Let torchao keep torch.compile from a fault in Triton that writes wrong fp8 numbers on a GPU: it
-            # does so when it converts a model. https://github.com/triton-lang/triton/issues/11111
+            # A fault in Triton makes torch.compile write wrong fp8 numbers on a GPU. torchao works around it
+            # when it converts any model, so one is converted that is thrown away:
+            # https://github.com/triton-lang/triton/issues/11111
             convert_to_float8_training(torch.nn.Linear(16, 16, device="meta"))
 
     def extra_repr(self) -> str:
@@ -202,8 +203,8 @@ def _product(input: torch.Tensor, weight: torch.Tensor, recipe: str, *, emulated
 
     ``input`` is (..., in features), ``weight`` (out features, in features).
     """
-    # The instructions want 16 rows of input or a multiple for the gradient of the weight, which sums over
-    # them: torchao fills them up with zeros. It copies its operands for it even where it adds none.
+    # The gradient of the weight sums over the rows of input, and the instructions want a multiple of 16 of
+    # them. torchao can add rows of zeros, but then copies its operands even where it adds none.
     padded = not emulated and input.shape[:-1].numel() % 16 != 0
     settings, config = _SETTINGS[recipe, emulated, padded]
     result: torch.Tensor = _Product.apply(input, weight.t(), settings, config)
