@@ -142,7 +142,7 @@ def test_no_speed_is_told_where_other_programs_used_the_cpus(tmp_path):
         side[1]["device_type"] = "cpu"
     found = thrice(tmp_path, *sides, *looks)
     faster = "2.00x faster (95 % interval 1.93x to 2.08x)"
-    busy = "while other programs used 90 % of the CPUs: repeat it when they have ended"
+    busy = "but other programs used 90 % of the CPUs: repeat it when they have ended"
     assert found["verdict"]["worth_it"] == f"cannot tell: {faster}, {busy}"
     assert found["next"]["worth_it"] == "narrowcast compare train.py --epochs 3"
     quiet = thrice(tmp_path, *sides, *looks[:1])

@@ -268,7 +268,7 @@ def beside_others(share: float) -> str:
     """Say that other programs used so much of the CPUs that the speed of a script cannot be told."""
     if not is_busy(share):
         return ""
-    return f", while other programs used {100 * share:.0f} % of the CPUs: repeat it when they have ended"
+    return f", but other programs used {100 * share:.0f} % of the CPUs: repeat it when they have ended"
 
 
 def _times(value: float) -> str:
