@@ -132,7 +132,7 @@ def test_a_lock_without_its_policy_names_the_option(trains):
     (trains.folder / "rules.toml").rename(trains.folder / "other.toml")
     gone = trains.narrowcast("explain", "--check", "policy.lock", "train.py")
     assert (gone.code, gone.stdout) == (2, "")
-    assert "(the lock file policy.lock is of it; --policy names another)" in gone.stderr
+    assert "(the lock file policy.lock was written with it; --policy names another)" in gone.stderr
     named = trains.narrowcast("explain", "-p", "safe", "--json", "--check", "policy.lock", "train.py")
     assert named.code == 1
     answer = json.loads(named.stdout)
