@@ -26,6 +26,7 @@ ORDER = [
     "gradients",
     "weights",
     "training",
+    "integrations",
     "observe",
     "scripts",
     "attach",

@@ -17,6 +17,7 @@ from narrowcast.casting.kernels._watching import ops_under_way, watch_ops
 from narrowcast.casting.models._apply import Applied, ModelRegion, apply
 from narrowcast.casting.models._bake import bake
 from narrowcast.casting.models._compile import compile
+from narrowcast.casting.models._layer_formats import layer_formats
 from narrowcast.casting.models._tree import (
     cast_floating,
     cast_where,
@@ -58,6 +59,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "drop_casts",
+    "layer_formats",
     "modules_by_path",
     "ops_under_way",
     "recomputed_while_traced",

@@ -42,10 +42,11 @@ from narrowcast.policy._resolved import (
     unreached,
     without_prefix,
 )
-from narrowcast.policy._rule import FP8_RECIPES, WIDEST, Rule, class_names
+from narrowcast.policy._rule import FORMATS, FP8_RECIPES, WIDEST, Rule, class_names
 
 __all__ = [
     "CASTS_TO",
+    "FORMATS",
     "FP8_RECIPES",
     "FP32",
     "FP32_APPEND_DTYPE",

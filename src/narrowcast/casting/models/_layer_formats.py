@@ -1,0 +1,63 @@
+"""The format in which each linear and convolution layer of a model should compute, by its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from narrowcast.casting.kernels._kernels import root_scope
+from narrowcast.casting.models._tree import modules_by_path, scopes_by_path
+from narrowcast.policy import CASTS_TO, FORMATS, LOWER, Policy, dtype_of
+
+_OPERATORS: dict[type[torch.nn.Module], str] = {
+    torch.nn.Linear: "linear",
+    torch.nn.Conv1d: "conv1d",
+    torch.nn.Conv2d: "conv2d",
+    torch.nn.Conv3d: "conv3d",
+    torch.nn.ConvTranspose1d: "conv_transpose1d",
+    torch.nn.ConvTranspose2d: "conv_transpose2d.input",
+    torch.nn.ConvTranspose3d: "conv_transpose3d.input",
+}
+"""The operator of each class of layers."""
+
+
+def layer_formats(
+    model: torch.nn.Module, policy: Policy, formats: Mapping[str, torch.dtype]
+) -> dict[str, torch.dtype]:
+    """Return the dtype that the outputs of each layer have in a region of ``policy``, by path.
+
+    Layers whose format depends on their inputs, that no region casts, or that are of a class derived from
+    torch's, are left out.
+
+    Args:
+        model: its parameters are on devices of ``formats``.
+        policy: in force in the region.
+        formats: device type -> the region's dtype there.
+    """
+    scopes = {}
+    for device, dtype in formats.items():
+        if not policy.is_plain:
+            scopes[device] = scopes_by_path(model, policy, root_scope(policy, device, dtype))
+
+    expected: dict[str, torch.dtype] = {}
+    for path, module in modules_by_path(model):
+        operator = _OPERATORS.get(type(module))
+        if operator is None:
+            continue
+        device = module.weight.device.type
+        lower = formats[device]
+        if device not in scopes:
+            expected[path] = lower
+            continue
+
+        # Forward hooks see what the operator returns, before a rule for the module casts it.
+        decision = scopes[device][path].decide(operator)
+        word: str | None = LOWER
+        if decision is not None:
+            word = decision.output or CASTS_TO[decision.compute]
+        if word == LOWER:
+            expected[path] = lower
+        elif word in FORMATS:
+            expected[path] = dtype_of(word)
+    return expected

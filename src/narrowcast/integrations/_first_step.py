@@ -1,0 +1,96 @@
+"""The proof that a policy took effect in a host: what the layers computed in at the first step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from narrowcast.casting import layer_formats, modules_by_path
+from narrowcast.errors import PolicyError, few
+from narrowcast.policy import Policy, format_name
+
+
+class FirstStep:
+    """Look at the linear and convolution layers of a model during its first step, and compare their formats.
+
+    The integration makes it before the first forward pass, and calls ``end`` before the first step of an
+    optimizer changes a weight.
+
+    Args:
+        model: the model that the host trains.
+        policy: the policy that should be in force.
+        formats: device type -> the format of the policy's region there.
+        switch: what to change in the host if another format came, for the message.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        policy: Policy,
+        formats: Mapping[str, torch.dtype],
+        *,
+        switch: str,
+    ) -> None:
+        self._switch = switch
+        self._expected = layer_formats(model, policy, formats)
+        self._was_called = False
+        self._differences: dict[str, str] = {}
+        self._handles = []
+        for path, module in modules_by_path(model):
+            if path in self._expected:
+                look = functools.partial(self._look, path)
+                self._handles.append(module.register_forward_hook(look))
+
+    def _look(self, path: str, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        # A frozen part, an evaluation and traced code prove nothing about the training.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self._was_called = True
+        if not isinstance(output, torch.Tensor) or output.dtype == self._expected[path]:
+            return
+        expected = format_name(self._expected[path])
+        reason = _why(module, self._expected[path], self._switch)
+        self._differences[path] = (
+            f"expected {path!r} ({type(module).__name__}) to compute in {expected} as the policy says, got "
+            f"{format_name(output.dtype)}: {reason}"
+        )
+
+    def end(self) -> None:
+        """End the look, and raise if the policy was not in force.
+
+        Raises:
+            PolicyError: a layer computed in another format, or the model that trains is another one.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._differences:
+            first, *others = self._differences.items()
+            more = f" (so did {few([path for path, _ in others])})" if others else ""
+            raise PolicyError(first[1] + more)
+        if self._expected and not self._was_called:
+            raise PolicyError(
+                f"expected the first step to call {few(list(self._expected))} of the model that has the "
+                "policy, and it called none: give the policy to the model that trains, after its parts are "
+                "replaced"
+            )
+
+
+def _why(layer: torch.nn.Module, expected: torch.dtype, switch: str) -> str:
+    """Return what was seen at a layer that computed in another format, and what to change."""
+    weight = layer.weight
+    if weight.dtype != torch.float32:
+        return f"its weight is in {format_name(weight.dtype)}: load the model in fp32, which the policy casts"
+    device = weight.device.type
+    if not torch.is_autocast_enabled(device):
+        return (
+            "autocast was off around it, by a torch.autocast(enabled=False) or since it was called outside "
+            f"of the model; {switch}"
+        )
+    inside = torch.get_autocast_dtype(device)
+    if inside != expected:
+        return f"a torch.autocast in {format_name(inside)} is open around it; {switch}"
+    return switch

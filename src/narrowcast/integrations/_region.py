@@ -1,0 +1,54 @@
+"""The region and the scaler of a policy, for a host that trains the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from narrowcast.casting import ModelRegion
+from narrowcast.errors import SettingError
+from narrowcast.gradients import GradScaler
+from narrowcast.policy import Policy, resolve, with_fp32_weights
+from narrowcast.scaling import Off
+
+
+def formats_on(model: torch.nn.Module, policy: Policy) -> dict[str, torch.dtype]:
+    """Return the dtype that ``policy`` computes in, by the types of the devices that ``model`` is on."""
+    devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
+    if not devices:
+        raise SettingError(f"expected a model with parameters, got {type(model).__name__} without any")
+    return {device: resolve(policy, device) for device in devices}
+
+
+def host_policy(policy: Policy | str) -> Policy:
+    """Return the policy for a host, which keeps the weights in fp32.
+
+    Raises:
+        PolicyError: the policy does not exist, or holds the weights in a low format.
+    """
+    return with_fp32_weights(policy)
+
+
+def region_of(model: torch.nn.Module, policy: Policy, formats: Mapping[str, torch.dtype]) -> ModelRegion:
+    """Return the region that the host opens around forward pass and loss of ``model``."""
+    return ModelRegion(policy, formats, warnings.warn, model=model, warns=True)
+
+
+def scaler_for(model: torch.nn.Module, formats: Mapping[str, torch.dtype], scaler: Any = None) -> GradScaler:
+    """Return the scaler that was given, or the policy's: it scales in fp16, and checks in other formats.
+
+    A step whose gradients are not finite is skipped in every format. The results name the parameters.
+    """
+    if scaler is None:
+        loss_scale = None if torch.float16 in formats.values() else Off()
+        scaler = GradScaler(loss_scale=loss_scale)
+    if not isinstance(scaler, GradScaler):
+        raise SettingError(
+            f"expected a nc.GradScaler, got {type(scaler).__module__}.{type(scaler).__qualname__}: leave the "
+            "argument out, or make it by nc.GradScaler(...)"
+        )
+    scaler.name_parameters({id(parameter): name for name, parameter in model.named_parameters()})
+    return scaler
