@@ -41,9 +41,8 @@ FEWEST_GROUPS = 5
 SCALE = 2.0**10  # low enough that no step is skipped in fp16
 MOST_TOLERANCE = 0.02
 MORE_OPERATORS = 5  # of ours in a step
-MORE_OPERATORS_A_DTYPE = (
-    3  # and for each dtype of a batch norm's buffers, which a Stepper copies and restores
-)
+# And for each dtype of the buffers of batch norms, which a Stepper copies and restores.
+MORE_OPERATORS_A_DTYPE = 3
 
 
 # ---- models
@@ -361,7 +360,7 @@ def timed(step: Step) -> float:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Switch automatic collection off, and keep what exists out of calls of ``gc.collect``, which get short."""
+    """Switch automatic collection off; calls of ``gc.collect`` leave out what exists, and so are short."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -640,7 +639,7 @@ def print_rules(rows: list[Row]) -> None:
 
 
 def print_runs(runs: list[list[Row]]) -> list[Row]:
-    """Print each case's figure in every run; return the rows with their medians, which have to keep the limits.
+    """Print each case's figure in every run; return rows with the medians, which have to keep the limits.
 
     The tolerance is that of torch against torch in all runs of the model.
     """

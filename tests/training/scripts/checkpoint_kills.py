@@ -42,7 +42,7 @@ def save_for_ever(path, first, report_to):
 
 
 def stray(path):
-    """What a complete checkpoint has not: temporary files beside it, and data folders that it does not use."""
+    """What a complete checkpoint has not: temporary files beside it, and data folders out of use."""
     beside = [one.name for one in path.parent.iterdir() if one != path]
     if not path.is_dir():
         return beside
