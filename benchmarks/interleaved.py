@@ -1,4 +1,4 @@
-"""Timing sides by turns."""
+"""Time several sides in one run: in each round every side once, in an order that alternates."""
 
 import statistics
 import time
@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-# On CUDA, what each side of the calls so far did on the device in one more round; `drain` empties it.
+# On CUDA, one entry for each call of `interleaved` or `interleaved_all`: what each side did on the device in
+# one more round. `drain` takes them.
 _on_device: list[dict[str, dict[str, float]]] = []
 
 
@@ -67,7 +68,7 @@ def _rounds(
 
 
 def drain() -> list[dict[str, dict[str, float]]]:
-    """Return what was measured on the device since the last call: for each pair that was timed, its sides."""
+    """Return what was measured on the device since the last `drain`: an entry for each call that timed."""
     found = _on_device.copy()
     _on_device.clear()
     return found

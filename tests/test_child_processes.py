@@ -10,7 +10,6 @@ import pytest
 import child_processes
 from child_processes import end, start
 
-# A launcher, as torchrun is: what it starts leads a session of its own and holds the same pipes.
 RANK = """
 import os, time
 
@@ -21,6 +20,8 @@ def waits_here():
 
 waits_here()
 """
+# Like torchrun: what it starts leads a session of its own and holds the pipes of the launcher. In place of
+# AND_THEN stands what the launcher does next.
 LAUNCHER = f"""
 import subprocess, sys
 
@@ -30,6 +31,7 @@ AND_THEN
 
 
 def begun(and_then):
+    """Start the launcher; return its process, and the process number of what it started."""
     process = start([sys.executable, "-c", LAUNCHER.replace("AND_THEN", and_then)])
     return process, int(process.stdout.readline())
 
@@ -42,7 +44,8 @@ def test_a_process_that_hangs_is_ended_with_its_children():
     assert not psutil.pid_exists(rank)
 
 
-def test_one_that_nobody_can_find_holds_nothing_up(monkeypatch):
+def test_a_child_that_cannot_be_found_delays_no_test(monkeypatch):
+    """Its launcher ends at once. So it is nobody's child any more, and it still holds the pipes."""
     monkeypatch.setattr(child_processes, "_LAST_WORDS_S", 0.1)
     process, orphan = begun("")
     try:

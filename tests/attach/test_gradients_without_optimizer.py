@@ -150,7 +150,8 @@ def test_gradients_that_are_infinite_in_fp32_stay_infinite_and_the_scale_falls_o
     assert any("gradients of the backward pass at" in note for note in attached.notes)
 
 
-def test_later_only_a_graph_that_the_script_retains_runs_again():
+def test_after_a_step_only_a_retained_graph_runs_again():
+    """Then optimizers skip what overflows; a script that retains the graph may read ``p.grad`` itself."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
     with Attachment("fp16", Dynamic(scale=2.0**8)) as attached:
@@ -165,7 +166,7 @@ def test_later_only_a_graph_that_the_script_retains_runs_again():
         optimizer.zero_grad()
         loss_of(model).backward()
         assert not all(bool(p.grad.isfinite().all()) for p in model.parameters())
-        assert attached.scale.value.scale == 2.0**23  # before any step
+        assert attached.scale.value.scale == 2.0**23  # at the end of the pass, not at the next step
     assert any("gradients of the backward pass at" in note for note in attached.notes)
 
 
@@ -201,7 +202,7 @@ def test_what_may_not_run_twice_runs_once_and_is_said(kind):
             out = Once.apply(out)
         out.square().sum().backward()
         assert not bool(model[0].weight.grad.isfinite().all())
-        model.zero_grad()
+        model.zero_grad()  # only now is it certain, and noted, that no optimizer uses these gradients
     assert len(calls) <= 1
     assert attached.facts["final_scale"] == (scale.scale if kind == "fixed scale" else 2.0**23)
     assert any("gradients of the backward pass at" in note for note in told)
@@ -243,9 +244,10 @@ def test_an_error_in_a_pass_keeps_what_the_leaves_held():
     assert all(torch.equal(p.grad, d) for p, d in zip(model.parameters(), doubled, strict=True))
 
 
-@pytest.mark.parametrize("bad", [0, 1, 2])
-def test_micro_batches_that_overflow_lower_the_scale_once_for_each_scale(bad, monkeypatch):
-    """On a GPU all are read at the step: those that ran at one scale lower it once, not once each."""
+@pytest.mark.parametrize("first_bad", [0, 1, 2])
+def test_micro_batches_that_overflow_lower_the_scale_once_for_each_scale(first_bad, monkeypatch):
+    """As on a GPU, where all flags are read at the step: passes that ran at one scale lower it once."""
+    # What it returns on a GPU, where reading a flag would wait.
     monkeypatch.setattr("narrowcast.attach._leaves.PassGradients.are_finite", lambda _: None)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
@@ -254,7 +256,7 @@ def test_micro_batches_that_overflow_lower_the_scale_once_for_each_scale(bad, mo
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         for number in range(3):
-            loss_of(model, 1e6 if number >= bad else 1.0).backward()
+            loss_of(model, 1e6 if number >= first_bad else 1.0).backward()
         optimizer.step()
     assert attached.facts["final_scale"] == 2.0**7
     assert attached.facts["skipped_steps"] == 1

@@ -83,8 +83,8 @@ def test_notes_of_attached_speak_of_its_arguments(monkeypatch):
         ),
         (rule.module("net.model.he*", compute="fp32"), '(did you mean "he*"? paths start at the module that'),
         (rule.module("model.tail", compute="fp32"), "called (Classifier)"),
-        (rule.op("mm", compute="fp32"), "was reached by no call: nn.Linear calls linear and @ calls matmul"),
-        (rule.op("bmm", compute="fp32"), "was reached by no call: nn.Linear calls linear and @ calls matmul"),
+        (rule.op("mm", compute="fp32"), "was reached by no call: nn.Linear calls linear, and @ calls"),
+        (rule.op("bmm", compute="fp32"), "was reached by no call: nn.Linear calls linear, and @ calls"),
         (rule.op("cumsum", compute="fp32"), "the rule for cumsum was reached by no call"),
     ],
 )
@@ -165,6 +165,22 @@ def test_a_rule_that_names_no_module_of_any_model_is_noted(writer):
     ]
 
 
+def test_a_rule_that_matched_in_another_model_of_the_class_is_not_noted():
+    with Attachment(policy(rule.module("1", compute="fp32"))) as attached:
+        nn.Sequential(nn.Linear(8, 8))(torch.ones(2, 8))
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))(torch.ones(2, 8))
+    assert notes_of(attached) == []
+
+
+def test_a_rule_for_an_operator_is_noted_beside_one_for_the_operator_in_a_module():
+    rules = (rule.op("bmm", compute="fp32"), rule.module("haed", op="bmm", compute="fp32"))
+    with Attachment(policy(*rules)) as attached:
+        Classifier()(torch.ones(2, 8))
+    notes = "\n".join(notes_of(attached))
+    assert 'the rule for bmm in modules "haed" named no module' in notes
+    assert "the rule for bmm was reached by no call: nn.Linear calls linear" in notes
+
+
 @pytest.mark.filterwarnings("ignore:fp8 is emulated")
 def test_layers_that_fp8_leaves_out_are_noted(writer):
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 10))
@@ -175,6 +191,18 @@ def test_layers_that_fp8_leaves_out_are_noted(writer):
         "Sequential.1 does not multiply in fp8: has 32 in and 10 out features, and fp8 instructions take "
         "multiples of 16"
     ) in notes
+
+
+@pytest.mark.filterwarnings("ignore:fp8 is emulated")
+def test_layers_in_fp8_are_noted_once_after_a_time_in_fp32():
+    model = nn.Linear(16, 10)
+    with Attachment(policy(rule.op("linear", compute="fp8_tensorwise"))) as attached:
+        model(torch.ones(2, 16))
+        attached.continue_in_fp32()
+        attached.continue_by_policy(nc.scaling.Off())
+        model(torch.ones(2, 16))
+    (note,) = [text for text in attached.notes if "multiply in fp8" in text]
+    assert note.startswith("Linear does not multiply in fp8")
 
 
 def test_checkpointed_parts_are_recomputed_under_the_rules():

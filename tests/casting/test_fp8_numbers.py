@@ -39,22 +39,28 @@ def region(dtype):
 # ---- the oracle
 
 
-def scale_of(values, recipe, number):
+def scale_of(values, recipe, fp8_format):
     largest = max(*(abs(value) for value in values), 1e-12)
-    scale = round_to(FLOAT32, number.max / largest)
-    return scale if recipe == "fp8_tensorwise" else 2.0 ** math.floor(math.log2(scale))
+    scale = round_to(FLOAT32, fp8_format.max / largest)
+    if recipe == "fp8_tensorwise":
+        return scale
+    # The rowwise recipe rounds its scales down to powers of two.
+    return 2.0 ** math.floor(math.log2(scale))
 
 
-def through_fp8(matrix, recipe, number, *, along):
-    """What ``matrix`` is worth once it is in fp8, in float64; ``along`` the product sums."""
+def through_fp8(matrix, recipe, fp8_format, *, along):
+    """The values of ``matrix`` once it is in fp8, in float64.
+
+    ``along``: the dimension that the product sums over. Rowwise, what is summed together shares a scale.
+    """
     rows = (matrix if along == 1 else matrix.t()).double().tolist()
     everything = [value for row in rows for value in row]
     result = []
     for row in rows:
-        scale = scale_of(everything if recipe == "fp8_tensorwise" else row, recipe, number)
+        scale = scale_of(everything if recipe == "fp8_tensorwise" else row, recipe, fp8_format)
         # Scaled in fp32, as torchao says, then rounded again.
         scaled = [round_to(FLOAT32, value * scale) for value in row]
-        result.append([round_to(number, value, saturate=True) / scale for value in scaled])
+        result.append([round_to(fp8_format, value, saturate=True) / scale for value in scaled])
     made = torch.tensor(result, dtype=torch.float64)
     return made if along == 1 else made.t()
 
@@ -80,28 +86,34 @@ def test_output_and_gradients_against_float64(recipe, dtype, weight_dtype):
     y.backward(grad)
     assert y.dtype == (dtype or torch.float32)
 
-    number = OCP_E5M2 if recipe == "fp8_tensorwise" else OCP_E4M3
-    x_in, w, u = x.detach().to(y.dtype), layer.weight.detach(), UNIT[dtype]
+    gradient_format = OCP_E5M2 if recipe == "fp8_tensorwise" else OCP_E4M3
+    x_in = x.detach().to(y.dtype)
+    weight = layer.weight.detach()
+    unit = UNIT[dtype]
 
-    a, b = (through_fp8(m, recipe, OCP_E4M3, along=1) for m in (x_in, w))
+    # The output: x @ weight.t() + bias. The product is rounded to its format, so is the bias, and so is their
+    # sum.
+    a = through_fp8(x_in, recipe, OCP_E4M3, along=1)
+    b = through_fp8(weight, recipe, OCP_E4M3, along=1)
     expected, bound = product(a, b.t())
     bias = layer.bias.detach().double()
-    # The product is rounded to the format of the output, so is the bias, and so is their sum.
-    bound = bound + 2.1 * u * (expected.abs() + bias.abs())
+    bound = bound + 2.1 * unit * (expected.abs() + bias.abs())
     assert_within(y, expected + bias, bound)
 
-    a = through_fp8(grad, recipe, number, along=1)
-    b = through_fp8(w, recipe, OCP_E4M3, along=0)
+    # The gradient of the input: grad @ weight, rounded to the format of the output.
+    a = through_fp8(grad, recipe, gradient_format, along=1)
+    b = through_fp8(weight, recipe, OCP_E4M3, along=0)
     expected, bound = product(a, b)
     assert x.grad.dtype == torch.float32
-    assert_within(x.grad, expected, bound + 1.1 * u * expected.abs())
+    assert_within(x.grad, expected, bound + 1.1 * unit * expected.abs())
 
-    a = through_fp8(grad, recipe, number, along=0).t()
+    # The gradient of the weight: grad.t() @ x, rounded to the format of the output and to that of the weight.
+    a = through_fp8(grad, recipe, gradient_format, along=0).t()
     b = through_fp8(x_in, recipe, OCP_E4M3, along=0)
     expected, bound = product(a, b)
     assert layer.weight.grad.dtype == weight_dtype
-    u = max(u, UNIT[weight_dtype if weight_dtype != torch.float32 else None])
-    assert_within(layer.weight.grad, expected, bound + 2.1 * u * expected.abs())
+    coarser_unit = max(unit, UNIT[weight_dtype if weight_dtype != torch.float32 else None])
+    assert_within(layer.weight.grad, expected, bound + 2.1 * coarser_unit * expected.abs())
 
 
 def assert_within(tensor, expected, bound):
@@ -126,7 +138,7 @@ def test_outside_of_regions_it_is_torchaos_layer_to_the_bit(recipe, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_pytorchs_fp8_product_gives_what_the_emulated_one_gives(recipe, dtype, rows):
-    """On a CPU PyTorch has that product too, which takes shapes that a GPU refuses."""
+    """On a CPU, where PyTorch has it too. Sizes are filled up to multiples of 16, which GPUs need."""
     x = torch.randn(rows, IN, dtype=dtype)
     results = []
     layer = fp8_linear(recipe)
@@ -137,7 +149,7 @@ def test_pytorchs_fp8_product_gives_what_the_emulated_one_gives(recipe, dtype, r
         with torch.profiler.profile(record_shapes=True) as profile:
             try:
                 y = layer(inputs)
-            except RuntimeError as error:  # of torch 2.11 for rows
+            except RuntimeError as error:  # torch 2.11 has no product with a scale for each row there
                 if "only supports per-tensor scaling for CPU" not in str(error):
                     raise
                 return
@@ -263,7 +275,7 @@ def test_compiled_it_gives_the_same(recipe):
             assert torch.equal(compiled(x), layer(x))
 
 
-# ---- numbers that end
+# ---- NaN, infinity, overflow and underflow
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -278,9 +290,12 @@ def test_what_is_not_finite_makes_all_that_shares_its_scale_nan(bad):
         assert y[[row for row in range(4) if row not in lost]].isfinite().all()
         y[0].sum().backward()
         # The gradient of the weight sums over all rows of the input, by column.
-        of_weight = layer.weight.grad.isnan()
-        assert of_weight.all() if recipe == "fp8_tensorwise" else of_weight[:, 5].all()
-        assert recipe == "fp8_tensorwise" or of_weight.sum() == OUT
+        weight_is_nan = layer.weight.grad.isnan()
+        if recipe == "fp8_tensorwise":
+            assert weight_is_nan.all()
+        else:
+            assert weight_is_nan[:, 5].all()
+            assert weight_is_nan.sum() == OUT  # nowhere else
 
 
 @pytest.mark.parametrize(("recipe", "lost_rows"), [("fp8_tensorwise", 4), ("fp8_rowwise", 1)])
@@ -299,7 +314,8 @@ def test_a_gradient_that_overflowed_is_nan_in_the_gradients_and_none_is_lost(rec
 def test_large_finite_numbers_do_not_overflow_and_zeros_stay_zeros(recipe):
     layer = fp8_linear(recipe, 16, 16, bias=False)
     torch.nn.init.eye_(layer.weight)
-    large = 0.9 * torch.finfo(torch.float32).max  # what is rounded up from above 0.94 of it is infinite
+    # Above 15/16 of the largest fp32 number the next number of E4M3 is 2**128, which is infinite in fp32.
+    large = 0.9 * torch.finfo(torch.float32).max
     x = torch.zeros(2, 16)
     x[0, 0], x[0, 1] = large, -large
     y = layer(x).detach()

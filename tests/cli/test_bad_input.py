@@ -35,6 +35,8 @@ def workplace(here, monkeypatch):
 
 IN_BOTH_VERBS = {
     "missing.py": "cannot run missing.py: No such file or directory",
+    "god.py": 'cannot run god.py: No such file or directory (did you mean "good.py"?)',
+    "nowhere/good.py": "cannot run nowhere/good.py: No such file or directory",
     "empty": "cannot run empty: it is a folder",
     "notebook.ipynb": "is a notebook",
     "broken.py": "(line 2)",

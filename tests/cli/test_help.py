@@ -11,22 +11,27 @@ import narrowcast
 from narrowcast.cli import main
 from narrowcast.cli.doctor import doctor
 
+WIDTH = 80
+# Of the boxes around options: a side, and the top left corner.
+BOX_SIDE, BOX_CORNER = "\u2502", "\u256d"
 SECONDS = inspect.signature(doctor).parameters["budget_s"].default
-# Each word that a person looks for.
+# What each page of help has to contain.
 PAGES = {
     ("--help",): ["run ", "compare ", "--version", "narrowcast run train.py --its --own args"],
     ("run", "--help"): [
-        *(
-            "SCRIPT",
-            "--policy",
-            "-p",
-            "NARROWCAST_POLICY",
-            "[default: auto]",
-            "--loss-scale",
-            "dynamic|off|N",
-        ),
+        "SCRIPT",
+        "--policy",
+        "-p",
+        "NARROWCAST_POLICY",
+        "[default: auto]",
+        "--loss-scale",
+        "dynamic|off|N",
         "One of auto, bf16, fp16, fp32, safe, O0, O1, or a TOML file with rules.",
-        *("--module", "-m", "--run-dir", "NARROWCAST_CACHE_DIR", "--seed"),
+        "--module",
+        "-m",
+        "--run-dir",
+        "NARROWCAST_CACHE_DIR",
+        "--seed",
     ],
     ("compare", "-h"): [
         "your files are as before",
@@ -75,7 +80,7 @@ def pages(tmp_path_factory):
     workshop = Workshop(tmp_path_factory.mktemp("help"))
     program = workshop.write("calls.py", PROGRAM)
     more = [("doctor", "--help"), ("report", "--help"), ("--version",)]
-    ended = workshop.python(program, json.dumps([*PAGES, *more]), environment={"COLUMNS": "80"})
+    ended = workshop.python(program, json.dumps([*PAGES, *more]), environment={"COLUMNS": str(WIDTH)})
     assert (ended.code, ended.stderr) == (0, "")
     shown, imported_torch = json.loads(ended.stdout)
     assert not imported_torch
@@ -86,20 +91,24 @@ def pages(tmp_path_factory):
 @pytest.mark.parametrize("words", PAGES, ids=" ".join)
 def test_help_fits_eighty_columns_and_names_options(pages, words):
     page = pages[" ".join(words)].splitlines()
-    text = " ".join(" ".join(page).replace("\u2502", " ").split())
+    # As one line, since a text may go over several: without the sides of boxes, with single spaces.
+    text = " ".join(" ".join(page).replace(BOX_SIDE, " ").split())
     for word in PAGES[words]:
         assert " ".join(word.split()) in text
-    assert max(map(len, page)) <= 80
+    assert max(map(len, page)) <= WIDTH
     assert "int range" not in text
     assert "cache-dir" not in text  # an environment setting, not an option
 
 
-def test_no_paragraph_of_a_help_is_broken_where_its_source_was(pages):
+def test_paragraphs_of_help_fill_their_lines(pages):
+    """The line breaks of their docstrings are gone: no next word would have fit into a line."""
     for page in pages.values():
-        lines = [line.strip() for line in page.partition("\u256d")[0].splitlines()]
+        above_boxes = page.partition(BOX_CORNER)[0]
+        lines = [line.strip() for line in above_boxes.splitlines()]
         for line, following in itertools.pairwise(lines):
             if line and following:
-                assert len(line) + 1 + len(following.split()[0]) > 78, line
+                next_word = following.split()[0]
+                assert len(line) + 1 + len(next_word) > WIDTH - 2, line  # one column of margin on each side
 
 
 def test_options_are_completed_up_to_the_name_of_the_script(monkeypatch, capsys):

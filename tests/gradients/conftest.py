@@ -1,4 +1,4 @@
-"""Hypothesis profiles: a few sequences in ``make test``, 8 times 1,500 in ``make test-long``."""
+"""Hypothesis profiles: a few sequences in ``make test``, 4,000 in ``make test-long``."""
 
 from hypothesis import HealthCheck, settings
 
@@ -7,5 +7,5 @@ settings.register_profile(
     "gradients-quick", max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=_SLOW
 )
 settings.register_profile(
-    "gradients-long", max_examples=1_500, stateful_step_count=40, deadline=None, suppress_health_check=_SLOW
+    "gradients-long", max_examples=4_000, stateful_step_count=40, deadline=None, suppress_health_check=_SLOW
 )

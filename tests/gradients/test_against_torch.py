@@ -383,11 +383,12 @@ TestTwoScalers = TwoScalers.TestCase
 TestTwoScalers.settings = settings.get_profile("gradients-quick")
 
 
-# 12,000 sequences in all: in parts, so that several processes share them and none takes too long.
-for _part in range(8):
-    _machine = type(f"TwoScalers{_part}", (TwoScalers,), {})
-    _machine.TestCase.settings = settings.get_profile("gradients-long")
-    globals()[f"TestManySequences{_part}"] = pytest.mark.long(_machine.TestCase)
+class ManySequences(TwoScalers):
+    """The same machine, in which Hypothesis tries a hundred times as many sequences."""
+
+
+TestManySequences = pytest.mark.long(ManySequences.TestCase)
+TestManySequences.settings = settings.get_profile("gradients-long")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -24,21 +24,23 @@ from narrowcast.report._explanation import explained, read_explanation
 SITE = made_captures.site
 
 
-def found_of(tmp_path, sites, **changed):
+def explanation_of(tmp_path, sites, **changed):
     events = made_captures.explained_events(**changed)
     made_captures.explained_run(tmp_path, [events[0], *sites, events[-1]])
     return explained(read_explanation(tmp_path / "explain.jsonl"))
 
 
 def lock_from(tmp_path, sites, **changed):
-    return lock_of(found_of(tmp_path, sites, **changed))
+    return lock_of(explanation_of(tmp_path, sites, **changed))
 
 
+# The made run has 2 steps, and a site has 2 calls unless said; a lock counts the calls a step.
 SITES = [
     SITE("blocks.0.norm", "layer_norm", "fp32", None, "fp32"),
     SITE("blocks.0", "bmm", "fp32+bf16", "bf16", "bf16", within=["einsum"]),
     SITE("blocks.0", "bmm", "bf16", "bf16", "bf16", within=["einsum"], calls=3),
     SITE('odd "name"\\', "softmax.int", "bf16", "fp16", "fp16", rule='modules "odd": fp16'),
+    # Not in a lock: views, what is outside of modules, backward passes.
     SITE("blocks.0", "view", "bf16", None, "bf16", kind="view"),
     SITE(None, "_to_copy", "bf16", None, "fp32", phase="outside", because="outside of every region"),
     SITE("blocks.0", "mm", "bf16", None, "bf16", phase="backward", because="backward: as the forward"),
@@ -70,7 +72,7 @@ def test_the_file_to_the_letter_and_back(tmp_path):
     assert path.read_text() == TEXT
     assert read_lock(path) == lock
     assert tomllib.loads(TEXT)["sites"][3]["module"] == 'odd "name"\\'
-    assert not list(tmp_path.glob(".policy*"))
+    assert not list(tmp_path.glob(".policy*"))  # no temporary file is left
 
 
 def test_differences_of_two_policies(tmp_path):
@@ -80,7 +82,8 @@ def test_differences_of_two_policies(tmp_path):
         for one in layers
     ]
     new = SITE("head.extra", "linear", "fp32", "bf16", "bf16", calls=4)
-    before, after = found_of(tmp_path, layers), found_of(tmp_path, [*ruled, new]) | {"policy": "safe"}
+    before = explanation_of(tmp_path, layers)
+    after = explanation_of(tmp_path, [*ruled, new]) | {"policy": "safe"}
     found = differences(decided_sites(before), decided_sites(after))
     norms = [f"blocks.{n}.norm" for n in range(3)]
     assert [one.to_dict()["module"] for one in found] == [*norms, "head.extra"]
@@ -145,9 +148,10 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "written"),
     [
-        ("bf16", "bf16"),
+        ("bf16", "bf16"),  # a preset
         ("rules.toml", "../rules.toml"),
         ("locks/rules.toml", "rules.toml"),
+        # Without ".toml" and a slash it would be the name of a preset.
         ("./locks/rules", "./rules"),
     ],
 )

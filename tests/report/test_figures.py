@@ -88,7 +88,7 @@ def test_losses_are_drawn_where_they_are(tmp_path):
 @pytest.mark.parametrize(("asked", "limit"), [(None, 1.0), (1.5, 1.5)])
 def test_a_speedup_is_drawn_beside_what_it_has_to_reach(asked, limit):
     sides = {"fp32": {"step_time_s_median": 0.02}, "mixed": {"step_time_s_median": 0.01}, "kind": "training"}
-    found = sides | {"speedup": 2.0, "speedup_interval": [1.0, 3.0]}
+    found = sides | {"speedup": 2.0, "speedup_interval": [1.0, 3.0], "cpu_used_by_others": 0.1}
     figure = speedup_figure(found, asked)
     assert figure.facts["medians"] == [("FP32", "20.00 ms"), ("mixed", "10.00 ms")]
     ticks = {float(text): at / 100 for text, at in figure.x_ticks}

@@ -92,6 +92,22 @@ def test_the_loss_that_is_judged_is_drawn_first(tmp_path):
     assert page.words.index("Loss at train.py:41") < page.words.index("Loss at find.py:9")
 
 
+def test_beside_other_programs_the_interval_does_not_decide(tmp_path):
+    runs = made_captures.both(range(3), made_captures.training)
+    for events in runs.values():
+        for event in events:
+            if event["event"] == "device":
+                event["device_type"] = "cpu"
+    busy = {"event": "busy", "share": 0.9}
+    page = seen(made_captures.comparison(tmp_path, runs, made_captures.certificate(), busy))
+    assert "other programs used 90 % of the CPUs" in page.words
+    assert (
+        "Other programs used the CPUs, so that the interval does not tell whether it is worth it."
+        in page.words
+    )
+    assert "Worth it if" not in page.words
+
+
 @pytest.mark.parametrize(
     ("right", "worth_it", "sentence"),
     [

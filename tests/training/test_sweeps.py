@@ -5,6 +5,7 @@ A scale that is a power of two changes no bit in fp32, and the loop by hand leav
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from torch.optim import lr_scheduler, swa_utils
 
 import narrowcast as nc
 
+SCALE = 16.0
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and n != "Optimizer"}
 SCHEDULERS = vars(lr_scheduler) | vars(swa_utils)
+# Without the two base classes, LRScheduler and _LRScheduler.
 SCHEDULERS = {n: kind for n, kind in SCHEDULERS.items() if hasattr(kind, "get_last_lr") and "LRSch" not in n}
 ARGUMENTS = {
     "StepLR": lambda _: (2,), "MultiStepLR": lambda _: ([1, 3],), "ExponentialLR": lambda _: (0.5,),
@@ -79,60 +82,110 @@ KINDS = {
 }
 
 
-def trained(way, kind, optimizer, form="", scheduler="StepLR", overflow=None, policy="fp32", max_norm=None):
-    """Take five steps, of which number ``overflow`` has infinite gradients; return how it ends."""
-    torch.manual_seed(0)
-    model = KINDS[kind]()
-    settings = {"SGD": {"momentum": 0.9}, "LBFGS": {"max_iter": 3}}.get(optimizer, {}) | (
-        {form: True} if form else {}
-    )
-    optimizer = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad], lr=0.01, **settings)
-    scheduler, closures = scheduled(scheduler, optimizer), isinstance(optimizer, torch.optim.LBFGS)
-    move = (lambda: scheduler.step(1.0)) if hasattr(scheduler, "patience") else scheduler.step
-    scaler = nc.GradScaler("cpu", init_scale=16.0, growth_interval=2)
-    if way == "stepper":
-        stepper = nc.Stepper(model, optimizer, policy, scaler=scaler, scheduler=scheduler, max_norm=max_norm)
-    elif way == "scaler":
-        scaler.on_step(lambda _: move())
+def move(scheduler):
+    if hasattr(scheduler, "patience"):
+        scheduler.step(1.0)  # ReduceLROnPlateau needs a metric
+    else:
+        scheduler.step()
 
-    def loss_of(number):
-        region = torch.autocast(
-            "cpu", LOW.get(policy, torch.bfloat16), enabled=policy in LOW and way != "attached"
-        )
-        with stepper.autocast() if way == "stepper" else region:
-            return model(number) * (torch.inf if number == overflow else 1.0)
 
-    def step(number):
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(number)
-            (scaler.scale(loss) if way == "scaler" else loss * (16.0 if "hand" in way else 1.0)).backward()
-            for p in [p for p in model.parameters() if way != "scaler" and p.grad is not None]:
-                p.grad = p.grad / 16.0 if "hand" in way else p.grad
-                if max_norm is not None:
-                    p.grad = p.grad.to_dense().resolve_conj()  # clip_grad_norm_ takes neither
-            if max_norm is not None and way != "scaler":
-                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            elif max_norm is not None:
-                scaler.clip_grad_norm_(optimizer, max_norm)
+class Training:
+    """A model with its optimizer and scheduler, trained in one way.
+
+    ``way``: "stepper"; "scaler"; "attached", where the caller attaches; or "by hand": scales and unscales,
+    and leaves out a step that overflows with the move of the scheduler. "by hand, always moved" leaves out
+    the step alone.
+    """
+
+    def __init__(self, way, kind, optimizer, form, scheduler, overflow, policy, max_norm):
+        torch.manual_seed(0)
+        self.way = way
+        self.is_by_hand = way.startswith("by hand")
+        self.overflow = overflow
+        self.policy = policy
+        self.max_norm = max_norm
+        self.model = KINDS[kind]()
+        settings = {"SGD": {"momentum": 0.9}, "LBFGS": {"max_iter": 3}}.get(optimizer, {})
+        if form:
+            settings |= {form: True}
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = OPTIMIZERS[optimizer](trainable, lr=0.01, **settings)
+        self.needs_closure = isinstance(self.optimizer, torch.optim.LBFGS)
+        made = scheduled(scheduler, self.optimizer)
+        self.scheduler = made
+        self.scaler = nc.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
+        if way == "stepper":
+            self.stepper = nc.Stepper(
+                self.model, self.optimizer, policy, scaler=self.scaler, scheduler=made, max_norm=max_norm
+            )
+        elif way == "scaler":
+            self.scaler.on_step(lambda _: move(made))
+
+    def step(self, number):
+        overflows = number == self.overflow
+        if self.way == "stepper":
+            self.stepper.step((lambda: self.loss(number)) if self.needs_closure else self.loss(number))
+        elif self.way == "scaler":
+            self.step_by(partial(self.scaler.step, self.optimizer), number)
+            self.scaler.update()
+        else:
+            if not (self.is_by_hand and overflows):
+                self.step_by(self.optimizer.step, number)
+            if not (self.way == "by hand" and overflows):
+                move(self.scheduler)
+
+    def step_by(self, step, number):
+        if self.needs_closure:
+            step(lambda: self.loss_with_gradients(number))
+        else:
+            self.loss_with_gradients(number)
+            step()
+
+    def loss(self, number):
+        if self.way == "stepper":
+            region = self.stepper.autocast()
+        else:
+            # The attachment opens a region itself.
+            is_enabled = self.policy in LOW and self.way != "attached"
+            region = torch.autocast("cpu", LOW.get(self.policy, torch.bfloat16), enabled=is_enabled)
+        with region:
+            return self.model(number) * (torch.inf if number == self.overflow else 1.0)
+
+    def loss_with_gradients(self, number):
+        self.optimizer.zero_grad()
+        loss = self.loss(number)
+        if self.way == "scaler":
+            self.scaler.scale(loss).backward()
+            if self.max_norm is not None:
+                self.scaler.clip_grad_norm_(self.optimizer, self.max_norm)
             return loss
 
-        if way == "stepper":
-            stepper.step((lambda: loss_of(number)) if closures else loss_of(number))
-            return
-        step = optimizer.step if way != "scaler" else lambda *closure: scaler.step(optimizer, *closure)
-        if "hand" not in way or number != overflow:
-            step(closure) if closures else (closure(), step())
-        if way == "scaler":
-            scaler.update()
-        elif way in ("attached", "by hand, always moved") or number != overflow:
-            move()
+        factor = SCALE if self.is_by_hand else 1.0
+        (loss * factor).backward()
+        for p in self.model.parameters():
+            if p.grad is not None and self.is_by_hand:
+                p.grad = p.grad / SCALE
+            if p.grad is not None and self.max_norm is not None:
+                p.grad = p.grad.to_dense().resolve_conj()  # clip_grad_norm_ takes neither
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        return loss
 
+    def end(self):
+        """What training changed: parameters, what the optimizer keeps, and what a scheduler moves."""
+        group = self.optimizer.param_groups[0]
+        kept = []
+        for p in group["params"]:
+            kept += self.optimizer.state.get(p, {}).values()
+        return [*self.model.parameters(), *kept, group.get("lr"), group.get("momentum")]
+
+
+def trained(way, kind, optimizer, form="", scheduler="StepLR", overflow=None, policy="fp32", max_norm=None):
+    """Take five steps, of which number ``overflow`` has infinite gradients; return how it ends."""
+    training = Training(way, kind, optimizer, form, scheduler, overflow, policy, max_norm)
     for number in range(5):
-        step(number)
-    states = [optimizer.state.get(p, {}) for p in optimizer.param_groups[0]["params"]]
-    rates = [optimizer.param_groups[0].get(key) for key in ("lr", "momentum")]
-    return [*model.parameters(), *(value for state in states for value in state.values()), *rates]
+        training.step(number)
+    return training.end()
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from narrowcast.verify.runs import _processes
 from narrowcast.verify.runs._processes import Processes
 from narrowcast.verify.runs._runs import Purpose, RunSettings
 
-# Before ``conftest.py`` replaces it in each test.
+# ``conftest.py`` replaces it in each test that is not ``long``; this file tests the real one.
 _START = Processes.start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="linux: runs are forked there alone")
@@ -125,7 +125,7 @@ def test_when_the_server_is_killed_its_runs_end(tmp_path):
 
 @pytest.mark.long
 def test_a_server_that_cannot_start_is_a_run_that_failed(tmp_path, monkeypatch):
-    """As where torch cannot be loaded; what it wrote is what the run wrote."""
+    """Here torch cannot be loaded. The error of the server stands where that of the run would."""
     broken = tmp_path / "path" / "torch"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise OSError('libtorch.so: no such file')")
@@ -147,15 +147,17 @@ def test_other_systems_start_each_run_anew(tmp_path, monkeypatch):
 
 
 def test_a_run_that_cannot_begin_has_failed(processes, started, tmp_path):
-    """As on a full disk: nobody waits for it for ever."""
-    before, _ = started("raise SystemExit(3)")
-    assert before.wait(60) == 3
-    for _ in range(2):
+    """Its folder is missing, so that it cannot open its output, as on a full disk."""
+    # The server starts in the folder of its first run, which has to be there.
+    first, _ = started("raise SystemExit(3)")
+    assert first.wait(60) == 3
+    for _ in range(2):  # after such a run the server goes on
         run = _START(processes, tmp_path / "missing" / "narrowcast-run.json")
         assert run.wait(30) == 1
 
 
 def test_a_line_that_an_interrupt_lost_is_not_waited_for(started):
+    """The line told the exit code. Without it a process that is gone counts as killed."""
     process, _ = started("import time\ntime.sleep(60)")
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(30) == -signal.SIGTERM

@@ -11,21 +11,24 @@ from narrowcast.policy import Policy, Rule, class_names, unreached
 
 RULE_NOTE = "the rule for "
 """Beginning of the notes on rules that nothing in the script matched."""
+_NAMED_NOTHING = " named no module of what the script called "
 
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm")
-_WHOLE = ": nn.Linear calls linear and @ calls matmul, each decided about as a whole by a rule of that name"
+_NAME_THE_WHOLE = ": nn.Linear calls linear, and @ calls matmul: name these, as rules do not reach inside"
 
 
 def notes_on_unreached(policy: Policy, already_said: list[str]) -> list[str]:
-    """Return a note on each rule that no call reached, unless one of ``already_said`` names the rule."""
+    """Return a note on each rule for an operator that no call reached.
+
+    Not on a rule that a note of ``already_said`` is about.
+    """
     notes = []
     for rule in unreached(policy):
-        begin = f"{RULE_NOTE}{rule.target} "
-        if any(note.startswith(begin) for note in already_said):
+        note = f"{RULE_NOTE}{rule.target} was reached by no call"
+        if f"{RULE_NOTE}{rule.target}{_NAMED_NOTHING}" in "\n".join(already_said):
             continue
-        note = f"{begin}was reached by no call"
         if rule.op in _MATMULS:
-            note += _WHOLE
+            note += _NAME_THE_WHOLE
         notes.append(note)
     return notes
 
@@ -41,12 +44,11 @@ class ModuleRules:
         self._policy = policy
         self._applied: dict[nn.Module, Applied] = {}
 
-        # For the notes at the end: classes of the models, those in which a rule matched no module, a hint to
-        # what the rule may have meant, and reason -> layers that do not multiply in fp8.
-        self._models: set[str] = set()
-        self._unmatched: dict[Rule, set[str]] = {}
-        self._guesses: dict[Rule, str] = {}
-        self._left_out: dict[str, list[str]] = {}
+        # For the notes at the end.
+        self._models: list[str] = []  # the class of each model, some of which may be gone
+        self._misses: dict[Rule, int] = {}  # in how many of them the rule matched no module
+        self._guesses: dict[Rule, str] = {}  # what the rule may have meant
+        self._left_out: dict[str, list[str]] = {}  # reason -> layers that do not multiply in fp8
 
     def attach(self, model: nn.Module) -> None:
         """Apply the rules to ``model``, which the script calls for the first time."""
@@ -61,7 +63,7 @@ class ModuleRules:
                 self._applied.pop(part).remove()
 
         kind = type(model).__name__
-        self._models.add(kind)
+        self._models.append(kind)
         applied = Applied(
             model,
             self._policy,
@@ -71,7 +73,7 @@ class ModuleRules:
         )
         self._applied[model] = applied
         for rule in applied.missed:
-            self._unmatched.setdefault(rule, set()).add(kind)
+            self._misses[rule] = self._misses.get(rule, 0) + 1
             if not self._guesses.get(rule):
                 named = [(path, class_names(type(module))) for path, module in modules_by_path(model)]
                 self._guesses[rule] = near_module(rule, named)
@@ -80,21 +82,27 @@ class ModuleRules:
             self._left_out.setdefault(why, []).append(layer)
 
     def remove(self) -> list[str]:
-        """End the rules; return notes on those that did not apply everywhere."""
+        """End the rules; return notes on those that matched in no model, and on layers that do not use fp8.
+
+        A second call returns none.
+        """
         for applied in self._applied.values():
             applied.remove()
         self._applied.clear()
-        if not self._models:
-            return []
-        called = ", ".join(sorted(self._models))
-        notes = []
-        for rule, kinds in self._unmatched.items():
-            if kinds == self._models:
-                guess = self._guesses[rule]
-                notes.append(
-                    f"{RULE_NOTE}{rule.target} named no module of what the script called ({called}){guess}"
-                )
+        notes = self._notes()
         self._models.clear()
+        self._misses.clear()
+        self._guesses.clear()
+        self._left_out.clear()
+        return notes
+
+    def _notes(self) -> list[str]:
+        called = ", ".join(sorted(set(self._models)))
+        notes = []
+        for rule, misses in self._misses.items():
+            if misses == len(self._models):
+                guess = self._guesses[rule]
+                notes.append(f"{RULE_NOTE}{rule.target}{_NAMED_NOTHING}({called}){guess}")
         for why, paths in self._left_out.items():
             verb = "does" if len(paths) == 1 else "do"
             notes.append(f"{few(paths)} {verb} not multiply in fp8: {why}")

@@ -28,7 +28,8 @@ def leaves_and_functions(roots: Iterable[Any]) -> tuple[list[torch.Tensor], set[
     """Walk the graph that backward from nodes ``roots`` would visit: 0.15 microseconds a node.
 
     Returns:
-        The leaves that would get a gradient, and the custom ``autograd.Function`` classes in the graph.
+        The leaves below ``roots``, which would get a gradient, and the custom ``autograd.Function`` classes
+        in the graph.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.cpp
     # Called at each scaled backward pass. ``nodes_below`` and a second loop would take a fifth longer.
@@ -52,13 +53,13 @@ def leaves_and_functions(roots: Iterable[Any]) -> tuple[list[torch.Tensor], set[
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
-    """Return whether ``torch.func`` is differentiating ``tensor``; such a tensor has no data to read."""
+    """Return whether ``torch.func`` (``grad``, ``vmap``) wraps ``tensor``, whose data cannot be read."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/functorch/init.cpp
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def without_layers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what the layers of ``torch.func`` wrap: the values of all rows together under ``vmap``."""
+    """Return the tensor inside all layers of ``torch.func``; that of ``vmap`` has every row in it."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/functorch/init.cpp
     while is_functorch_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)

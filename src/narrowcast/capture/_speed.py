@@ -41,10 +41,10 @@ def kind_of(captures: Sequence[Capture]) -> str | None:
 
 
 def pace_of(captures: Sequence[Capture]) -> int | None:
-    """Return the number of the optimizer whose steps are timed in runs of one script; None: no step.
+    """Return the number of the optimizer whose steps are timed in all runs of a script; None: no steps.
 
-    It is the one with the most steps in the first of them, which is whole: a short run may end in a search
-    for the learning rate.
+    It is the one with the most steps in the first run that has any. That run has to be whole: a shorter one
+    may end in a search for the learning rate, in which another optimizer steps.
     """
     for capture in captures:
         counts = Counter[int](step["optimizer"] for step in capture.of("step"))
@@ -88,10 +88,11 @@ def _without_warm_up(times: Sequence[float]) -> list[float]:
 
 
 def blocks_of(capture: Capture, kind: str | None, pace: int | None = None) -> list[list[float]]:
-    """Durations as of ``times_s``, in the blocks between two pauses of the run, the first tenth left out.
+    """Return durations as in ``times_s``, in a list for each block; a block ends where the run pauses.
 
-    Of three steps or more the first is left out: it finds caches that the other process filled. It stays
-    where a block ended with a wait for the device, which is time of all its steps.
+    The first block is left out as warm-up, and so is the tenth of all blocks after it. In a block of three
+    steps or more the first step is left out: it finds caches that the other process filled. It stays where
+    the block ended with a wait for the device: that is time of all steps, and is added to the last one.
     """
     if pace is None:
         pace = pace_of([capture])
@@ -153,7 +154,7 @@ def _pairs_in_turns(
     """Return the blocks of both runs of each pair whose runs took turns."""
     pace = pace_of(fp32)
     pairs: list[tuple[Blocks, Blocks]] = []
-    for fp32_run, mixed_run in zip(fp32, mixed, strict=False):  # the last one may have begun only
+    for fp32_run, mixed_run in zip(fp32, mixed, strict=False):  # the last pair may lack a run
         blocks = (blocks_of(fp32_run, kind, pace), blocks_of(mixed_run, kind, pace))
         if log_ratios_of_blocks(*blocks):
             pairs.append(blocks)
@@ -161,8 +162,11 @@ def _pairs_in_turns(
 
 
 def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> list[float]:
-    """Return the logarithm of the speedup by the medians of each pair of runs that has both."""
-    # Whole runs, of which a machine that is busy for a while slows one alone: so three pairs at least.
+    """Return the logarithm of the speedup by the medians of each pair of runs that has both.
+
+    Medians are those of whole runs, so a machine that is busy for a while may slow only one of a pair. For
+    this reason ``speedup_of`` asks for ``FEWEST_PAIRS`` of them.
+    """
     ratios = []
     both = zip(times_of_runs(fp32, kind), times_of_runs(mixed, kind), strict=False)
     for times, mixed_times in both:
@@ -198,7 +202,7 @@ def worth_it(speedup: Sequence[float], asked: float | None, by_others: float) ->
     """
     if is_busy(by_others):
         return "cannot tell"
-    # Between the two answers nobody can tell.
+
     _, low, high = speedup
     if asked is None:
         is_gain, is_loss = low > 1, high < LEAST_GAIN
@@ -208,4 +212,4 @@ def worth_it(speedup: Sequence[float], asked: float | None, by_others: float) ->
         return "yes"
     if is_loss:
         return "no"
-    return "cannot tell"
+    return "cannot tell"  # the interval allows both answers

@@ -26,7 +26,7 @@ from narrowcast.cli.run import (
     tell,
 )
 from narrowcast.errors import SettingError
-from narrowcast.scaling import parse
+from narrowcast.scaling import parse as parse_loss_scale
 
 if TYPE_CHECKING:
     from narrowcast.verify.compare import ComparisonSettings
@@ -52,12 +52,15 @@ _AtStepOption = Annotated[
         "--at-step",
         metavar="N",
         min=0,
-        help="Compare gradients after N steps of mixed training alone, not at the first and at later steps.",
+        help="Compare gradients once, after N steps of mixed training, not at the first and at later ones.",
     ),
 ]
 
 _MinSpeedupOption = Annotated[
-    float | None, typer.Option("--min-speedup", metavar="X", help="Exit with 1 if the speedup is below X.")
+    float | None,
+    typer.Option(
+        "--min-speedup", metavar="X", help="Exit with 1 if the whole interval of the speedup is below X."
+    ),
 ]
 
 
@@ -91,7 +94,7 @@ def compare(
     check_seed(seed)
     check_seed(seed + repeats - 1)
     if loss_scale is not None:
-        parse(loss_scale)
+        parse_loss_scale(loss_scale)  # raises before anything runs
     if min_speedup is not None and not 0 < min_speedup < math.inf:
         raise SettingError(f"expected --min-speedup to be a number above 0, got {min_speedup:g}")
     from narrowcast.capture import make_run_folder
@@ -101,14 +104,17 @@ def compare(
     require_torch()
     found = find_script(script, arguments, module=module)
     _measure_auto(policy)
-    why, instead = stays_in_fp32(policy), compared_instead(policy)
-    if why and instead is None:
-        raise SettingError(f"FP32 is not compared with itself: give another --policy, got {policy}")
-    if instead is not None:
-        talk(f"auto computes in fp32 here, since {why}; comparing {instead}")
 
-    options: dict[str, Any] = {
-        "policy": instead or policy,
+    # Where ``auto`` is fp32, a narrow format is compared all the same, to show what it would give.
+    fp32_because = stays_in_fp32(policy)
+    narrow_format = compared_instead(policy)
+    if narrow_format is not None:
+        talk(f"auto computes in fp32 here, since {fp32_because}; comparing {narrow_format}")
+    elif fp32_because:
+        raise SettingError(f"FP32 is not compared with itself: give another --policy, got {policy}")
+
+    chosen: dict[str, Any] = {
+        "policy": narrow_format or policy,
         "loss_scale": loss_scale,
         "steps": steps,
         "repeats": repeats,
@@ -119,11 +125,11 @@ def compare(
     settings = ComparisonSettings(
         target=(script, *(arguments or [])),
         is_module=module,
-        options=_words({**options, "time_limit": time_limit}, module=module),
+        options=_as_typed({**chosen, "time_limit": time_limit}, module=module),
         time_limit_s=time_limit,
-        fp32_because=why,
+        fp32_because=fp32_because,
         folder=make_run_folder(f"compare-{found.name}", asked=run_dir, tell=tell),
-        **options,
+        **chosen,
     )
     return _compare(settings, as_json=as_json, strict=strict)
 
@@ -145,7 +151,7 @@ def _measure_auto(policy: str) -> None:
             talk(f"note: {note}")
 
 
-def _words(options: dict[str, Any], *, module: bool) -> tuple[str, ...]:
+def _as_typed(options: dict[str, Any], *, module: bool) -> tuple[str, ...]:
     """Return the options that differ from their defaults, as they are typed."""
     parameters = inspect.signature(compare).parameters
     words = []
@@ -168,7 +174,7 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
     try:
         with shown_progress() as progress:
             comparison = compare_script(settings, progress=progress)
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit):  # the second at SIGTERM, by ``shown_progress``
         talk(f"interrupted; narrowcast report {settings.folder} shows the runs so far")
         raise
     page = save_page(comparison)
@@ -182,7 +188,10 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
 
 
 def _exit_code(result: dict[str, Any], *, strict: bool, with_speed: bool) -> int:
-    """Return 1 where an answer that counts is no; with ``strict``, where nobody can tell too."""
+    """Return 1 if the answer to "right" is no, or with ``with_speed`` that to "worth it".
+
+    With ``strict`` "cannot tell" counts as no.
+    """
     right, worth_it = result["verdict"]["right"], result["verdict"]["worth_it"]
     if right.startswith("no") and "fp16" in (result["mixed"]["format"] or ""):
         talk("what to try: --loss-scale dynamic (the default in fp16), or --policy bf16")

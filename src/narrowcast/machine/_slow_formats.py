@@ -16,10 +16,11 @@ _AS_FAST = 1.1
 def slow_formats(formats: Iterable[str], device_type: str, rates: list[Rate] | None = None) -> list[str]:
     """Return a sentence for each of ``formats`` that is slower than fp32 on this machine, with what to use.
 
-    Decides by ``rates``; on a CPU, by default, by those kept for ``auto``. For matmuls and for convolutions
-    it takes the largest size that was measured steadily or cut short, unless a larger, unclear size may be
-    fast. Where the rates do not show that the largest size is fast, it says what is known of this kind of
-    CPU.
+    Decides by ``rates``; by default by those kept for ``auto`` on a CPU, and by none elsewhere. Matmuls and
+    convolutions are judged by their largest sizes. A rate is clear if it was measured steadily, or cut short
+    because the format is slow. A format is slow if the clear rate of the largest size is, and with it all
+    unclear rates of larger sizes. If rates show neither that, nor that the largest size of all is fast, the
+    sentence says what is known of this kind of CPU.
     """
     if rates is None:
         rates = []
@@ -45,12 +46,13 @@ def _why_slow(format_name: str, device_type: str, rates: list[Rate]) -> str | No
     for kind in ("matmul", "convolution"):
         of_kind = [rate for rate in rates if (rate.kind, rate.format) == (kind, format_name)]
         clear, larger_unclear = _largest_clear(of_kind, rates)
-        largest_is_clear = clear is not None and not larger_unclear
-
-        # Measured rates count for more than what is known of the kind of CPU.
         if clear is not None and all(map(_is_slow, (clear, *larger_unclear))):
             slower.append(_how_slow(clear))
-        elif not largest_is_clear and device_type == "cpu":
+            continue
+
+        # What is known of the kind of CPU counts only where no rate shows how fast the largest size is.
+        is_shown_fast = clear is not None and not larger_unclear
+        if device_type == "cpu" and not is_shown_fast:
             known.append(known_to_be_slow(format_name, kind))
 
     reasons = [fact for fact in known if fact is not None]

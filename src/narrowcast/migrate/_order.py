@@ -107,28 +107,28 @@ class Order:
                     self._read_branch(inner, state)
                 else:
                     self._read(inner, state)
-            # A scheduler of epochs stands behind the loop, and may not wait for single steps.
+            # A scheduler that moves once an epoch stands after the loop. It need not wait for single steps.
             if isinstance(statement, _LOOPS):
                 state.may_skip = None
 
     def _is_assumed(self, statement: ast.stmt) -> bool:
-        """Return whether a statement is an ``if`` whose condition is on mixed precision."""
+        """Return whether a statement is an ``if`` whose condition ``Scalers.assumed`` decides."""
         return isinstance(statement, ast.If) and self._scalers.assumed(statement.test) is not None
 
     def _suites(self, statement: ast.stmt) -> Iterable[list[ast.stmt]]:
-        """Return the suites of a statement; of an ``if`` for mixed precision only that which runs with it."""
+        """Return the suites of a statement; of an ``if`` that is assumed only the one that runs."""
         if isinstance(statement, ast.If) and self._is_assumed(statement):
             return [statement.body if self._scalers.assumed(statement.test) else statement.orelse]
         return suites_of(statement)
 
     def _read_branch(self, suite: list[ast.stmt], state: _State) -> None:
         """Read a suite that may not run: whatever it changes is not known after it."""
-        before = copy(state)
-        # In the branch only: a scheduler under a condition of its own may wait for the step.
-        before.may_skip = None
-        branch = copy(before)
-        self._read(suite, branch)
-        if branch != before:  # the suite changed something, and it may not have run
+        at_start = copy(state)
+        # The condition may make a scheduler in the branch wait for the step, so none is reported there.
+        at_start.may_skip = None
+        at_end = copy(at_start)
+        self._read(suite, at_end)
+        if at_end != at_start:  # the suite changed something, and it may not have run
             state.forget()
 
     def _own_nodes(self, statement: ast.stmt) -> list[ast.AST]:
@@ -166,7 +166,7 @@ class Order:
                 self._report("clip-before-unscale", node, state.scaled)
         elif method_of(node) == "step":
             self._read_step(node, state)
-        elif self._scalers.may_decide(node) or self._unscales_by_hand(node):
+        elif self._scalers.may_hide_steps(node) or self._unscales_by_hand(node):
             state.forget()
 
     def _unscales_by_hand(self, call: ast.Call) -> bool:

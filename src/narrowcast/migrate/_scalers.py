@@ -16,8 +16,9 @@ from narrowcast.migrate.source._tree import (
     receiver_of,
 )
 
-# Names of conditions that hold where mixed precision is on, as use_amp and self.scaler.
-_IS_MIXED = re.compile(
+# Names of conditions that are taken to hold: mixed precision is on (use_amp, self.scaler), or there is a
+# scheduler, whose step is then read as one without a condition.
+_TAKEN_TO_HOLD = re.compile(
     r"^(use|with|do|is|enable|enabled)?_*(amp|fp16|half|mixed|autocast|grad_?scaler|scaler|mixed_precision|"
     r"lr_scheduler|scheduler|sched)(_enabled|_on)?$",
     re.IGNORECASE,
@@ -62,7 +63,8 @@ class Scalers:
                 if self._makes_scaler(value):
                     scalers.add(text)
 
-        # A scaler may be handed over by its name: self.scaler = scaler.
+        # Other scalers come from elsewhere: a parameter, or self.scaler = scaler. They are known by name and
+        # by a method of scalers. A name that this file gives the result of a call was judged above.
         for call in self.source.all_calls:
             if method_of(call) not in ("scale", "unscale_", "step") or len(call.args) != 1:
                 continue
@@ -119,7 +121,7 @@ class Scalers:
         return self.scaler_of(loss, "scale") or self._scaled_losses.get(self.source.code(loss))
 
     def is_optimizer(self, node: ast.expr) -> bool:
-        """Return whether an expression is called as an optimizer is."""
+        """Return whether the text of an expression names an optimizer, and no scheduler."""
         code = self.source.code(node)
         return bool(_OPTIMIZER.search(code)) and "sched" not in code.lower()
 
@@ -131,18 +133,24 @@ class Scalers:
         uses_scaler = any(f"{scaler}." in code for scaler in self.scalers)
         return full.rpartition(".")[2] in _CLIPS and not uses_scaler
 
-    def may_decide(self, call: ast.Call) -> bool:
+    def may_hide_steps(self, call: ast.Call) -> bool:
         """Return whether a call may scale, unscale or step out of sight."""
+        # It gets a scaler as an argument.
         for node in ast.iter_child_nodes(call):
             value = node.value if isinstance(node, ast.keyword) else node
             if value is not call.func and self.source.code(value) in self.scalers:
                 return True
+
+        # It calls a function or a method of this file.
         name = called_name(call)
-        if method_of(call) and self.source.code(receiver_of(call)) == "self":
-            # A method, perhaps of another file, and not an object such as a model or a loss.
-            text = f"self.{name}"
-            return name in self._own_functions or (text not in self.made and text not in self._objects)
-        return isinstance(call.func, ast.Name) and name in self._own_functions
+        is_on_self = bool(method_of(call)) and self.source.code(receiver_of(call)) == "self"
+        if name in self._own_functions and (is_on_self or isinstance(call.func, ast.Name)):
+            return True
+
+        # It calls a method that a class of another file may have, not an object such as a model or a loss.
+        text = f"self.{name}"
+        is_object = text in self.made or text in self._objects
+        return is_on_self and not is_object
 
     def optimizer_after(self, node: ast.AST) -> str:
         """Return the optimizer that steps next after ``node``, for the corrected line."""
@@ -181,10 +189,10 @@ class Scalers:
             return is_constant(argument(call, 0, "device_type"), "cuda")
         return self.source.names.full(dtype) in _HALF
 
-    # ---- conditions on mixed precision, which are taken to hold
+    # ---- conditions that are taken to hold
 
     def assumed(self, test: ast.expr) -> bool | None:
-        """Return the value of a condition where mixed precision is on; None if that does not decide it."""
+        """Return what a condition is if those of ``_TAKEN_TO_HOLD`` hold; None if they do not decide it."""
         # use_amp, self.use_amp; not use_amp; scaler is not None, scaler is None.
         is_negated = False
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -196,7 +204,7 @@ class Scalers:
         if not isinstance(test, ast.Name | ast.Attribute):
             return None
         name = self.source.code(test).rpartition(".")[2]
-        return not is_negated if _IS_MIXED.match(name) else None
+        return not is_negated if _TAKEN_TO_HOLD.match(name) else None
 
     def chosen(self, value: ast.expr) -> ast.expr:
         """Return the part of ``a if use_amp else b`` that holds where mixed precision is on."""

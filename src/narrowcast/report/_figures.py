@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from narrowcast.capture import OUTPUT_LIMIT, PARAMETER_LIMIT, TOTAL_LIMIT, TimedRun
+from narrowcast.capture import OUTPUT_LIMIT, PARAMETER_LIMIT, TOTAL_LIMIT, TimedRun, is_busy
 from narrowcast.report._statistics import mean
 from narrowcast.report._table import NAMES, exemption, total_exemption
 from narrowcast.report._text import milliseconds, plural, shortened, site_name
@@ -299,7 +299,11 @@ def speedup_figure(found: Mapping[str, Any], asked: float | None) -> Figure | No
             ("interval", "95 % interval"),
             ("limit", "asked for" if asked else "FP32"),
         ],
-        facts={"asked": asked, "medians": _medians(found)},
+        facts={
+            "asked": asked,
+            "medians": _medians(found),
+            "is_busy": is_busy(found["cpu_used_by_others"]),
+        },
     )
 
 

@@ -119,6 +119,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
             **checks,
             "verdict": {"right": right, "worth_it": worth},
             "next": next_commands,
+            "cpu_used_by_others": by_others,
             "kind": kind,
             "finished": comparison.finished,
             "report": report,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import narrowcast
-from narrowcast.errors import NarrowcastError, ScriptError
+from narrowcast.errors import NarrowcastError, ScriptError, nearest_name
 
 _FOR_APEX = (
     "narrowcast: python -m narrowcast.apex SCRIPT runs scripts that import apex.amp, apex.optimizers or "
@@ -135,8 +135,21 @@ def _compiled(what: str, file: str) -> types.CodeType:
         return compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise _not_python(what, error) from error
+    except FileNotFoundError as error:
+        raise ScriptError(f"cannot run {what}: {error.strerror}{_meant(file)}") from error
     except OSError as error:
         raise ScriptError(f"cannot run {what}: {error.strerror or error}") from error
+
+
+def _meant(file: str) -> str:
+    """Return a hint to the script beside ``file``, which is missing, that has nearly its name."""
+    folder = Path(file).parent
+    if not folder.is_dir():
+        return ""
+    nearest = nearest_name(Path(file).name, [script.name for script in folder.glob("*.py")])
+    if nearest is None:
+        return ""
+    return f' (did you mean "{nearest}"?)'
 
 
 def _code_of_module(module: str, spec: ModuleSpec) -> types.CodeType:

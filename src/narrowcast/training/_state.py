@@ -339,7 +339,7 @@ class Run:
 
         for device, now in self.stepper._format_names().items():
             before = saved["formats"].get(device, now)
-            if before != now and not self.stepper._goes_on_in(before, now):
+            if before != now and not self.stepper._may_keep_format(before, now):
                 fit.refuse(
                     f"the Stepper computes in {now} on {device}, and computed in {before}",
                     f"Make it with a policy that computes in {before}",

@@ -83,13 +83,13 @@ class Statistics:
         return list(filter(is_batch_or_instance_norm, modules))
 
     def _list_buffers(self, modules: list[torch.nn.Module]) -> None:
-        """Group the buffers, if there are others than at the last step, as after ``model.to``."""
+        """Group the buffers, unless they are those of the last step; after ``model.to`` they are new ones."""
         buffers = buffers_of(modules)
         if _are_the_same(buffers, self._buffers):
             return
 
-        # A lazy buffer has no values before the first forward pass. It is left out here, so that the lists
-        # differ, and are made again, until it has values.
+        # A lazy buffer has no values before the first forward pass. Until then it is left out, so that the
+        # comparison above finds a difference at each step, and the buffers are grouped again.
         self._buffers = [buffer for buffer in buffers if not torch.nn.parameter.is_lazy(buffer)]
 
         plain_buffers: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -121,7 +121,7 @@ class BufferGroup:
         torch._foreach_copy_(self._values, self._before_by_buffer)
 
     def restore_where(self, skipped: torch.Tensor) -> None:
-        """Restore if ``skipped``, which only the device knows: by three operators, whatever the number."""
+        """Restore if ``skipped``, which only the device knows: three operators, for any number of buffers."""
         if self._after is None:
             self._after = torch.empty_like(self._before)
             self._after_by_buffer = torch.split(self._after, self._sizes)

@@ -312,7 +312,7 @@ class Stepper:
         objects.load(saved)
         self._restart(state["steps"], state.get("formats", {}))
 
-    def _goes_on_in(self, before: str, now: str) -> bool:
+    def _may_keep_format(self, saved: str, current: str) -> bool:
         """Return whether a resumed run may keep the saved format.
 
         It may if "auto" chose the format and only the regions depend on it.
@@ -321,15 +321,15 @@ class Stepper:
             return False
         # Weights and rules of modules were made for a format, and fp16 takes a loss scale.
         is_bound = self._policy.holds_low_weights or self._policy.names_modules
-        return not is_bound and "fp16" not in (before, now)
+        return not is_bound and "fp16" not in (saved, current)
 
     def _restart(self, steps: int, formats: Mapping[str, str]) -> None:
         """Continue after ``steps``; the states were just loaded, and the model's statistics with them."""
-        for device, now in self._format_names().items():
-            before = formats.get(device, now)
-            if before != now and self._goes_on_in(before, now):
-                warn_of_other_format(device, before)
-                self._formats[device] = dtype_of(before)
+        for device, current in self._format_names().items():
+            saved = formats.get(device, current)
+            if saved != current and self._may_keep_format(saved, current):
+                warn_of_other_format(device, saved)
+                self._formats[device] = dtype_of(saved)
                 # The old region needs no remove(), since such a policy has no rules for modules.
                 self._region = self._make_region()
         for group in self._groups.values():
@@ -376,7 +376,7 @@ class Stepper:
                 groups.append(f"{name}: {kinds}")
 
         formats = self._format_names()
-        computes = ", ".join(f"{format_name} on {device}" for device, format_name in formats.items())
+        computes = ", ".join(f"{format_} on {device}" for device, format_ in formats.items())
         policy = policy_name(self._policy)
         if policy not in formats.values():
             computes += f" by {policy}"

@@ -131,12 +131,12 @@ class Products(NamedTuple):
 def from_profiles(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> Reason:
     """Return why mixed precision is not worth it, from the profiles of both runs.
 
-    A part of a step is named if it is slower by more than the times of steps differ; casts are always the
-    format's. ``format_`` is that of the mixed run.
+    A part of a step is named if it is slower by more than the noise in the times of steps; casts are named
+    without regard to it. ``format_`` is that of the mixed run.
     """
-    # The worst part is the cause, whatever else is slower too.
     lost_s, total_s = _lost_time(fp32, mixed)
     shares = _shares_worth_naming(fp32, mixed, lost_s, total_s)
+    # The worst part is the cause, whatever else is slower too.
     worst = max(shares, key=shares.__getitem__, default="")
     cause = {"products": "kernels", "casts": "casts"}.get(worst, "other")
 
@@ -174,7 +174,7 @@ def _shares_worth_naming(
     noise_s = max(fp32.noise_s, mixed.noise_s)
     shares: dict[str, float] = {}
     for part, part_s in lost_s.items():
-        # Casts are always the format's, however little they are.
+        # More casts are no noise, however short: the format brings them.
         is_clear = part == "casts" or part_s > noise_s
         if is_clear and part_s >= _WORTH_NAMING * total_s:
             shares[part] = part_s / total_s

@@ -2,23 +2,26 @@
 
     python checkpoint_kills.py FOLDER ROUNDS SEED file|folder
 
-Prints one line of JSON a round: what was found at the path, which saves were complete, and what the killed
-process left behind; then one of what is left after another save.
+Prints a line of JSON a round: the last save that the process reported (saved), the one that was loaded
+(found), the values in it, and what the killed process left beside it (stray); then what is left after another
+save.
 """
 
+import itertools
 import json
 import os
 import random
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
 
 from narrowcast.training import load_checkpoint, save_checkpoint
 
-ELEMENTS = 2**19  # 2 MiB in fp32, and as much in two more tensors
+ELEMENTS = 2**19  # of each of three tensors: 2 MiB in fp32
 
 
 def filled(number):
@@ -28,21 +31,24 @@ def filled(number):
     return model
 
 
-def save_for_ever(path, first, told):
+def save_for_ever(path, first, report_to):
     model = filled(first)
-    for number in range(first, first + 1_000_000):
+    for number in itertools.count(first):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(float(number))
         save_checkpoint(path, model, position=number)
-        os.write(told, b"%d\n" % number)
+        os.write(report_to, b"%d\n" % number)
 
 
 def stray(path):
-    """What a complete checkpoint has not: parts of files, and folders of data beside the one in use."""
+    """What a complete checkpoint has not: temporary files beside it, and data folders out of use."""
     beside = [one.name for one in path.parent.iterdir() if one != path]
-    inside = [one.name for one in path.iterdir()] if path.is_dir() else []
-    return beside + inside[2:] if len(inside) > 2 else beside
+    if not path.is_dir():
+        return beside
+    # A marker and one folder of data are in use. Which folder that is does not matter here.
+    inside = sorted(one.name for one in path.iterdir())
+    return beside + inside[2:]
 
 
 def main(folder, rounds, seed, kind):
@@ -54,19 +60,22 @@ def main(folder, rounds, seed, kind):
     save_checkpoint(path, filled(0), position=0)
     last = 0
     for _ in range(rounds):
-        heard, told = os.pipe()
+        reports, report_to = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                save_for_ever(path, last + 1, told)
+                save_for_ever(path, last + 1, report_to)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
-        os.close(told)
+        os.close(report_to)
         time.sleep(moments.uniform(0.0, 0.15))
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        with os.fdopen(heard) as complete:
-            saved = [last, *map(int, complete.read().split())]
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the process that saves ended by itself"
+        with os.fdopen(reports) as lines:
+            saved = [last, *map(int, lines)]
         left = stray(path)
         model = filled(-1)
         found = load_checkpoint(path, model)

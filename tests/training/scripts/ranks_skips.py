@@ -28,8 +28,10 @@ def wrapped(kind, model):
 
 
 def batches_for(kind, count):
-    """Plain tensors are copies, so that each rank has the whole batch; else its part."""
-    return [(x, y) if kind == "plain" else (part(x), part(y)) for x, y in batches(count)]
+    """This rank's part of each batch; the whole one for "plain", where nothing averages over ranks."""
+    if kind == "plain":
+        return batches(count)
+    return [(part(x), part(y)) for x, y in batches(count)]
 
 
 def facts_of_skip(results, scales, before, after, model):
@@ -54,7 +56,7 @@ def no_waiting(device):
     """On CUDA: an error if the host waits for the device."""
     if device == "cuda":
         torch.cuda.synchronize()
-        with warnings.catch_warnings(action="ignore"):  # that this mode is a prototype
+        with warnings.catch_warnings(action="ignore"):  # torch warns that this mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
     yield
     if device == "cuda":
@@ -66,9 +68,12 @@ def by_hand(kind, where, way, dtype, device="cpu"):
     run = wrapped(kind, model)
     fused = way.startswith("fused")
     optimizer = make_optimizer("fused AdamW" if fused else "SGD", model.named_parameters())
-    # A scale that is no power of two is divided by in the fused step; fully_shard needs no group.
+    # On a CPU a fused step divides by the scale itself only if that is no power of two.
+    init_scale = 768.0 if fused else 1024.0
+    # The gradients of fully_shard are DTensors, whose ranks agree without a group. DDP needs one where the
+    # infinity comes after the backward pass, in which it averages.
     group = None if kind == "fsdp2" else dist.group.WORLD
-    scaler = nc.GradScaler(init_scale=768.0 if fused else 1024.0, process_group=group)
+    scaler = nc.GradScaler(init_scale=init_scale, process_group=group)
     results, scales, before, after = [], [scaler.get_scale()], [], []
     for number, (x, y) in enumerate(batches_for(kind, 3)):
         with nc.autocast(device, dtype):
@@ -133,7 +138,7 @@ def every_skip(kind, where):
 
 
 def on_cuda(kind):
-    """One process with nccl: what the ranks agree on waits for no device."""
+    """With nccl: the host waits for the device neither to share the flag among ranks nor to step."""
     return {"fused and clip": by_hand(kind, "loss", "fused and clip", torch.float16, "cuda")}
 
 
