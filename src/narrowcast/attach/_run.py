@@ -90,6 +90,10 @@ class Observer:
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after a step was omitted; its closure was evaluated once."""
 
+    def closure_of_step(self, closure: Call) -> Call:
+        """Return what to call in place of the closure of the step that begins."""
+        return closure
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when a step ended: taken, skipped or omitted."""
 
