@@ -249,3 +249,63 @@ def test_a_model_that_opens_autocast_late_ends_in_our_region(opens):
         output = model(torch.ones(2, FEATURES))
     assert output.dtype == torch.float32
     assert "in a call of a module that ran in a region of narrowcast to its end" in attached.notes[-1]
+
+
+# ---- wrappers
+
+
+def test_paths_of_rules_begin_inside_of_fabrics_wrapper():
+    seen = {}
+    net = network()
+    for path in ("0", "3"):
+        net.get_submodule(path).register_forward_hook(
+            lambda module, inputs, output, path=path: seen.update({path: output.dtype})
+        )
+    policy = nc.Policy.preset("bf16").with_rules(nc.rule.module("0", compute="fp32"))
+    with Attachment(policy) as attached:
+        model = lightning.Fabric(accelerator="cpu", devices=1).setup(net)
+        model(torch.ones(2, FEATURES))
+    assert seen == {"0": torch.float32, "3": torch.bfloat16}
+    assert not attached.notes
+
+
+RULE = nc.Policy.preset("bf16").with_rules(nc.rule.module("0", compute="fp32"))
+ALL_IN_FP32 = "computes in bf16 under policy fp32 too"
+ROUNDED = "FSDP casts the weights of"
+
+
+def notes_on_fsdp(policy, shard):
+    with Attachment(policy) as attached:
+        shard(nn.Sequential(nn.Linear(FEATURES, 16), nn.Linear(16, 1)))(torch.ones(2, FEATURES))
+    return [note for note in attached.notes if "FSDP" in note]
+
+
+def sharded(model, dtype=torch.bfloat16):
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+
+
+def sharded_but_the_first(model):
+    sharded(model[0], torch.float32)
+    return sharded(model)
+
+
+def wrapped(model):
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    return FullyShardedDataParallel(model, mixed_precision=mixed, device_id=torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.filterwarnings("ignore:.*FSDP")
+@pytest.mark.parametrize("shard", [sharded, wrapped])
+@pytest.mark.parametrize(("policy", "said"), [("fp32", ALL_IN_FP32), (RULE, ROUNDED)], ids=["fp32", "rule"])
+def test_fp32_over_mixed_precision_of_fsdp_is_noted(policy, said, shard):
+    (note,) = notes_on_fsdp(policy, shard)
+    assert said in note
+
+
+@pytest.mark.usefixtures("one_process")
+def test_fsdp_that_leaves_the_weights_gets_no_note():
+    assert notes_on_fsdp("bf16", sharded) == []
+    assert notes_on_fsdp(RULE, sharded_but_the_first) == []
+    assert notes_on_fsdp(RULE, lambda model: sharded(model, None)) == []

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from narrowcast.attach._fast_path import FastPath
-from narrowcast.attach._module_rules import ModuleRules, notes_on_unreached
+from narrowcast.attach._module_rules import ModuleRules, note_on_sharded, notes_on_unreached
 from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
 from narrowcast.casting import (
@@ -380,6 +380,9 @@ class ScriptRegions:
             _refuse_sharded(module)
         kind = type(module).__name__
         if not self.in_fp32:
+            note = note_on_sharded(self._policy, module)
+            if note:
+                self._recorder.note(note, at_once=True)
             self._rules.attach(module)
         if any(type(inside).__name__ == "OptimizedModule" for inside in with_what_it_wraps(module)):
             self._compiled.add(module)
