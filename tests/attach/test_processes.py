@@ -86,7 +86,8 @@ def test_a_started_process_trains_in_mixed_precision(start, processes, tmp_path,
 OWN_RANKS = """
     import os, subprocess, sys, torch
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    words = [sys.executable, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
+    script = ["-m", __spec__.name] if __spec__ else [os.path.abspath(sys.argv[0])]
+    words = [sys.executable, *script, *sys.argv[1:]]
     if rank == 0:
         subprocess.run(words, env={**os.environ, "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, check=True)
     network = torch.nn.Linear(8, 1)
@@ -98,11 +99,19 @@ OWN_RANKS = """
     """
 
 
-def test_a_rank_that_the_script_starts_is_attached_too(tmp_path, fork_server):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(OWN_RANKS))
-    words = ["run", "--policy", "bf16", "--run-dir", tmp_path / "run", script, "--epochs", "2"]
-    done = fork_server.run("narrowcast.cli.main:main", words, folder=tmp_path)
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (["train.py"], ["--policy", "bf16"]),
+        pytest.param(["-m", "train"], ["--policy", "my.toml", "--seed", "1"], marks=pytest.mark.long),
+    ],
+    ids=["file", "module"],
+)
+def test_a_rank_that_the_script_starts_is_attached_too(script, options, tmp_path, fork_server):
+    (tmp_path / "train.py").write_text(textwrap.dedent(OWN_RANKS))
+    (tmp_path / "my.toml").write_text('version = 1\ncompute = "bf16"\n')
+    words = ["run", *options, "--run-dir", "run", *script, "--epochs", "2"]
+    done = fork_server.run("narrowcast.cli.main:main", words, folder=tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"rank {n} ['--epochs', '2']: torch.bfloat16" for n in (1, 0)]
     assert done.stderr.count("narrowcast: bf16 on cpu") == 1, "rank 0 speaks for all"
