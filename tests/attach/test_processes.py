@@ -83,6 +83,58 @@ def test_a_started_process_trains_in_mixed_precision(start, processes, tmp_path,
         assert capture.of("device")[0]["format"] == "bf16"
 
 
+OWN_RANKS = """
+    import os, subprocess, sys, torch
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    script = ["-m", __spec__.name] if __spec__ else [os.path.abspath(sys.argv[0])]
+    words = [sys.executable, *script, *sys.argv[1:]]
+    if rank == 0:
+        subprocess.run(words, env={**os.environ, "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, check=True)
+    network = torch.nn.Linear(8, 1)
+    network.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    seen = []
+    network(torch.randn(4, 8)).sum().backward()
+    sys.stdout.write(f"rank {rank} {sys.argv[1:]}: {seen[0]}\\n")
+    sys.stdout.flush()
+    """
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (["train.py"], ["--policy", "bf16"]),
+        pytest.param(["-m", "train"], ["--policy", "my.toml", "--seed", "1"], marks=pytest.mark.long),
+    ],
+    ids=["file", "module"],
+)
+def test_a_rank_that_the_script_starts_is_attached_too(script, options, tmp_path, fork_server):
+    (tmp_path / "train.py").write_text(textwrap.dedent(OWN_RANKS))
+    (tmp_path / "my.toml").write_text('version = 1\ncompute = "bf16"\n')
+    words = ["run", *options, "--run-dir", "run", *script, "--epochs", "2"]
+    done = fork_server.run("narrowcast.cli.main:main", words, folder=tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"rank {n} ['--epochs', '2']: torch.bfloat16" for n in (1, 0)]
+    assert done.stderr.count("narrowcast: bf16 on cpu") == 1, "rank 0 speaks for all"
+    capture = read_capture(tmp_path / "run" / "capture-rank1.jsonl")
+    assert (capture.start["rank"], capture.end["backwards"]) == (1, 1)
+
+
+def test_a_rank_that_a_measured_script_starts_is_refused(runs):
+    ended = runs.run(OWN_RANKS)  # as compare, doctor and explain run it: without a command for ranks
+    assert ended.code == 1
+    assert "got one that starts rank 1 itself, which would train in FP32: write torchrun" in ended.stderr
+    assert "--nproc-per-node 2 -m narrowcast in place of narrowcast" in ended.stderr
+
+
+def test_another_process_of_the_script_is_noted(runs):
+    alone = OWN_RANKS.replace('"LOCAL_RANK": "1"', '"LOCAL_RANK": "0", "AGAIN": "1"')
+    ended = runs.run(alone.replace("if rank == 0:", 'if "AGAIN" not in os.environ:'))
+    assert ended.code == 0, ended.stderr
+    assert "rank 0 []: torch.float32" in ended.lines
+    (note,) = [note["text"] for note in ended.capture.of("note") if "itself as another" in note["text"]]
+    assert "which was left in FP32" in note
+
+
 @pytest.mark.long
 def test_a_comparison_is_of_the_process_that_trained(tmp_path):
     # One process, not two as torch.multiprocessing starts: each of the six runs starts them anew.

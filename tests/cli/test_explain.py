@@ -152,6 +152,33 @@ def test_two_policies_side_by_side(trains):
     assert (found["policy"], found["against"]) == ("bf16", "rules.toml")
 
 
+CLOSURE = """\
+    import torch
+
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(torch.ones(8, 16)), torch.zeros(8, 16))
+        loss.backward()
+        return loss
+
+    for _ in range(60):
+        optimizer.step(closure)
+    """
+
+
+@pytest.mark.long
+def test_a_closure_of_a_step_is_no_part_of_the_optimizer(workshop):
+    workshop.write("train.py", CLOSURE)
+    found = explained(workshop.narrowcast("explain", "--json", "-p", "bf16", "train.py"))
+    of_optimizer = {site["op"] for site in found["sites"] if site["phase"] == "optimizer"}
+    assert of_optimizer
+    assert "mse_loss" not in of_optimizer
+    assert of(found, "mse_loss", "outside")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("calls", [1, 20])
 def test_a_script_that_only_computes(workshop, calls):

@@ -17,7 +17,7 @@ from narrowcast.observe.profiling import (
     is_product,
     summarize,
 )
-from narrowcast.observe.profiling._block import MARK
+from narrowcast.observe.profiling._block import CLOSURE, MARK
 from narrowcast.observe.profiling._steps import product_size, union_ns
 
 STEP_NS = 1000
@@ -96,6 +96,16 @@ def test_each_nanosecond_belongs_to_one_part():
     # Those that Python and autograd called: linear, mm, t, sum, to, add_, mm, stack, relu.
     assert found["ops"]["count"] == 9
     assert found["ops"]["mean_s"] == pytest.approx((100 + 30 + 4 + 5 + 6 + 10 + 15 + 9 + 8) / 9e9)
+
+
+def test_a_closure_of_a_step_is_no_part_of_the_optimizer():
+    linear = op("aten::linear", 100, cast(20, 4, 4), op("aten::addmm", 60))
+    closure = op(CLOSURE, 150, linear, op("aten::mse_loss", 10), op("aten::relu", 8))
+    step = op("Optimizer.step#Adam.step", 200, closure, op("aten::add_", 10))
+    found = summed(step)
+    parts = {"products": 100 - 20, "casts": 20, "other_ops": 10 + 8, "optimizer": 200 - 150}
+    assert parts_ns(found) == parts
+    assert found["shares"]["python"] == pytest.approx(1 - sum(parts.values()) / STEP_NS)
 
 
 def test_on_a_gpu_time_is_that_of_kernels():

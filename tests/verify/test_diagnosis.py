@@ -125,6 +125,27 @@ def test_two_optimizers_step_in_one_step(diagnosed):
     assert sum(row["count"] for row in found["together"]["sizes"]) == 5
 
 
+@pytest.mark.long
+def test_a_closure_of_a_step_is_no_part_of_the_optimizer(diagnosed):
+    found = diagnosed(
+        """\
+        model = nn.Sequential(nn.Linear(512, 512), nn.GELU())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        inputs = torch.randn(1024, 512)
+        def closure():
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            return loss
+        for _ in range(40):
+            optimizer.step(closure)
+        """
+    )
+    # GELU and the loss have 524,288 values each, forward and backward; the step adds to 262,656.
+    for run in (found["fp32"], found["mixed"]):
+        assert run["shares"]["other_ops"] > run["shares"]["optimizer"]
+
+
 PROBLEMS = {
     "short": (
         TRAINS.format(wide=16, many="range(4)"),

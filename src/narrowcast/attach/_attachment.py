@@ -8,8 +8,9 @@ import itertools
 import multiprocessing
 import multiprocessing.process
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
@@ -24,7 +25,7 @@ from narrowcast.attach._run import AttachedRun, Observer, Patches, RunningScale,
 from narrowcast.attach._seeds import seed_everything, shift_seeds
 from narrowcast.attach._steps import Steps
 from narrowcast.capture import CaptureWriter, start_event
-from narrowcast.errors import NarrowcastError, OrderError, not_copied
+from narrowcast.errors import NarrowcastError, OrderError, UnsupportedError, not_copied
 from narrowcast.machine import first_line
 from narrowcast.policy import Policy, policy_name, with_fp32_weights
 from narrowcast.scaling import Dynamic, LossScale, Off, check_loss_scale
@@ -208,6 +209,11 @@ class Attachment:
             self.__exit__(None, None, None)
             self.at_end()
 
+    def watch_ranks(self, script: Script, again: Sequence[str]) -> None:
+        """Attach in processes in which ``script`` starts itself as another rank."""
+        ranks = _OwnRanks(self.recorder, script, again)
+        self._patches.wrap(subprocess.Popen, "__init__", ranks.start)
+
     def _before_exit(self, original: Callable[[int], Any], status: int) -> None:
         """Write what was recorded, since a process that calls ``os._exit`` runs no exit handlers."""
         with suppress(Exception):
@@ -270,13 +276,19 @@ def attached(policy: Policy | str = "auto", loss_scale: LossScale | None = None)
 
 
 def run_attached(
-    script: Script, attachment: Attachment, *, seed: int | None = None, at_end: Callable[[], None]
+    script: Script,
+    attachment: Attachment,
+    *,
+    seed: int | None = None,
+    at_end: Callable[[], None],
+    again: Sequence[str] = (),
 ) -> None:
     """Run ``script`` as ``__main__`` under ``attachment``, which is not entered yet; its errors propagate.
 
     The attachment is left, and ``at_end`` called, when Python itself would end: after the error was shown,
     and after the end of the script's threads, which may train until then. With a ``seed``, Python, NumPy and
-    torch are seeded before the script starts.
+    torch are seeded before the script starts. ``again`` are the words before the script in a command that
+    runs it like this; without them, a script that starts ranks of its own is refused.
     """
     process = os.getpid()
 
@@ -289,6 +301,7 @@ def run_attached(
     attachment.at_end = at_end
     try:
         with _entered(attachment):
+            attachment.watch_ranks(script, again)
             run_script(script)
     finally:
         # Python calls exit handlers in reverse order: this one before those of the script.
@@ -323,6 +336,16 @@ def _entered(attachment: Attachment) -> Iterator[None]:
 
 # Started by libraries to load data or to serve objects; they do not train.
 _OF_LIBRARIES = ("torch.utils.data.", "multiprocessing.managers", "torch._inductor.")
+
+
+_OWN_PROCESS = (
+    "the script started itself as another process, which was left in FP32: have it start narrowcast run there"
+)
+_OWN_RANK = (
+    "expected a script whose ranks a launcher starts, got one that starts rank {rank} itself, which would "
+    "train in FP32: write torchrun --nproc-per-node {ranks} -m narrowcast in place of narrowcast, and the "
+    "rest of the command as it is"
+)
 
 
 class _ChildProcesses:
@@ -406,6 +429,47 @@ def _call_attached(target: Callable[..., Any], settings: tuple[Any, ...], *args:
         recorder = attachment.recorder
         if writer is not None and not recorder.devices and not recorder.backwards:
             writer.path.unlink(missing_ok=True)
+
+
+class _OwnRanks:
+    """Attach in processes in which the script starts itself again, as Lightning's launcher starts ranks.
+
+    ``start`` wraps ``subprocess.Popen.__init__``, and puts ``again`` before the script in the command.
+    """
+
+    def __init__(self, recorder: EventRecorder, script: Script, again: Sequence[str]) -> None:
+        self._recorder = recorder
+        self._script = script
+        self._again = again
+
+    def start(
+        self, original: Callable[..., None], process: Any, args: Any, *more: Any, **options: Any
+    ) -> None:
+        if self._recorder.left_alone is None and self._is_own(args, options.get("cwd")):
+            environment = options.get("env") or os.environ
+            rank = _rank_in(environment)
+            if rank == _rank_in(os.environ):
+                self._recorder.note(_OWN_PROCESS, at_once=True)
+            elif self._again:
+                args = [*self._again, *args[1:]]
+            else:
+                ranks = environment.get("WORLD_SIZE", "N")
+                raise UnsupportedError(_OWN_RANK.format(rank=rank, ranks=ranks))
+        original(process, args, *more, **options)
+
+    def _is_own(self, args: Any, cwd: Any) -> bool:
+        """Return whether a command is ``python script arguments...``, or that with ``-m module``."""
+        if not isinstance(args, list | tuple) or len(args) < 2 or args[0] != sys.executable:
+            return False
+        spec = self._script.spec
+        if spec is not None:
+            return list(args[1:3]) == ["-m", spec.name]
+        path = os.path.join(cwd or os.getcwd(), args[1])
+        return os.path.realpath(path) == os.path.realpath(self._script.file)
+
+
+def _rank_in(environment: Mapping[str, str]) -> str:
+    return environment.get("RANK") or environment.get("LOCAL_RANK") or "0"
 
 
 def _in_a_forked_child() -> None:

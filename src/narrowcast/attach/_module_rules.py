@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
+from narrowcast.attach._torch_internals import fsdp_param_dtype, is_fsdp
 from narrowcast.casting import Applied, modules_by_path
 from narrowcast.errors import few
 from narrowcast.observe.op_trace import near_module
-from narrowcast.policy import Policy, Rule, class_names, unreached
+from narrowcast.policy import Policy, Rule, class_names, format_name, rules_for, unreached
 
 RULE_NOTE = "the rule for "
 """Beginning of the notes on rules that nothing in the script matched."""
@@ -15,6 +17,17 @@ _NAMED_NOTHING = " named no module of what the script called "
 
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 _NAME_THE_WHOLE = ": nn.Linear calls linear, and @ calls matmul: name these, as rules do not reach inside"
+
+
+_LOW = (torch.bfloat16, torch.float16)
+_FP32_OVER_FSDP = (
+    "{} computes in {} under policy fp32 too, since its FSDP casts weights and inputs to it (param_dtype of "
+    "its mixed precision): leave param_dtype out"
+)
+_RULE_OVER_FSDP = (
+    "FSDP casts the weights of {} to {} (param_dtype of its mixed precision) before a rule computes there in "
+    "fp32, so from rounded weights: leave param_dtype out there, or set it to torch.float32"
+)
 
 
 def notes_on_unreached(policy: Policy, already_said: list[str]) -> list[str]:
@@ -31,6 +44,32 @@ def notes_on_unreached(policy: Policy, already_said: list[str]) -> list[str]:
             note += _NAME_THE_WHOLE
         notes.append(note)
     return notes
+
+
+def note_on_sharded(policy: Policy, model: nn.Module) -> str | None:
+    """Return a note where ``policy`` asks for fp32, and FSDP's mixed precision casts weights before that."""
+    kind = type(model).__name__
+    dtypes: dict[str, torch.dtype | None] = {}  # by path: what FSDP casts the weights there to
+    by_rules: list[str] = []
+    for path, module in modules_by_path(model):
+        # A module that FSDP does not shard by itself belongs to the one around it, or to its wrapper.
+        above, _, _ = path.rpartition(".")
+        dtypes.setdefault(path, dtypes.get(above))
+        if is_fsdp(module):
+            dtypes[path] = fsdp_param_dtype(module)
+        if dtypes[path] not in _LOW:
+            continue
+        rules = rules_for(policy, path, class_names(type(module)))
+        if any(rule.op is None and rule.compute == "fp32" for rule in rules):
+            by_rules.append(f"{kind}.{path}" if path else kind)
+
+    low = {dtype for dtype in dtypes.values() if dtype in _LOW}
+    if not low or not (by_rules or policy.compute == "fp32"):
+        return None
+    format_ = few([format_name(dtype) for dtype in low if dtype is not None])
+    if policy.compute == "fp32":
+        return _FP32_OVER_FSDP.format(kind, format_)
+    return _RULE_OVER_FSDP.format(few(by_rules), format_)
 
 
 class ModuleRules:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from narrowcast.attach._fast_path import FastPath
-from narrowcast.attach._module_rules import ModuleRules, notes_on_unreached
+from narrowcast.attach._module_rules import ModuleRules, note_on_sharded, notes_on_unreached
 from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
 from narrowcast.casting import (
@@ -47,6 +47,15 @@ _SOLVER = (
     "as torchdiffeq has), it may take many more steps in a low format than in fp32, as rounding is an error "
     "to it; narrowcast compare counts the calls in both formats"
 )
+_USES_AUTOCAST = "the script uses autocast itself"
+# Their wrappers of a model open an autocast region first of all: Fabric's module, Accelerate's forward,
+# DeepSpeed's engine. What else may stand around them computes nothing either.
+_WRAPPING = frozenset(
+    (
+        "lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "deepspeed", "torch",
+        "contextlib", "narrowcast",
+    )
+)  # fmt: skip
 _FORMAT_WORDS = ("BFloat16", "Half", "dtype", "scalar type")
 
 
@@ -96,6 +105,7 @@ class ScriptRegions:
         self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._any_compiled = False
         self._training_calls = 0  # outermost ones with gradients, in a low format
+        self._made_way = False  # whether a region was left for that of a host
         self._inputs: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque(maxlen=8)  # of the latest calls
         # By id: leaves that a reentrant checkpoint made of its inputs.
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -227,7 +237,8 @@ class ScriptRegions:
         duration_s: Any = functools.partial(seconds_between, began, stamp(device_type))
         if isinstance(began, float):
             duration_s = duration_s()  # that of a GPU is read later, without waiting here
-        self._recorder.saw_forward(duration_s, training=module.training)
+        if not self._made_way:
+            self._recorder.saw_forward(duration_s, training=module.training)
         return output
 
     def _remember_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -250,9 +261,9 @@ class ScriptRegions:
     def _in_region(self, call: Call, module: nn.Module, device_type: str, dtype: torch.dtype | None) -> Any:
         """Call a module in a region of ``dtype`` and cast its outputs to fp32; None: no region."""
         thread = self._thread
-        if dtype is None and not (self.in_fp32 or self._is_fp32):
-            return call()  # an inner module may open a region on another device
         if dtype is None:
+            if not (self.in_fp32 or self._is_fp32):
+                return call()  # an inner module may open a region on another device
             # Where no device has regions, inner modules skip this wrapper as they do in a region: FP32 is the
             # baseline of speed measurements.
             with thread:
@@ -266,6 +277,8 @@ class ScriptRegions:
             if self._any_compiled and module in self._compiled:
                 call = functools.partial(call_compiled, call)
             output = self._region_on[device_type].around(call)
+            if not thread.depth:  # the region has made way for that of a host
+                return output
             output = results.recomputed(output)
             if results.compiled_low(output):
                 self._say_compiled(module)
@@ -367,6 +380,9 @@ class ScriptRegions:
             _refuse_sharded(module)
         kind = type(module).__name__
         if not self.in_fp32:
+            note = note_on_sharded(self._policy, module)
+            if note:
+                self._recorder.note(note, at_once=True)
             self._rules.attach(module)
         if any(type(inside).__name__ == "OptimizedModule" for inside in with_what_it_wraps(module)):
             self._compiled.add(module)
@@ -452,12 +468,30 @@ class ScriptRegions:
 
     def _autocast_enter(self, original: Call, region: Any) -> Any:
         result = original(region)
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or self._recorder.left_alone is not None:
             return result
         device = getattr(region, "device", None) or region.device_type
-        if torch.is_autocast_enabled(device) and _entered_by_the_script(sys._getframe(2)):
-            self._run.leave_alone("the script uses autocast itself")
+        frame = sys._getframe(2)
+        if not torch.is_autocast_enabled(device) or not _entered_by_the_script(frame):
+            return result
+        in_call = bool(self._thread.depth) and self.in_low_format
+        # Nothing has computed in our region yet, so the host's may take its place. Not where calls of modules
+        # that are running would set back the rules of ours.
+        if in_call and not self._policy.names_modules and _in_wrapper_of_host(frame):
+            region.__exit__(None, None, None)
+            self._make_way()
+            original(region)
+            in_call = False
+        self._run.leave_alone(_USES_AUTOCAST, in_call=in_call)
         return result
+
+    def _make_way(self) -> None:
+        """Leave the region that the running call of a module has opened."""
+        for region in self._region_on.values():
+            if region.is_open():
+                region.__exit__()
+        self._thread.depth = 0
+        self._made_way = True
 
     def _scaler_init(self, original: Call, scaler: Any, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)
@@ -531,6 +565,16 @@ def _refuse_sharded(module: nn.Module) -> None:
             "scaled loss cannot be unscaled from outside, so fp16 would train on wrong numbers. "
             "Use --policy bf16, which needs no loss scale."
         )
+
+
+def _in_wrapper_of_host(frame: Any) -> bool:
+    """Return whether a module's outermost call has called nothing but a host's wrapper so far."""
+    while frame is not None and frame.f_code is not ScriptRegions._outermost_call.__code__:
+        package, _, _ = frame.f_globals.get("__name__", "").partition(".")
+        if package not in _WRAPPING:
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 def _entered_by_the_script(frame: Any) -> bool:

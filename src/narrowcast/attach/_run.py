@@ -90,6 +90,10 @@ class Observer:
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after a step was omitted; its closure was evaluated once."""
 
+    def closure_of_step(self, closure: Call) -> Call:
+        """Return what to call in place of the closure of the step that begins."""
+        return closure
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when a step ended: taken, skipped or omitted."""
 
@@ -269,12 +273,21 @@ class AttachedRun:
     observer: Observer
     stopping: Stopping
 
-    def leave_alone(self, why: str) -> None:
-        """Add nothing to the script from now on: no new region, no scaling, no skipping."""
+    def leave_alone(self, why: str, *, in_call: bool = False) -> None:
+        """Add nothing to the script from now on: no new region, no scaling, no skipping.
+
+        ``in_call``: whether it is found in a call of a module, whose region stays until the call ends.
+        """
         recorder = self.recorder
         if recorder.left_alone is None:
             recorder.left_alone = why
             so_far = recorder.steps + recorder.skipped_steps
-            since = f" from step {so_far + 1} on" if so_far else ""
+            since = ""
+            if so_far:
+                since = f" from step {so_far + 1} on"
+            elif in_call or recorder.forwards or recorder.backwards:
+                since = " from then on"
+            if in_call:
+                why += ", in a call of a module that ran in a region of narrowcast to its end"
             recorder.note(f"{why}, so narrowcast added nothing{since}")
             self.scale.value = Off()

@@ -199,7 +199,9 @@ class Steps:
             return self._hold_back(optimizer, closure)
         self._record_of(optimizer)  # notes weights in a low format before the first step
         self._read_flags()
-        if closure is not None:  # which may make the first call of a model, and so open the first region
+        if closure is not None:
+            closure = self._observer.closure_of_step(closure)
+            # It may make the first call of a model, and so open the first region.
             self._regions.expect_on(p.device.type for p in parameters_of(optimizer))
         if self._scale.active:
             self._leaves.step_begins(optimizer)

@@ -66,6 +66,24 @@ def without_layers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def is_fsdp(module: torch.nn.Module) -> bool:
+    """Return whether FSDP shards ``module``: ``fully_shard``, or a wrapper of FSDP1."""
+    # By name, as both are imported only where they are used.
+    names = {cls.__name__ for cls in type(module).__mro__}
+    return bool(names & {"FSDPModule", "FullyShardedDataParallel"})
+
+
+def fsdp_param_dtype(module: Any) -> torch.dtype | None:
+    """Return what the mixed precision of FSDP casts the weights of ``module`` to; None: it leaves them."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_init_utils.py
+    policy = (
+        module.mixed_precision if hasattr(module, "mixed_precision") else module._get_fsdp_state()._mp_policy
+    )
+    dtype: torch.dtype | None = policy.param_dtype
+    return dtype
+
+
 _register_hook: Any = torch.Tensor.register_hook  # ``run`` replaces it meanwhile
 
 

@@ -21,7 +21,7 @@ from narrowcast.cli.doctor import doctor
 from narrowcast.cli.explain import explain
 from narrowcast.cli.migrate import migrate
 from narrowcast.cli.report import report
-from narrowcast.cli.run import FOR_SCRIPTS, launched, run, tell
+from narrowcast.cli.run import FOR_SCRIPTS, rank_here, run, tell
 from narrowcast.errors import NarrowcastError
 
 COMMAND_FAILED = 2  # wrong use, any other error of narrowcast, or a full disk
@@ -96,7 +96,7 @@ class _Verb(TyperCommand):
         # With "--" before the script's name, the user says whose options these are.
         script_index = len(words) - len(of_script) - 1
         is_meant = words[:script_index][-1:] == ["--"]
-        rank = launched("RANK", 0)
+        rank = rank_here()
         if behind and not is_meant and not ctx.resilient_parsing and rank == 0:
             names, script = " and ".join(behind), ctx.params["script"]
             tell(f"{names} went to {script}; before the name of the script it would be for narrowcast")

@@ -113,7 +113,7 @@ def run(
 
     require_torch()
     found = find_script(script, arguments, module=module)
-    rank = launched("RANK", 0)
+    rank = rank_here()
     name, capture = found.name, RUN
     if rank > 0:
         name = f"{found.name}-rank{rank}"
@@ -135,7 +135,8 @@ def run(
         attachment = Attachment(policy, scale, writer=writer, tell=lambda _: None)
         return partial(run_attached, found, attachment, seed=seed, at_end=lambda: None)
     attachment = Attachment(policy, scale, writer=writer, tell=tell)
-    return partial(run_attached, found, attachment, seed=seed, at_end=_ending(writer))
+    again = _command_of_ranks(policy, loss_scale, folder, seed)
+    return partial(run_attached, found, attachment, seed=seed, at_end=_ending(writer), again=again)
 
 
 def tell(text: str) -> None:
@@ -210,6 +211,23 @@ def _ending(writer: CaptureWriter) -> Callable[[], None]:
                 stream.flush()
 
     return end
+
+
+def _command_of_ranks(policy: str, loss_scale: str | None, folder: Path, seed: int | None) -> list[str]:
+    """Return the words before the script in the command of ranks that the script itself starts."""
+    if Path(policy).is_file() and policy not in PRESET_TABLE:
+        policy = str(Path(policy).resolve())  # ranks may be started in another folder
+    words = [sys.executable, "-m", "narrowcast", "run", f"--policy={policy}", f"--run-dir={folder.resolve()}"]
+    if loss_scale is not None:
+        words.append(f"--loss-scale={loss_scale}")
+    if seed is not None:
+        words.append(f"--seed={seed}")
+    return words
+
+
+def rank_here() -> int:
+    """Return the rank of this process; Lightning's launcher sets that on its machine alone."""
+    return launched("RANK", launched("LOCAL_RANK", 0))
 
 
 def launched(name: str, otherwise: int) -> int:

@@ -85,12 +85,16 @@ def _formats(capture: Capture) -> str:
         if not policy or device["because"] != "as asked":
             place += f" ({device['because']})"
         places.append(place)
-    if places:
-        return "; ".join(places) + policy
 
     totals = capture.totals()
+    left_alone = totals["left_alone"] is not None
+    # A region may have made way before anything computed in it.
+    seen = any(totals[name] for name in ("steps", "skipped_steps", "backwards", "forwards"))
+    if places and (seen or not left_alone):
+        return "; ".join(places) + policy
+
     nothing = "nothing ran in mixed precision"
-    if totals["left_alone"] is not None:
+    if left_alone:
         nothing = "left to the script's own mixed precision"
     return f"{nothing} in this process" if totals.get("elsewhere") else nothing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -396,6 +397,18 @@ class ProfileProbe(StepProbe):
             if parameter.layout == torch.strided and not parameter.is_meta:
                 self._device = parameter.device.type
                 self._weights.add(parameter.untyped_storage().data_ptr())
+
+    def closure_of_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        profiler = self._profiler
+        if profiler is None:
+            return closure
+
+        @functools.wraps(closure)
+        def recorded() -> Any:
+            with profiler.closure():
+                return closure()
+
+        return recorded
 
     def restart(self) -> None:
         if self._boundaries:

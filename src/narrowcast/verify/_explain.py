@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import sys
 from collections.abc import Callable, Sequence
@@ -186,14 +187,27 @@ class ExplainProbe(StepProbe):
         self._trace.paths.add_model(module)
 
     def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
-        if self._trace is not None:
-            self._trace.paths.in_optimizer = True
+        self._set_in_optimizer(True)
         return False
 
+    def closure_of_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        @functools.wraps(closure)
+        def outside_of_the_optimizer() -> Any:
+            self._set_in_optimizer(False)
+            try:
+                return closure()
+            finally:
+                self._set_in_optimizer(True)
+
+        return outside_of_the_optimizer
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._trace is not None:
-            self._trace.paths.in_optimizer = False
+        self._set_in_optimizer(False)
         super().stepped(optimizer)
+
+    def _set_in_optimizer(self, value: bool) -> None:
+        if self._trace is not None:  # the first call of a model makes it
+            self._trace.paths.in_optimizer = value
 
     def restart(self) -> None:
         self._parts.clear()

@@ -18,11 +18,15 @@ from narrowcast.casting._torch_internals import one_level
 from narrowcast.casting.regions._warnings import stacklevel_outside
 from narrowcast.policy import Policy, Rule, Scope, class_names, rules_for
 
-# The names by which DDP, DataParallel, torch.compile, FSDP and checkpoint wrappers hold a module, and theirs.
-_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# The names by which DDP, DataParallel, torch.compile, FSDP, checkpoint wrappers and Fabric hold a module, and
+# theirs. Fabric's has the module twice: as it was given, and what the strategy made of it.
+_WRAPPED = (
+    "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module",
+    "_original_module",
+)  # fmt: skip
 _WRAPPERS = (
     "DistributedDataParallel", "DataParallel", "OptimizedModule", "FullyShardedDataParallel",
-    "CheckpointWrapper", "ActivationWrapper", "OffloadWrapper",
+    "CheckpointWrapper", "ActivationWrapper", "OffloadWrapper", "_FabricModule",
 )  # fmt: skip
 
 _MOST_PATHS = 64  # of one module; shared parts inside shared parts have a path for each way to them

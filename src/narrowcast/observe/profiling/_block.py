@@ -21,6 +21,7 @@ from narrowcast.errors import DeviceError, OrderError, SettingError, Unsupported
 from narrowcast.observe._torch_internals import profiler_is_on, without_markers_on_stderr
 
 MARK = "narrowcast: mark"
+CLOSURE = "narrowcast: closure"
 # One block at a time: torch has one profiler in a thread, and CUDA's allocator one peak in the process.
 _measuring_memory = threading.Lock()
 
@@ -305,6 +306,10 @@ class Recorder:
         self._marks += 1
         with record_function(MARK):
             pass
+
+    def closure(self) -> AbstractContextManager[Any]:
+        """Return a context for a closure inside of an optimizer's step, which is no work of the optimizer."""
+        return record_function(CLOSURE)
 
     def stop(self) -> tuple[list[Any], Any]:
         """Return the outermost events of every thread, and the results of torch's profiler.

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe.profiling._block import MARK, every_event
+from narrowcast.observe.profiling._block import CLOSURE, MARK, every_event
 from narrowcast.policy import format_name
 
 PARTS = ("products", "casts", "other_ops", "optimizer", "loading", "python")
 PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = PARTS
-# Ranges that torch's optimizers and DataLoader record around their work.
+# Ranges that torch's optimizers and DataLoader record around their work. A closure that a step evaluates goes
+# forward and backward: what it calls belongs to the parts that it would belong to outside of the step.
 _LOADER = "enumerate(DataLoader)#"
-_RANGES = {"Optimizer.step#": OPTIMIZER, _LOADER: LOADING}
+_RANGES = {"Optimizer.step#": OPTIMIZER, _LOADER: LOADING, CLOSURE: PYTHON}
 _CAST_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # A cast is a copy inside one of these; autograd makes it again for the gradient, in a node of its own.
 _CASTING = ("aten::to", "aten::_to_copy", "aten::copy_")
