@@ -45,10 +45,13 @@ class FirstStep:
                 self._handles.append(module.register_forward_hook(look))
 
     def _look(self, path: str, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        # A frozen part, an evaluation and traced code prove nothing about the training.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        # A frozen part and an evaluation prove nothing about the training.
+        if not torch.is_grad_enabled():
             return
         self._was_called = True
+        # Nor does traced code, which runs later.
+        if torch.compiler.is_compiling():
+            return
         if not isinstance(output, torch.Tensor) or output.dtype == self._expected[path]:
             return
         expected = format_name(self._expected[path])
@@ -82,7 +85,8 @@ class FirstStep:
 def _why(layer: torch.nn.Module, expected: torch.dtype, switch: str) -> str:
     """Return what was seen at a layer that computed in another format, and what to change."""
     weight = layer.weight
-    if weight.dtype != torch.float32:
+    # FSDP gathers weights in the format that they compute in.
+    if weight.dtype not in (torch.float32, expected):
         return f"its weight is in {format_name(weight.dtype)}: load the model in fp32, which the policy casts"
     device = weight.device.type
     if not torch.is_autocast_enabled(device):
