@@ -16,7 +16,7 @@ WIDTH = 8
 KINDS = 11
 pytestmark = [
     pytest.mark.usefixtures("one_process"),
-    # torch warns where a module that fully_shard takes returns a view, as a linear layer does of 3 dimensions.
+    # torch warns where a sharded module returns a view, as a linear layer does of 3 dimensions.
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
 ]
 
@@ -109,7 +109,6 @@ def formats_in(model, *inputs):
     handles = []
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.LayerNorm, nn.Linear)):
-
             # Before the call, since FSDP may let go of the weight after it.
             def look_before(module, _inputs, path=path):
                 seen[path] = (module.weight.dtype,)
@@ -321,16 +320,18 @@ def test_what_cannot_hold_is_refused_before_anything_changes(policy, settings, e
 
 def test_a_stepper_with_another_policy_is_refused(mesh):
     model = shard(Net(), mesh, "bf16")
-    with pytest.raises(PolicyError, match="has another policy already.*or give that policy"):
+    with pytest.raises(PolicyError, match=r"has another policy already.*or give that policy"):
         nc.Stepper(model, torch.optim.SGD(model.parameters()), "fp16")
 
 
 def test_the_first_step_proves_that_the_policy_holds(mesh):
     model = shard(Nested(), mesh, "bf16")
-    with torch.no_grad():
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters()), "bf16")
+    with stepper.evaluate():
         model(tokens())  # an evaluation proves nothing
-    with pytest.raises(PolicyError, match=r"'layers.0.up' \(Linear\) to compute in bf16.*autocast in fp16"):
-        trained(model, "bf16")
+    words = r"'layers.0.up' \(Linear\) to compute in bf16.*a torch.autocast in fp16 is open around it"
+    with pytest.raises(PolicyError, match=words), stepper.autocast():
+        model(tokens())
 
 
 def test_one_step_is_looked_at(mesh):

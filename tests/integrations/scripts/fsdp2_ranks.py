@@ -1,7 +1,7 @@
 """Models that ``fsdp2.shard`` has sharded; rank 0 prints a line of JSON a scenario, with all ranks' facts.
 
-    torchrun --nproc-per-node 4 fsdp2_ranks.py FOLDER      also saves checkpoints in the folder
-    torchrun --nproc-per-node 2 fsdp2_ranks.py FOLDER      also goes on from them
+torchrun --nproc-per-node 4 fsdp2_ranks.py FOLDER      also saves checkpoints in the folder
+torchrun --nproc-per-node 2 fsdp2_ranks.py FOLDER      also goes on from them
 """
 
 import functools
@@ -203,7 +203,7 @@ def magnitudes(model, stepper, x, y):
             loss = mse_loss(model(x[row : row + 1]), y[row : row + 1])
         gradients = torch.autograd.grad(loss * 1024, list(model.parameters()))
         for total, gradient in zip(sums, gradients, strict=True):
-            total += gradient.double().abs() / 1024 / len(x)
+            total.add_(gradient.double().abs() / 1024 / len(x))
     return sums
 
 
@@ -231,9 +231,7 @@ def close(word):
     norm_of_rows = math.sqrt(sum(float(row.square().sum()) for row in rows))
     norm_bound = 2 * u * norm_of_rows
     shares = []
-    for begin, row, one, several in zip(
-        start, rows, weights_of(plain), weights_of(model), strict=True
-    ):
+    for begin, row, one, several in zip(start, rows, weights_of(plain), weights_of(model), strict=True):
         moved = (one.double() - begin).abs()
         factor = MAX_NORM / expected.grad_norm
         bound = LR * factor * 2 * u * row + moved * norm_bound / expected.grad_norm + begin.abs() * 2.0**-22
@@ -264,7 +262,6 @@ def formats(word):
     seen = {}
     for path, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.LayerNorm)):
-
             # Before the call, since FSDP lets go of the weight after it.
             def look_before(module, _inputs, path=path):
                 seen[path] = [str(module.weight.dtype)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -45,7 +46,8 @@ def layer_formats(
         operator = _OPERATORS.get(type(module))
         if operator is None:
             continue
-        device = module.weight.device.type
+        weight: Any = module.weight
+        device = weight.device.type
         if device == "meta":
             (device,) = formats  # where the weights will be
         lower = formats[device]
