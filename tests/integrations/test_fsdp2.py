@@ -285,17 +285,18 @@ def test_a_model_is_sharded_once(first, mesh):
     ("make", "mesh_of"),
     [
         (Net, lambda mesh: "cpu"),
+        (Net, lambda mesh: torch.distributed.init_device_mesh("cpu", (1, 1))),
         (Net, lambda mesh: torch.distributed.init_device_mesh("cpu", (1, 1, 1))),
         (Net, lambda mesh: torch.distributed.DeviceMesh("cuda", [0], _init_backend=False)),
         (lambda: Net().bfloat16(), lambda mesh: mesh),
         (lambda: nn.ModuleList([Net()]), lambda mesh: mesh),
         (nn.ReLU, lambda mesh: mesh),
     ],
-    ids=["no mesh", "3 dimensions", "another device", "low weights", "no forward", "no weights"],
+    ids=["no mesh", "no names", "3 dimensions", "another device", "low weights", "no forward", "no weights"],
 )
 def test_what_does_not_fit_is_one_error(make, mesh_of, mesh):
     model = make()
-    with pytest.raises(SettingError, match="expected a DeviceMesh of one or two dimensions, and a model"):
+    with pytest.raises(SettingError, match="expected a DeviceMesh of one dimension, or of two"):
         shard(model, mesh_of(mesh), "bf16")
     assert groups_in(model) == []
 

@@ -37,6 +37,7 @@ class FirstStep:
         self._switch = switch
         self._expected = layer_formats(model, policy, formats)
         self._was_called = False
+        self._was_traced = False
         self._differences: dict[str, str] = {}
         self._handles = []
         for path, module in modules_by_path(model):
@@ -49,8 +50,9 @@ class FirstStep:
         if not torch.is_grad_enabled():
             return
         self._was_called = True
-        # Nor does traced code, which runs later.
+        # The message would break the graph. The region of traced code is part of its graph.
         if torch.compiler.is_compiling():
+            self._was_traced = True
             return
         if not isinstance(output, torch.Tensor) or output.dtype == self._expected[path]:
             return
@@ -61,15 +63,21 @@ class FirstStep:
             f"{format_name(output.dtype)}: {reason}"
         )
 
+    def remove(self) -> None:
+        """End the look without a word, as after an error."""
+        # Without its hooks a compiled model would be compiled again.
+        if not self._was_traced:
+            for handle in self._handles:
+                handle.remove()
+        self._handles.clear()
+
     def end(self) -> None:
         """End the look, and raise if the policy was not in force.
 
         Raises:
             PolicyError: a layer computed in another format, or the model that trains is another one.
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.remove()
         if self._differences:
             first, *others = self._differences.items()
             more = f" (so did {few([path for path, _ in others])})" if others else ""

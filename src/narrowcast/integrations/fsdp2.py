@@ -43,7 +43,8 @@ def shard(
 
     Each rank keeps its part of the weights and of the optimizer's states in fp32. FSDP gathers the weights
     of a module in the format that the module computes in, and reduces their gradients in fp32. The model has
-    the policy as by ``nc.apply``, and so its calls follow rules for operators too, in any loop.
+    the policy as by ``nc.apply``, and so its calls follow rules for operators too, in any loop. Make the
+    optimizer before the first call: after one without gradients FSDP leaves the model's own weights gathered.
 
     Weights are gathered in the low format unless a rule for their module keeps it in fp32, or a rule for
     linear layers or convolutions does. So are embeddings and norms, which autocast would leave in fp32. Batch
@@ -58,7 +59,8 @@ def shard(
     Args:
         model: weights in fp32, on the type of device of ``mesh`` or on "meta"; not sharded yet, and without
             a policy.
-        mesh: of one dimension, over which the weights are sharded; or of two, where the first holds copies.
+        mesh: of one dimension, over which the weights are sharded; or of two with names, where the first is
+            that of copies.
         policy: as for ``nc.apply``; the ``Stepper`` gets the same.
         blocks: the modules that are gathered together and freed after their call, as ``model.layers``. By
             default all that the outermost ``Sequential``, ``ModuleList`` and ``ModuleDict`` of the model
@@ -103,18 +105,20 @@ def _check(model: torch.nn.Module, mesh: DeviceMesh, options: dict[str, Any]) ->
             f"expected a model that is not sharded, got a {type(model).__name__} that is, at least in part: "
             "call shard once, in the place of every fully_shard"
         )
-    devices = {parameter.device.type for parameter in model.parameters()}
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    is_mesh = isinstance(mesh, DeviceMesh) and mesh.ndim in (1, 2)
-    if not is_mesh or isinstance(model, _LISTS) or dtypes != {torch.float32} or len(devices) != 1:
-        is_fitting = False
-    else:
-        is_fitting = devices <= {mesh.device_type, "meta"}
-    if not is_fitting:
-        have = f"{' and '.join(map(format_name, dtypes))} on {' and '.join(devices)}"
+    weights: set[str] = set()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            weights.add(f"{format_name(parameter.dtype)} on {parameter.device.type}")
+    fits = isinstance(mesh, DeviceMesh)
+    fits = fits and (mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None))
+    fits = fits and weights in ({f"fp32 on {mesh.device_type}"}, {"fp32 on meta"})
+    fits = fits and not isinstance(model, _LISTS)
+    if not fits:
+        have = " and ".join(sorted(weights)) or "no format"
         raise SettingError(
-            "expected a DeviceMesh of one or two dimensions, and a model with a forward and weights in fp32 "
-            f"on the mesh's device, got {mesh!r} and a {type(model).__name__} with weights in {have}"
+            "expected a DeviceMesh of one dimension, or of two with names, and a model with a forward and "
+            f"with weights in fp32 on the mesh's device, got {mesh!r} and a {type(model).__name__} with "
+            f"weights in {have}: call model.float() or model.to(...), or make another mesh"
         )
 
 
