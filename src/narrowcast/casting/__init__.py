@@ -17,7 +17,7 @@ from narrowcast.casting.kernels._watching import ops_under_way, watch_ops
 from narrowcast.casting.models._apply import Applied, ModelRegion, apply
 from narrowcast.casting.models._bake import bake
 from narrowcast.casting.models._compile import compile
-from narrowcast.casting.models._layer_formats import layer_formats
+from narrowcast.casting.models._layer_formats import layer_formats, weight_formats
 from narrowcast.casting.models._tree import (
     cast_floating,
     cast_where,
@@ -69,5 +69,6 @@ __all__ = [
     "traced_only_inline",
     "undo_on_error",
     "watch_ops",
+    "weight_formats",
     "with_what_it_wraps",
 ]

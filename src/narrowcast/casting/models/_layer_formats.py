@@ -1,8 +1,9 @@
-"""The format in which each linear and convolution layer of a model should compute, by its policy."""
+"""The formats in which the parts of a model should compute, by its policy: layers, and weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -45,7 +46,10 @@ def layer_formats(
         operator = _OPERATORS.get(type(module))
         if operator is None:
             continue
-        device = module.weight.device.type
+        weight: Any = module.weight
+        device = weight.device.type
+        if device == "meta":
+            (device,) = formats  # where the weights will be
         lower = formats[device]
         if device not in scopes:
             expected[path] = lower
@@ -61,3 +65,42 @@ def layer_formats(
         elif word in FORMATS:
             expected[path] = dtype_of(word)
     return expected
+
+
+def weight_formats(
+    model: torch.nn.Module, policy: Policy, device: str, lower: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Return the dtype that each module of ``model`` may have its weights in, by path.
+
+    It is ``lower`` if no rule says otherwise. Where a rule leaves the format to the inputs, it is fp32. Rules
+    for operators count for linear and convolution layers alone.
+
+    Args:
+        model: on ``device``, or on "meta".
+        policy: in force in the region.
+        device: the device type of the region.
+        lower: the region's dtype.
+    """
+    if policy.is_plain:
+        return {path: lower for path, _ in modules_by_path(model)}
+
+    wanted: dict[str, torch.dtype] = {}
+    scopes = scopes_by_path(model, policy, root_scope(policy, device, lower))
+    for path, module in modules_by_path(model):
+        scope = scopes[path]
+        rule = scope.rule
+        operator = _OPERATORS.get(type(module))
+        if operator is not None:
+            decision = scope.decide(operator)
+            rule = None if decision is None else decision.rule
+
+        word: str | None = LOWER
+        if rule is not None:
+            word = CASTS_TO[rule.compute]
+        if word == LOWER:
+            wanted[path] = lower
+        elif word in FORMATS:
+            wanted[path] = dtype_of(word)
+        else:
+            wanted[path] = torch.float32
+    return wanted
