@@ -22,7 +22,13 @@ QUIET = {
 def make_net():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(32), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 1)
+        nn.Linear(8, 32),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.LayerNorm(32),
+        nn.Linear(32, 16),
+        nn.GELU(),
+        nn.Linear(16, 1),
     )
 
 
@@ -87,7 +93,9 @@ def module_class(package):
         def configure_optimizers(self):
             optimizer = make_optimizer(self.parameters(), **self.settings)
             scheduler = {
-                "scheduler": make_scheduler(optimizer), "interval": self.interval, "frequency": self.frequency
+                "scheduler": make_scheduler(optimizer),
+                "interval": self.interval,
+                "frequency": self.frequency,
             }
             return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
@@ -118,3 +126,23 @@ def with_stepper(policy, data, *, epochs=1, accumulate=1, max_norm=None, scaler=
             loss = nn.functional.mse_loss(net(inputs).float(), targets)
         stepper.step(loss)
     return net, stepper, scheduler
+
+
+def with_fabric(fabric, data, plugin=None, *, epochs=1, accumulate=1, max_norm=None, **settings):
+    """Train the same network in a loop with Fabric; return it and the scheduler."""
+    net = make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net.parameters(), **settings))
+    scheduler = make_scheduler(optimizer)
+    torch.manual_seed(2)
+    for place, (inputs, targets) in enumerate(data * epochs, 1):
+        loss = nn.functional.mse_loss(model(inputs).float(), targets)
+        fabric.backward(loss / accumulate)
+        if place % accumulate:
+            continue
+        if max_norm is not None:
+            fabric.clip_gradients(model, optimizer, max_norm=max_norm, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        if plugin is None or not plugin.last_result.skipped:
+            scheduler.step()
+    return net, scheduler

@@ -1,15 +1,30 @@
 """narrowcast in Lightning's Trainer and in Fabric, against their own mixed precision and a Stepper loop."""
 
+import functools
 import inspect
+import pickle
 
 import lightning
 import pytest
 import torch
+from example_runs import EXAMPLES, run, succeeded
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning_runs import (
+    QUIET,
+    batches,
+    fit,
+    loader,
+    make_net,
+    make_optimizer,
+    module_class,
+    weights,
+    with_fabric,
+    with_stepper,
+)
 from torch import nn
 
 import narrowcast as nc
-from lightning_runs import batches, fit, loader, make_net, make_optimizer, module_class, weights, with_stepper, QUIET
 from narrowcast.errors import OrderError, PolicyError, SettingError, UnsupportedError
 from narrowcast.integrations.lightning import FabricPrecision, NarrowcastPrecision
 
@@ -61,7 +76,9 @@ def test_the_result_names_the_parameters():
     assert "net.0.weight" in plugin.last_result.nonfinite
 
 
-@pytest.mark.parametrize(("interval", "frequency", "moves"), [("step", 1, 5), ("step", 2, 3), ("epoch", 1, 1)])
+@pytest.mark.parametrize(
+    ("interval", "frequency", "moves"), [("step", 1, 5), ("step", 2, 3), ("epoch", 1, 1)]
+)
 def test_a_skip_holds_the_schedulers_of_each_step(interval, frequency, moves):
     model = Regression(interval, frequency)
     trainer = fit(lightning, model, batches(bad=(3,)), NarrowcastPrecision("bf16"))
@@ -125,7 +142,13 @@ def test_fused_optimizers_clip(policy):
 
 def test_the_host_refuses_to_clip_fused_optimizers():
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(lightning, Regression(fused=True), batches(), MixedPrecision("16-mixed", "cpu"), gradient_clip_val=0.1)
+        fit(
+            lightning,
+            Regression(fused=True),
+            batches(),
+            MixedPrecision("16-mixed", "cpu"),
+            gradient_clip_val=0.1,
+        )
 
 
 class Leaving(Regression):
@@ -237,7 +260,7 @@ def test_rules_for_modules_hold_and_end_with_the_fit():
 
 def test_a_rule_that_names_no_module_is_refused():
     policy = nc.Policy.preset("bf16").with_rules(nc.rule.module("0", compute="fp32"))
-    with pytest.raises(PolicyError, match="net.0"):
+    with pytest.raises(PolicyError, match=r"net.0"):
         fit(lightning, Regression(), batches(1), NarrowcastPrecision(policy))
 
 
@@ -277,7 +300,9 @@ def test_a_checkpoint_in_the_loop_has_the_scale_after_the_skip(tmp_path):
 
 def test_a_checkpoint_of_the_hosts_own_continues(tmp_path):
     def host():
-        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4))
+        return MixedPrecision(
+            "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+        )
 
     whole, begun, resumed, bf16 = (Regression() for _ in range(4))
     for model in (whole, begun, resumed, bf16):
@@ -289,7 +314,14 @@ def test_a_checkpoint_of_the_hosts_own_continues(tmp_path):
     assert torch.equal(weights(resumed), weights(whole))
     assert plugin.scaler.get_scale() == whole_scaler.get_scale() == 16.0
     # In bf16 there is no scale to continue with.
-    fit(lightning, bf16, batches(3), NarrowcastPrecision("bf16"), max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+    fit(
+        lightning,
+        bf16,
+        batches(3),
+        NarrowcastPrecision("bf16"),
+        max_epochs=2,
+        ckpt_path=tmp_path / "last.ckpt",
+    )
 
 
 # ---- refused, and found at the first step
@@ -301,7 +333,9 @@ def test_the_host_refuses_a_second_precision():
     with pytest.raises(lightning.pytorch.utilities.exceptions.MisconfigurationException, match="Precision"):
         lightning.Trainer(**QUIET, plugins=[NarrowcastPrecision("fp16"), MixedPrecision("16-mixed", "cpu")])
     strategy = lightning.pytorch.strategies.SingleDeviceStrategy(precision_plugin=Precision())
-    with pytest.raises(lightning.pytorch.utilities.exceptions.MisconfigurationException, match="precision set"):
+    with pytest.raises(
+        lightning.pytorch.utilities.exceptions.MisconfigurationException, match="precision set"
+    ):
         lightning.Trainer(**QUIET, strategy=strategy, plugins=[NarrowcastPrecision("fp16")])
 
 
@@ -312,13 +346,26 @@ def test_strategies_that_shard_are_refused():
     model = Regression()
     model.trainer = lightning.Trainer(**QUIET)
     model.trainer.strategy.__class__ = lightning.pytorch.strategies.ModelParallelStrategy
-    with pytest.raises(UnsupportedError, match="SingleDeviceStrategy or DDPStrategy .* got ModelParallelStrategy"):
+    with pytest.raises(
+        UnsupportedError, match=r"SingleDeviceStrategy or DDPStrategy .* got ModelParallelStrategy"
+    ):
         plugin.convert_module(model)
 
 
 def test_a_scaler_of_torch_is_refused():
     with pytest.raises(SettingError, match="GradScaler"):
-        fit(lightning, Regression(), batches(1), NarrowcastPrecision("fp16", scaler=torch.amp.GradScaler("cpu")))
+        fit(
+            lightning,
+            Regression(),
+            batches(1),
+            NarrowcastPrecision("fp16", scaler=torch.amp.GradScaler("cpu")),
+        )
+
+
+def test_a_plugin_is_sent_to_other_processes():
+    plugin = pickle.loads(pickle.dumps(NarrowcastPrecision("fp16", scaler=nc.GradScaler(init_scale=8.0))))
+    fit(lightning, Regression(), batches(1), plugin)
+    assert plugin.scaler.get_scale() == 8.0
 
 
 def test_weights_in_a_low_format_are_refused_by_policy():
@@ -382,7 +429,7 @@ def test_what_keeps_the_policy_off_is_named_before_the_first_step(kind, message)
 def test_a_module_that_was_replaced_after_the_setup_follows_the_policy_or_is_named():
     fit(lightning, Replaced(), batches(1), NarrowcastPrecision("bf16"))
     policy = nc.Policy.preset("bf16").with_rules(nc.rule.module("net.0", compute="fp32"))
-    with pytest.raises(PolicyError, match="net.0"):
+    with pytest.raises(PolicyError, match=r"net.0"):
         fit(lightning, Replaced(), batches(1), NarrowcastPrecision(policy))
 
 
@@ -392,8 +439,6 @@ def test_a_compiled_module_computes_by_the_policy():
     fit(lightning, plain, batches(2), NarrowcastPrecision(policy))
     fit(lightning, torch.compile(ours, backend="eager"), batches(2), NarrowcastPrecision(policy))
     assert torch.equal(weights(ours), weights(plain))
-
-
 
 
 # ---- manual optimization
@@ -457,6 +502,19 @@ def test_manual_optimization_takes_a_closure():
     automatic, manual = Regression(), ByClosure()
     fit(lightning, automatic, data, NarrowcastPrecision("fp16"))
     fit(lightning, manual, data, NarrowcastPrecision("fp16"))
+    assert torch.equal(weights(manual), weights(automatic))
+
+
+class ManualCheckpointing(Checkpointing, Manual):
+    reentrant = False
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_manual_optimization_follows_rules_where_it_computes_again(policy):
+    ruled = nc.Policy.preset(policy).with_rules(nc.rule.module("net.4", compute="fp32"))
+    automatic, manual = Regression(), ManualCheckpointing()
+    fit(lightning, automatic, batches(), NarrowcastPrecision(ruled))
+    fit(lightning, manual, batches(), NarrowcastPrecision(ruled))
     assert torch.equal(weights(manual), weights(automatic))
 
 
@@ -530,6 +588,194 @@ def test_two_optimizers_skip_by_themselves_and_share_the_scale(order, bad):
     assert skips == [bad]
     assert torch.equal(weights(model), weights(other))
     assert plugin.scaler.get_scale() == scaler.get_scale() == 2.0**15
+
+
+# ---- Fabric
+
+
+def fabric_with(plugin=None, **settings):
+    if plugin is not None:
+        settings["plugins"] = [plugin]
+    return lightning.Fabric(accelerator="cpu", devices=1, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_norm": 0.1}, {"accumulate": 2}])
+def test_fabric_equals_its_own_to_the_bit(settings):
+    for host, policy in (
+        ({"precision": "bf16-mixed"}, "bf16"),
+        ({"plugins": [FabricMixedPrecision("16-mixed", "cpu")]}, "fp16"),
+    ):
+        plugin = FabricPrecision(policy)
+        net, _ = with_fabric(fabric_with(**host), batches(), **settings)
+        ours, _ = with_fabric(fabric_with(plugin), batches(), plugin, **settings)
+        assert torch.equal(weights(ours), weights(net))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("bad", [(), (0,), (3,)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_fabric_equals_a_loop_with_a_stepper_also_after_a_skip(policy, bad, accumulate):
+    data = batches(bad=bad)
+    net, stepper, scheduler = with_stepper(policy, data, accumulate=accumulate)
+    plugin = FabricPrecision(policy)
+    ours, own_scheduler = with_fabric(fabric_with(plugin), data, plugin, accumulate=accumulate)
+    assert torch.equal(weights(ours), weights(net))
+    assert own_scheduler.last_epoch == scheduler.last_epoch == 6 // accumulate - len(bad)
+    assert plugin.state_dict() == stepper.scaler.state_dict()
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_fabric_clips_fused_optimizers(policy):
+    data, plugin = batches(bad=(2,)), FabricPrecision(policy)
+    net, _, _ = with_stepper(policy, data, max_norm=0.1, fused=True)
+    ours, _ = with_fabric(fabric_with(plugin), data, plugin, max_norm=0.1, fused=True)
+    torch.testing.assert_close(weights(ours), weights(net), rtol=1e-4, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="clipping is not implemented"):
+        with_fabric(fabric_with(FabricMixedPrecision("16-mixed", "cpu")), data, max_norm=0.1, fused=True)
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_run_with_fabric_resumes_to_the_bit_after_a_skip(policy, tmp_path):
+    def train(epochs, plugin, load=None, save=None):
+        fabric = fabric_with(plugin)
+        net = make_net()
+        net[2].p = 0.0
+        model, optimizer = fabric.setup(net, make_optimizer(net.parameters()))
+        state = {"model": model, "optimizer": optimizer, "precision": plugin}
+        if load is not None:
+            fabric.load(load, state)
+        for inputs, targets in batches(3, bad=(2,)) * epochs:
+            fabric.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        if save is not None:
+            fabric.save(save, state)
+        return weights(net)
+
+    path, whole, resumed = tmp_path / "last.ckpt", FabricPrecision(policy), FabricPrecision(policy)
+    expected = train(2, whole)
+    train(1, FabricPrecision(policy), save=path)
+    assert torch.equal(train(1, resumed, load=path), expected)
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_outputs_of_fabric_are_fp32_unless_they_are_wanted_as_computed():
+    formats = []
+    for fp32_outputs in (True, False):
+        fabric = fabric_with(FabricPrecision("bf16", fp32_outputs=fp32_outputs))
+        model = fabric.setup(nn.Linear(8, 4))
+        formats.append(model(torch.ones(2, 8)).dtype)
+        with fabric.autocast():
+            formats.append(torch.nn.functional.linear(torch.ones(2, 8), torch.ones(4, 8)).dtype)
+    assert formats == [torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16]
+
+
+def two_models(fabric):
+    """Train a generator and a discriminator, each with its optimizer."""
+    nets = [make_net(), make_net()]
+    nets[0].append(nn.Linear(1, 8))
+    generator, for_generator = fabric.setup(nets[0], make_optimizer(nets[0].parameters()))
+    discriminator, for_discriminator = fabric.setup(nets[1], make_optimizer(nets[1].parameters()))
+    torch.manual_seed(2)
+    for inputs, targets in batches(4):
+        for_generator.zero_grad()
+        fabric.backward(nn.functional.mse_loss(discriminator(generator(inputs)), targets))
+        for_generator.step()
+        for_discriminator.zero_grad()
+        fabric.backward(nn.functional.mse_loss(discriminator(generator(inputs).detach()), -targets))
+        for_discriminator.step()
+    return torch.cat([weights(net) for net in nets])
+
+
+def test_two_models_of_fabric_equal_its_own_to_the_bit():
+    ours = two_models(fabric_with(FabricPrecision("bf16")))
+    assert torch.equal(ours, two_models(fabric_with(precision="bf16-mixed")))
+
+
+def test_rules_for_modules_hold_in_fabric_and_in_compiled_models():
+    policy = nc.Policy.preset("bf16").with_rules(nc.rule.module("0", compute="fp32"))
+    results = []
+    for compiles in (False, True):
+        fabric, net = fabric_with(FabricPrecision(policy)), make_net()
+        formats = []
+        net[0].register_forward_hook(lambda _m, _i, output, kept=formats: kept.append(output.dtype))
+        module = torch.compile(net, backend="eager") if compiles else net
+        model, optimizer = fabric.setup(module, make_optimizer(net.parameters()))
+        torch.manual_seed(2)
+        for inputs, targets in batches(2):
+            fabric.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert set(formats) == {torch.float32}
+        results.append(weights(net))
+    assert torch.equal(*results)
+
+
+def test_optimizers_of_fabric_take_a_closure():
+    def train(fabric, kind):
+        net = make_net()
+        model, optimizer = fabric.setup(net, kind(net.parameters(), lr=0.1))
+        torch.manual_seed(2)
+
+        def closure(batch):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+            fabric.backward(loss)
+            return loss
+
+        for batch in batches(3):
+            assert optimizer.step(functools.partial(closure, batch)).isfinite()
+        return weights(net)
+
+    for kind in (torch.optim.SGD, torch.optim.LBFGS):
+        ours = train(fabric_with(FabricPrecision("bf16")), kind)
+        assert torch.equal(ours, train(fabric_with(precision="bf16-mixed"), kind))
+        assert train(fabric_with(FabricPrecision("fp16")), kind).isfinite().all()
+
+
+def test_fabric_refuses_a_second_precision_and_fsdp():
+    plugin = FabricPrecision("fp16")
+    with pytest.raises(ValueError, match=r"precision=16-mixed. and .plugins=FabricPrecision\('fp16'\)"):
+        fabric_with(plugin, precision="16-mixed")
+    with pytest.raises(TypeError, match=r"FSDPPrecision. plugin, found FabricPrecision\('fp16'\)"):
+        lightning.fabric.strategies.FSDPStrategy(precision=plugin)
+
+
+def test_a_model_that_fabric_did_not_set_up_is_named_at_the_first_step():
+    inputs, targets = batches(1)[0]
+    fabric = fabric_with(FabricPrecision("bf16"))
+    net = make_net()
+    optimizer = fabric.setup_optimizers(make_optimizer(net.parameters()))
+    with pytest.raises(OrderError, match=r"fabric.setup"):
+        fabric.backward(nn.functional.mse_loss(net(inputs), targets))
+
+    # Set up, and the bare module is called.
+    model = fabric.setup_module(net)
+    before = weights(net)
+    fabric.backward(nn.functional.mse_loss(net(inputs), targets))
+    with pytest.raises(PolicyError, match=r"in the region of .* call what fabric.setup returned"):
+        optimizer.step()
+    with fabric.autocast():
+        pass
+    fabric.backward(nn.functional.mse_loss(net(inputs), targets))
+    with pytest.raises(PolicyError, match=r"'0' .* got fp32: autocast was off .* call what fabric.setup"):
+        optimizer.step()
+    assert torch.equal(weights(net), before)
+
+    # Fabric itself refuses a backward pass without it.
+    with pytest.raises(RuntimeError, match=r"fabric.backward"):
+        model(inputs).sum().backward()
+
+
+# ---- examples and names
+
+
+@pytest.mark.parametrize("name", ["lightning_digits.py", "fabric_digits.py"])
+def test_the_example_learns_its_digits(name, tmp_path):
+    assert len((EXAMPLES / "hosts" / name).read_text().splitlines()) <= 40
+    lines = succeeded(run(f"hosts/{name}", folder=tmp_path))
+    assert float(lines[-1].removeprefix("test accuracy ")) > 0.9
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_private_name_of_the_host_is_there():

@@ -92,7 +92,7 @@ class FirstStep:
 
 def _why(layer: torch.nn.Module, expected: torch.dtype, switch: str) -> str:
     """Return what was seen at a layer that computed in another format, and what to change."""
-    weight = layer.weight
+    weight: Any = layer.weight
     if weight.dtype != torch.float32:
         return f"its weight is in {format_name(weight.dtype)}: load the model in fp32, which the policy casts"
     device = weight.device.type

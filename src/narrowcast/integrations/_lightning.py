@@ -8,7 +8,6 @@ on the base classes of either.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from narrowcast.casting import ModelRegion, cast_floating
-from narrowcast.errors import OrderError, UnsupportedError
+from narrowcast.errors import OrderError, PolicyError, UnsupportedError
 from narrowcast.gradients import GradScaler, StepResult, needs_closure
 from narrowcast.integrations._first_step import FirstStep
 from narrowcast.integrations._region import formats_on, host_policy, refuse_low_weights, region_of, scaler_for
@@ -47,15 +46,13 @@ class Plugin:
         self.policy = host_policy(policy)
         self.scaler: Any = scaler
         self.last_result: StepResult | None = None
-        self._results: weakref.WeakKeyDictionary[torch.optim.Optimizer, StepResult]
-        self._results = weakref.WeakKeyDictionary()
         self._formats: dict[str, torch.dtype] = {}
-        # Every model that the host set up, and those of them that have no region yet.
-        self._models: list[weakref.ref[torch.nn.Module]] = []
-        self._new_models: list[torch.nn.Module] = []
         self._regions: list[ModelRegion] = []
+        # The models that the host set up: those without a region, then those that did not compute in it yet.
+        self._new_models: list[torch.nn.Module] = []
+        self._unproven: torch.nn.Module | None = None
         self._first_step: FirstStep | None = None
-        self._needs_proof = False
+        # The optimizers whose gradients are unscaled now, and whether one stepped since the scale moved.
         self._unscaled: set[torch.optim.Optimizer] = set()
         self._stepped = False
 
@@ -73,33 +70,40 @@ class Plugin:
         """Make the region and the scaler for the models that the host set up since the last call."""
         if not self._new_models:
             if not self._regions:
-                raise OrderError(f"expected a model that {self!r} was set up with, got none: {self._how_to_connect}")
+                raise OrderError(
+                    f"expected a model that {self!r} was set up with, got none: {self._how_to_connect}"
+                )
             return
-        for model in self._new_models:
+        models = self._new_models
+        for model in models:
             refuse_low_weights(model)
             self._formats |= formats_on(model, self.policy)
-            self._models.append(weakref.ref(model))
-        self.scaler = scaler_for(self._model(), self._formats, self.scaler)
-        for model in self._new_models:
+        together = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+        self.scaler = scaler_for(together, self._formats, self.scaler)
+        for model in models:
             self._regions.append(region_of(model, self.policy, self._formats))
-        self._new_models.clear()
-        self._needs_proof = True
-
-    def _model(self) -> torch.nn.Module:
-        """Return the model, or a list of all models if there are several."""
-        models = [model for reference in self._models if (model := reference()) is not None]
-        return models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+        self._unproven, self._new_models = together, []
 
     def forward_context(self) -> AbstractContextManager[None]:
         self._set_up()
-        if self._needs_proof and torch.is_grad_enabled():
-            if self._first_step is not None:
-                self._first_step.remove()
-            self._first_step = FirstStep(self._model(), self.policy, self._formats, switch=self._switch)
-            self._needs_proof = False
+        if self._unproven is not None and torch.is_grad_enabled():
+            self._forget_first_step()
+            # Now, since modules may have been replaced after the setup.
+            self._first_step = FirstStep(self._unproven, self.policy, self._formats, switch=self._switch)
+            self._unproven = None
         return self._regions[-1]
 
+    def _forget_first_step(self) -> None:
+        if self._first_step is not None:
+            self._first_step.remove()
+        self._first_step = None
+
     def _end_first_step(self) -> None:
+        if self._unproven is not None:
+            raise PolicyError(
+                f"expected the first step to compute in the region of {self!r}, got one that did not: "
+                f"{self._switch}"
+            )
         first_step, self._first_step = self._first_step, None
         if first_step is not None:
             first_step.end()
@@ -159,6 +163,7 @@ class Plugin:
             self._unscaled.discard(optimizer)
             return evaluate()
 
+        self._set_up()
         # An optimizer that evaluates the loss several times is restored from a copy if one is not finite.
         if needs_closure(optimizer):
             self._update()
@@ -169,7 +174,7 @@ class Plugin:
             result = self.scaler.step(optimizer, **kwargs)
         self._stepped = True
         self._unscaled.discard(optimizer)
-        self.last_result = self._results[optimizer] = result
+        self.last_result = result
         return returned
 
     # ---- saving
@@ -192,14 +197,12 @@ class Plugin:
         elif self._regions:
             self.scaler.abandon()  # of a step that an error ended
         self._unscaled.clear()
-        if self._first_step is not None:
-            self._first_step.remove()
-            self._first_step = None
+        self._forget_first_step()
         for region in self._regions:
             region.remove()
         self._regions.clear()
-        self._models.clear()
         self._new_models.clear()
+        self._unproven = None
 
 
 class TrainerPlugin(Plugin):
@@ -208,8 +211,13 @@ class TrainerPlugin(Plugin):
     _how_to_connect = "give it to Trainer(plugins=[...]) before trainer.fit"
     _switch = "delete torch.autocast, .half() and .bfloat16() from the LightningModule and its callbacks"
     _strategies: tuple[type, ...]
-    # The host's own: hooks before the step, and clipping.
+    # The host's own, which has no public name: hooks before the step, and clipping.
     _after_closure: Callable[..., None]
+
+    def __init__(self, policy: Policy | str, *, scaler: GradScaler | None = None) -> None:
+        super().__init__(policy, scaler=scaler)
+        # The result of the last step of each optimizer.
+        self._results: dict[torch.optim.Optimizer, StepResult | None] = {}
 
     def convert_module(self, module: Any) -> Any:
         strategy = module.trainer.strategy
@@ -250,7 +258,13 @@ class TrainerPlugin(Plugin):
                 return None
             closure = functools.partial(_identity, loss)
         before_step = functools.partial(self._after_closure, model, optimizer)
-        return self._step(optimizer, closure, before_step, **kwargs)
+        returned = self._step(optimizer, closure, before_step, **kwargs)
+        self._results[optimizer] = self.last_result
+        return returned
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._results.clear()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue with the scale of the host's own precision, if the checkpoint is of that."""
@@ -286,7 +300,7 @@ class FabricPlugin(Plugin):
         return self._step(optimizer, closure, _nothing, **kwargs)
 
 
-def _hold(scheduler: Any, results: Mapping[torch.optim.Optimizer, StepResult]) -> None:
+def _hold(scheduler: Any, results: Mapping[torch.optim.Optimizer, StepResult | None]) -> None:
     """Have ``scheduler.step`` do nothing after a step of its optimizer that was skipped."""
     kind = type(scheduler)
 

@@ -1,7 +1,7 @@
 """narrowcast in Lightning's ``Trainer`` and in Fabric.
 
-``narrowcast.integrations.pytorch_lightning`` has the same classes for the package ``pytorch_lightning``, which
-refuses a plugin that is built on ``lightning``.
+``narrowcast.integrations.pytorch_lightning`` has the same classes for the package ``pytorch_lightning``,
+which refuses a plugin that is built on ``lightning``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # no
 __all__ = ["FabricPrecision", "NarrowcastPrecision"]
 
 
-class NarrowcastPrecision(TrainerPlugin, _TrainerPrecision):
+# The Trainer's own class is one of Fabric's too, whose ``optimizer_step`` takes less.
+class NarrowcastPrecision(TrainerPlugin, _TrainerPrecision):  # type: ignore[misc]
     """Train a ``LightningModule`` with a policy of narrowcast::
 
         from lightning import Trainer
@@ -31,9 +32,13 @@ class NarrowcastPrecision(TrainerPlugin, _TrainerPrecision):
     rules start at the ``LightningModule``. Weights stay in fp32. Before ``on_before_optimizer_step`` and
     before clipping, gradients are unscaled and checked. If one is NaN or infinite, the step is skipped: the
     weights, the optimizer's state and every scheduler with ``interval="step"`` and ``frequency=1`` stay as
-    they are. (``trainer.global_step`` counts the step.) In manual optimization ``self.lr_schedulers()`` are
-    held in the same way; optimizers that use one scale step after all backward passes, or each after its own.
-    Checkpoints hold the loss scale, and one of Lightning's ``MixedPrecision`` continues.
+    they are. (``trainer.global_step`` counts the step. With a fused optimizer on a GPU, a scheduler that may
+    be held waits for the device.) Checkpoints hold the loss scale, and one of Lightning's ``MixedPrecision``
+    continues.
+
+    Manual optimization holds the schedulers with ``interval="step"`` too. The loss scale moves at the first
+    backward pass after a step. So with several optimizers in fp16, step each of them before another backward
+    pass follows a step.
 
     Args:
         policy: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"auto"``, a ``Policy``, or the path of one.
