@@ -1,0 +1,314 @@
+"""The precision plugins for Lightning and Fabric, without their base classes.
+
+``lightning`` and ``pytorch_lightning`` each refuse a plugin that is built on the classes of the other. So the
+plugins are written here once, and ``integrations.lightning`` and ``integrations.pytorch_lightning`` put them
+on the base classes of either.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from narrowcast.casting import ModelRegion, cast_floating
+from narrowcast.errors import OrderError, PolicyError, UnsupportedError
+from narrowcast.gradients import GradScaler, StepResult, needs_closure
+from narrowcast.integrations._first_step import FirstStep
+from narrowcast.integrations._region import formats_on, host_policy, refuse_low_weights, region_of, scaler_for
+from narrowcast.policy import Policy, policy_name
+
+
+def _nothing() -> None:
+    pass
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+class Plugin:
+    """What both plugins do: the region, the loss scale, and the step that is skipped.
+
+    Attributes:
+        policy: the policy in force.
+        scaler: the scaler; None until a model was set up, if none was given.
+        last_result: the result of the last step of any optimizer; None before the first one.
+    """
+
+    _how_to_connect: str
+    _switch: str
+
+    def __init__(self, policy: Policy | str, *, scaler: GradScaler | None = None) -> None:
+        self.policy = host_policy(policy)
+        self.scaler: Any = scaler
+        self.last_result: StepResult | None = None
+        self._formats: dict[str, torch.dtype] = {}
+        self._regions: list[ModelRegion] = []
+        # The models that the host set up: those without a region, then those that did not compute in it yet.
+        self._new_models: list[torch.nn.Module] = []
+        self._unproven: torch.nn.Module | None = None
+        self._first_step: FirstStep | None = None
+        # The optimizers whose gradients are unscaled now, and whether one stepped since the scale moved.
+        self._unscaled: set[torch.optim.Optimizer] = set()
+        self._stepped = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({policy_name(self.policy)!r})"
+
+    # ---- the region
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        # The host moves it to its device after this call.
+        self._new_models.append(module)
+        return module
+
+    def _set_up(self) -> None:
+        """Make the region and the scaler for the models that the host set up since the last call."""
+        if not self._new_models:
+            if not self._regions:
+                raise OrderError(
+                    f"expected a model that {self!r} was set up with, got none: {self._how_to_connect}"
+                )
+            return
+        models = self._new_models
+        for model in models:
+            refuse_low_weights(model)
+            self._formats |= formats_on(model, self.policy)
+        together = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+        self.scaler = scaler_for(together, self._formats, self.scaler)
+        for model in models:
+            self._regions.append(region_of(model, self.policy, self._formats))
+        self._unproven, self._new_models = together, []
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        self._set_up()
+        if self._unproven is not None and torch.is_grad_enabled():
+            self._forget_first_step()
+            # Now, since modules may have been replaced after the setup.
+            self._first_step = FirstStep(self._unproven, self.policy, self._formats, switch=self._switch)
+            self._unproven = None
+        return self._regions[-1]
+
+    def _forget_first_step(self) -> None:
+        if self._first_step is not None:
+            self._first_step.remove()
+        self._first_step = None
+
+    def _end_first_step(self) -> None:
+        if self._unproven is not None:
+            raise PolicyError(
+                f"expected the first step to compute in the region of {self!r}, got one that did not: "
+                f"{self._switch}"
+            )
+        first_step, self._first_step = self._first_step, None
+        if first_step is not None:
+            first_step.end()
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Turn the region off for a backward pass, which manual optimization runs inside it."""
+        with ExitStack() as off:
+            for device in self._formats:
+                off.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+    # ---- the step
+
+    def _scale(self, loss: torch.Tensor) -> torch.Tensor:
+        self._set_up()
+        self._update()
+        scaled: torch.Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def _update(self) -> None:
+        """Move the scale after a step.
+
+        Not right after it: two optimizers may step on gradients that were computed before, with one scale.
+        """
+        if self._stepped:
+            self._stepped = False
+            self.scaler.update()
+
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale and check the gradients, unless that was done since the last step."""
+        self._set_up()
+        self._end_first_step()
+        if optimizer not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(optimizer)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        before_step: Callable[[], object],
+        **kwargs: Any,
+    ) -> Any:
+        """Evaluate ``closure``, call ``before_step`` on unscaled gradients, and step if they are finite.
+
+        Returns what the closure returned.
+        """
+
+        def evaluate() -> Any:
+            loss = closure()
+            self._unscale(optimizer)
+            before_step()
+            return loss
+
+        def evaluate_again() -> Any:
+            self._unscaled.discard(optimizer)
+            return evaluate()
+
+        self._set_up()
+        # An optimizer that evaluates the loss several times is restored from a copy if one is not finite.
+        if needs_closure(optimizer):
+            self._update()
+            result = self.scaler.step(optimizer, closure=evaluate_again, **kwargs)
+            returned = result.returned
+        else:
+            returned = evaluate()
+            result = self.scaler.step(optimizer, **kwargs)
+        self._stepped = True
+        self._unscaled.discard(optimizer)
+        self.last_result = result
+        return returned
+
+    # ---- saving
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.scaler is None:
+            self._set_up()
+        self._update()
+        state: dict[str, Any] = self.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is None:
+            self._set_up()
+        self.scaler.load_state_dict(state_dict)
+
+    def teardown(self) -> None:
+        if self._stepped:
+            self._update()
+        elif self._regions:
+            self.scaler.abandon()  # of a step that an error ended
+        self._unscaled.clear()
+        self._forget_first_step()
+        for region in self._regions:
+            region.remove()
+        self._regions.clear()
+        self._new_models.clear()
+        self._unproven = None
+
+
+class TrainerPlugin(Plugin):
+    """The plugin of ``Trainer``, to be put in front of its ``Precision``."""
+
+    _how_to_connect = "give it to Trainer(plugins=[...]) before trainer.fit"
+    _switch = "delete torch.autocast, .half() and .bfloat16() from the LightningModule and its callbacks"
+    _strategies: tuple[type, ...]
+    # The host's own, which has no public name: hooks before the step, and clipping.
+    _after_closure: Callable[..., None]
+
+    def __init__(self, policy: Policy | str, *, scaler: GradScaler | None = None) -> None:
+        super().__init__(policy, scaler=scaler)
+        # The result of the last step of each optimizer.
+        self._results: dict[torch.optim.Optimizer, StepResult | None] = {}
+
+    def convert_module(self, module: Any) -> Any:
+        strategy = module.trainer.strategy
+        if not isinstance(strategy, self._strategies):
+            names = " or ".join(kind.__name__ for kind in self._strategies)
+            raise UnsupportedError(
+                f"expected {names} for {self!r}, got {type(strategy).__name__}, which casts and steps by "
+                "itself: leave strategy out, or write strategy='ddp'"
+            )
+        return super().convert_module(module)
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        self._set_up()
+        for config in lr_schedulers:
+            # One that moves at every n-th step would lose n steps for the one that was skipped.
+            if config.interval == "step" and config.frequency == 1:
+                _hold(config.scheduler, self._results)
+        return model, optimizers, lr_schedulers
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        # Hooks get the loss before it is scaled.
+        return self._scale(super().pre_backward(tensor, module))  # type: ignore[misc]
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        with self._outside():
+            super().backward(*args, **kwargs)  # type: ignore[misc]
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        # Manual optimization gives the host's wrapper of the optimizer, before the step.
+        self._unscale(getattr(optimizer, "optimizer", optimizer))
+        super().clip_gradients(optimizer, *args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        if not needs_closure(optimizer):
+            loss = closure()
+            # ``training_step`` returned None: the host leaves the step out.
+            if loss is None and model.automatic_optimization:
+                return None
+            closure = functools.partial(_identity, loss)
+        before_step = functools.partial(self._after_closure, model, optimizer)
+        returned = self._step(optimizer, closure, before_step, **kwargs)
+        self._results[optimizer] = self.last_result
+        return returned
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._results.clear()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue with the scale of the host's own precision, if the checkpoint is of that."""
+        state = checkpoint.get("MixedPrecision")
+        if state and self.scaler.scales_losses:
+            self.scaler.load_state_dict(state)
+
+
+class FabricPlugin(Plugin):
+    """The plugin of ``Fabric``, to be put in front of its ``Precision``."""
+
+    _how_to_connect = "give it to Fabric(plugins=[...]), and set the model up by fabric.setup"
+    _switch = "call what fabric.setup returned, and delete torch.autocast, .half() and .bfloat16() around it"
+
+    def __init__(
+        self, policy: Policy | str, *, scaler: GradScaler | None = None, fp32_outputs: bool = True
+    ) -> None:
+        super().__init__(policy, scaler=scaler)
+        self.fp32_outputs = fp32_outputs
+
+    def convert_output(self, data: Any) -> Any:
+        return cast_floating(data, torch.float32) if self.fp32_outputs else data
+
+    def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        scaled = self._scale(tensor)
+        with self._outside():
+            super().backward(scaled, model, *args, **kwargs)  # type: ignore[misc]
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        self._unscale(optimizer)
+
+    def optimizer_step(self, optimizer: Any, *, closure: Callable[[], Any] = _nothing, **kwargs: Any) -> Any:
+        return self._step(optimizer, closure, _nothing, **kwargs)
+
+
+def _hold(scheduler: Any, results: Mapping[torch.optim.Optimizer, StepResult | None]) -> None:
+    """Have ``scheduler.step`` do nothing after a step of its optimizer that was skipped."""
+    kind = type(scheduler)
+
+    def step(held: Any, *args: Any, **kwargs: Any) -> None:
+        result = results.get(held.optimizer)
+        if result is None or not result.skipped:
+            kind.step(held, *args, **kwargs)
+
+    # By a class: an attribute ``step`` of the scheduler would be saved in its state.
+    names = {"step": step, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    scheduler.__class__ = type(kind.__name__, (kind,), names)
