@@ -37,6 +37,7 @@ class FirstStep:
         self._switch = switch
         self._expected = layer_formats(model, policy, formats)
         self._was_called = False
+        self._was_traced = False
         self._differences: dict[str, str] = {}
         self._handles = []
         for path, module in modules_by_path(model):
@@ -45,10 +46,14 @@ class FirstStep:
                 self._handles.append(module.register_forward_hook(look))
 
     def _look(self, path: str, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        # A frozen part, an evaluation and traced code prove nothing about the training.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        # A frozen part and an evaluation prove nothing about the training.
+        if not torch.is_grad_enabled():
             return
         self._was_called = True
+        # The message would break the graph. The region of traced code is part of its graph.
+        if torch.compiler.is_compiling():
+            self._was_traced = True
+            return
         if not isinstance(output, torch.Tensor) or output.dtype == self._expected[path]:
             return
         expected = format_name(self._expected[path])
@@ -64,8 +69,10 @@ class FirstStep:
         Raises:
             PolicyError: a layer computed in another format, or the model that trains is another one.
         """
-        for handle in self._handles:
-            handle.remove()
+        # Without its hooks a compiled model would be compiled again.
+        if not self._was_traced:
+            for handle in self._handles:
+                handle.remove()
         self._handles.clear()
         if self._differences:
             first, *others = self._differences.items()

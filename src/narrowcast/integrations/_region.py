@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from narrowcast.casting import ModelRegion
-from narrowcast.errors import SettingError
+from narrowcast.errors import PolicyError, SettingError
 from narrowcast.gradients import GradScaler
-from narrowcast.policy import Policy, resolve, with_fp32_weights
+from narrowcast.policy import Policy, format_name, resolve, with_fp32_weights
 from narrowcast.scaling import Off
 
 
@@ -37,10 +37,24 @@ def region_of(model: torch.nn.Module, policy: Policy, formats: Mapping[str, torc
     return ModelRegion(policy, formats, warnings.warn, model=model, warns=True)
 
 
-def scaler_for(model: torch.nn.Module, formats: Mapping[str, torch.dtype], scaler: Any = None) -> GradScaler:
+def refuse_low_weights(model: torch.nn.Module) -> None:
+    """Refuse a model whose trainable weights are in a low format, in which small updates are lost."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            raise PolicyError(
+                f"expected trainable weights in fp32, which the policy casts, got {name!r} in "
+                f"{format_name(parameter.dtype)}: load the model in fp32 (dtype=torch.float32), or call "
+                "model.float() before the optimizer is made"
+            )
+
+
+def scaler_for(
+    model: torch.nn.Module | None, formats: Mapping[str, torch.dtype], scaler: Any = None
+) -> GradScaler:
     """Return the scaler that was given, or the policy's: it scales in fp16, and checks in other formats.
 
-    A step whose gradients are not finite is skipped in every format. The results name the parameters.
+    A step whose gradients are not finite is skipped in every format. The results name the parameters of
+    ``model``, where it is known.
     """
     if scaler is None:
         loss_scale = None if torch.float16 in formats.values() else Off()
@@ -50,5 +64,6 @@ def scaler_for(model: torch.nn.Module, formats: Mapping[str, torch.dtype], scale
             f"expected a nc.GradScaler, got {type(scaler).__module__}.{type(scaler).__qualname__}: leave the "
             "argument out, or make it by nc.GradScaler(...)"
         )
-    scaler.name_parameters({id(parameter): name for name, parameter in model.named_parameters()})
+    if model is not None:
+        scaler.name_parameters({id(parameter): name for name, parameter in model.named_parameters()})
     return scaler
