@@ -14,7 +14,7 @@ from narrowcast.casting.kernels._direct_results import (
 )
 from narrowcast.casting.kernels._kernels import NotesOfResults
 from narrowcast.casting.kernels._watching import ops_under_way, watch_ops
-from narrowcast.casting.models._apply import Applied, ModelRegion, apply
+from narrowcast.casting.models._apply import Applied, ModelRegion, applied_to, apply
 from narrowcast.casting.models._bake import bake
 from narrowcast.casting.models._compile import compile
 from narrowcast.casting.models._layer_formats import layer_formats, weight_formats
@@ -48,6 +48,7 @@ __all__ = [
     "PolicyRegion",
     "ScopedRegion",
     "active_scopes",
+    "applied_to",
     "apply",
     "autocast",
     "bake",

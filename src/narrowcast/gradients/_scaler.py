@@ -419,13 +419,16 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         """Return the loss scale: a number; if only a device holds it, a copy there, 0-dim fp32."""
         return self._loss_scale.copied()
 
-    def name_parameters(self, names: Mapping[int, str]) -> None:
+    def name_parameters(self, names: Mapping[int, str], *, refuses_steps_by_hand: bool = True) -> None:
         """Set names of parameters, by ``id``, that take precedence over those of the optimizer.
 
-        For a ``Stepper``, which refuses steps by hand itself.
+        Args:
+            names: of the parameters.
+            refuses_steps_by_hand: whether the caller refuses them, as a ``Stepper``; the scaler then does not
+                watch for them.
         """
         self._iteration.names = dict(names)
-        self._iteration.refuses_steps_by_hand = True
+        self._iteration.refuses_steps_by_hand = refuses_steps_by_hand
 
     def loss_scale(self) -> LossScale:
         """Return the loss scale as a value, with its counts; waits for the device."""

@@ -1,0 +1,296 @@
+"""narrowcast in Accelerate: one policy for the models of an ``Accelerator``, with narrowcast's scaler."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from narrowcast.casting import PolicyRegion, applied_to, apply, cast_floating
+from narrowcast.errors import OrderError, PolicyError, SettingError
+from narrowcast.gradients import GradScaler, StepResult
+from narrowcast.integrations._first_step import FirstStep
+from narrowcast.integrations._hosts import require
+from narrowcast.integrations._region import formats_on, host_policy, refuse_low_weights, scaler_for
+from narrowcast.policy import Policy, resolve
+
+require("accelerate", "1.10", "accelerate")
+
+from accelerate import Accelerator, DistributedType  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+
+_ENGINES = {
+    DistributedType.DEEPSPEED: "the engine of DeepSpeed scales and steps by itself",
+    DistributedType.MEGATRON_LM: "Megatron-LM scales and steps by itself",
+    DistributedType.FSDP: "the plugin shards and casts by itself: shard by narrowcast.integrations.fsdp2",
+}
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    policy: Policy | str = "auto",
+    scaler: GradScaler | None = None,
+    fp32_outputs: bool = True,
+) -> Any:
+    """Prepare models, optimizers, data loaders and schedulers; the models compute by ``policy``.
+
+    >>> import torch
+    >>> from accelerate import Accelerator
+    >>> from narrowcast.integrations.accelerate import prepare
+    >>> accelerator = Accelerator(cpu=True)
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model, optimizer = prepare(accelerator, model, optimizer, policy="bf16")
+    >>> accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    >>> optimizer.step()
+    >>> accelerator.optimizer_step_was_skipped
+    False
+
+    Everything else stays as Accelerate's documentation has it. Compute the loss in the model or outside. A
+    step with a NaN or infinite gradient, of any micro-batch, is skipped, and the scheduler waits;
+    ``optimizer.result`` is the step's ``nc.StepResult``. The statistics of batch norms move in a skipped step
+    too. ``accelerator.autocast()`` opens the region of the policy. ``save_state`` and ``load_state`` keep the
+    state of the scaler. What ``accelerator.prepare`` gets later follows the policy too.
+
+    Args:
+        accelerator: it has ``mixed_precision="no"``, and has prepared no optimizer yet.
+        objects: what ``accelerator.prepare`` takes.
+        policy: a preset, a ``Policy``, or the path of one.
+        scaler: by default a dynamic loss scale in fp16, and in other formats only the check of gradients.
+        fp32_outputs: cast fp16 and bf16 tensors in the outputs of models to fp32, as Accelerate does in mixed
+            precision. False saves their memory.
+
+    Returns:
+        What ``accelerator.prepare(*objects)`` returns.
+
+    Raises:
+        SettingError: the accelerator has mixed precision, handlers for it, or a sharding engine; or ``scaler``
+            is another class.
+        PolicyError: the policy does not exist or does not fit a model, or the weights of a model are in a low
+            format; at the first step of an optimizer: a layer has computed in another format, or no model of
+            the optimizer was prepared.
+        OrderError: prepared twice, or after an optimizer; at a step: ``accelerator.scaler`` was replaced.
+    """
+    Attachment(accelerator, policy, scaler, fp32_outputs=fp32_outputs)
+    return accelerator.prepare(*objects)
+
+
+class Attachment:
+    """A policy on an ``Accelerator``: replaces what the accelerator does about precision by narrowcast's.
+
+    Attributes:
+        scaler: the accelerator's from now on.
+        region: of the policy, on the accelerator's device.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        policy: Policy | str,
+        scaler: GradScaler | None,
+        *,
+        fp32_outputs: bool,
+    ) -> None:
+        _refuse_other_precision(accelerator)
+        self._accelerator = accelerator
+        self._policy = host_policy(policy)
+        self._fp32_outputs = fp32_outputs
+        device = accelerator.device.type
+        formats = {device: resolve(self._policy, device)}
+        self.region = PolicyRegion(self._policy, formats, warnings.warn, warns=True)
+        self.scaler = scaler_for(None, formats, scaler)
+
+        self._first_steps: weakref.WeakKeyDictionary[torch.nn.Module, FirstStep] = weakref.WeakKeyDictionary()
+        self._names: dict[int, str] = {}
+        # Ids of the optimizers whose gradients are unscaled, until the scale is updated.
+        self._unscaled: set[int] = set()
+        self._was_scaled = False
+        self._update_is_due = False
+
+        self._host_prepare_model: Callable[..., Any] = accelerator.prepare_model
+        self._host_prepare_optimizer: Callable[..., Any] = accelerator.prepare_optimizer
+        self._host_backward: Callable[..., Any] = accelerator.backward
+        accelerator.scaler = self.scaler
+        accelerator.prepare_model = self.prepare_model
+        accelerator.prepare_optimizer = self.prepare_optimizer
+        accelerator.backward = self.backward
+        accelerator.unscale_gradients = self.unscale_gradients
+        accelerator.autocast = self.autocast
+        accelerator.register_save_state_pre_hook(lambda *_: self.update())
+
+    # ---- in place of the methods of the accelerator
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        has_weights = next(model.parameters(), None) is not None
+        is_new = has_weights and model not in self._first_steps
+        if is_new:
+            refuse_low_weights(model)
+            # It may have been prepared by another accelerator.
+            if applied_to(model, self._policy) is None:
+                apply(model, self._policy)
+            if self._fp32_outputs:
+                model.register_forward_hook(_in_fp32)
+
+        prepared = self._host_prepare_model(model, device_placement, evaluation_mode)
+        if is_new:
+            # Accelerate has moved the model to its device.
+            switch = "let nothing else in or around the model cast, and write rules into the policy instead"
+            formats = formats_on(model, self._policy)
+            self._first_steps[model] = FirstStep(model, self._policy, formats, switch=switch)
+            self._names |= {id(parameter): name for name, parameter in model.named_parameters()}
+            self.scaler.name_parameters(self._names, refuses_steps_by_hand=False)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        prepared = self._host_prepare_optimizer(optimizer, device_placement)
+        if type(prepared) is AcceleratedOptimizer:
+            prepared.__class__ = _Optimizer
+            prepared.attachment = self
+        if getattr(prepared, "attachment", self) is not self:
+            raise OrderError(
+                f"expected an optimizer of torch, got a {type(prepared.optimizer).__name__} that another "
+                "Accelerator has prepared: make a new one"
+            )
+        return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self._was_scaled = True
+        self.update()
+        self._host_backward(loss, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        if not self._accelerator.sync_gradients:
+            if self.scaler.scales_losses:
+                raise OrderError(
+                    "expected gradients to be unscaled or clipped after the last micro-batch of a step, got "
+                    'one before it: write "if accelerator.sync_gradients:" above the line'
+                )
+            return  # they have no scale, and are checked with the last micro-batch
+
+        optimizers = self._optimizers
+        if optimizer is not None:
+            optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        for each in optimizers:
+            if id(each) not in self._unscaled:
+                self.scaler.unscale_(each.optimizer)
+                self._unscaled.add(id(each))
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        if autocast_handler is not None and not autocast_handler.enabled:
+            return torch.autocast(self._accelerator.device.type, enabled=False)
+        return self.region
+
+    # ---- steps
+
+    def step(self, optimizer: _Optimizer, closure: Callable[[], Any] | None) -> StepResult:
+        if closure is None and not self._was_scaled:
+            raise OrderError(
+                "expected accelerator.backward(loss), which scales the loss, before the step of an optimizer: "
+                "write it in place of loss.backward()"
+            )
+        if optimizer.result is None:
+            self._prove(optimizer)
+        if self._accelerator.scaler is not self.scaler:
+            raise OrderError(
+                "expected accelerator.scaler to stay, got another one after prepare: give it to prepare as "
+                "scaler=nc.GradScaler(...)"
+            )
+        arguments = () if closure is None else (closure,)
+        result = self.scaler.step(optimizer.optimizer, *arguments)
+        self._unscaled.add(id(optimizer))
+        self._update_is_due = True
+        # Others may still have to step on gradients of this scale, which moves with the next backward pass.
+        if len(self._optimizers) == 1:
+            self.update()
+        return result
+
+    def update(self) -> None:
+        """Move the scale, if a step was made since the last time."""
+        if self._update_is_due:
+            self.scaler.update()
+            self._update_is_due = False
+            self._unscaled.clear()
+
+    def _prove(self, optimizer: _Optimizer) -> None:
+        """Raise unless the models whose weights this optimizer is about to change computed by the policy."""
+        weights = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        trained = []
+        for model in self._first_steps:
+            if any(id(parameter) in weights for parameter in model.parameters()):
+                trained.append(model)
+        if not trained:
+            raise PolicyError(
+                "expected an optimizer of a model that was prepared with the policy, got an "
+                f"{type(optimizer.optimizer).__name__} of other parameters: prepare their model too, and "
+                "train in one process for each device (DataParallel is not prepared)"
+            )
+        for model in trained:
+            refuse_low_weights(model)
+            self._first_steps[model].end()
+
+    @property
+    def _optimizers(self) -> list[_Optimizer]:
+        # ``free_memory`` empties it. Accelerate has no public name for what it has prepared.
+        prepared: list[_Optimizer] = self._accelerator._optimizers
+        return prepared
+
+
+class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An optimizer that Accelerate has prepared, and an ``Attachment`` steps.
+
+    Accelerate's own takes a step as skipped if the optimizer was not called, but fused ones are called, and
+    skip on the device.
+    """
+
+    attachment: Attachment
+    result: StepResult | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if self.gradient_state.sync_gradients:
+            self.result = self.attachment.step(self, closure)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return self.result is not None and self.result.skipped
+
+
+def _in_fp32(_model: torch.nn.Module, _inputs: Any, outputs: Any) -> Any:
+    return cast_floating(outputs, torch.float32)
+
+
+def _refuse_other_precision(accelerator: Accelerator) -> None:
+    """Refuse an accelerator that would cast, scale or step by itself."""
+    if accelerator.mixed_precision != "no":
+        raise SettingError(
+            'expected Accelerator(mixed_precision="no"), since the policy decides, got '
+            f'"{accelerator.mixed_precision}": write "no" there, and in "accelerate config" or "accelerate '
+            'launch --mixed_precision"'
+        )
+    for handler in (accelerator.scaler_handler, accelerator.autocast_handler):
+        if handler is not None:
+            raise SettingError(
+                f"expected no {type(handler).__name__}, which would have no effect: give scaler= and policy= "
+                "to narrowcast.integrations.accelerate.prepare"
+            )
+    if accelerator.distributed_type in _ENGINES:
+        raise SettingError(
+            f"expected one process for each device with a copy of the model, got "
+            f"{accelerator.distributed_type.value}: {_ENGINES[accelerator.distributed_type]}"
+        )
+    if accelerator.scaler is not None:
+        raise OrderError(
+            "expected an Accelerator without a scaler, got one that was prepared already: prepare it once, "
+            "and use accelerator.prepare for what comes later"
+        )
+    if accelerator._optimizers:
+        raise OrderError(
+            "expected an Accelerator that has prepared no optimizer, got one that has: replace "
+            "accelerator.prepare by narrowcast.integrations.accelerate.prepare"
+        )

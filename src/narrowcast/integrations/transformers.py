@@ -1,0 +1,91 @@
+"""narrowcast in the ``Trainer`` of transformers, and those of TRL: one policy, with narrowcast's scaler."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from narrowcast.errors import SettingError
+from narrowcast.gradients import GradScaler
+from narrowcast.integrations._hosts import require
+from narrowcast.integrations.accelerate import Attachment
+from narrowcast.policy import Policy
+
+require("transformers", "4.57", "transformers")
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object
+
+
+class NarrowcastMixin(Trainer):
+    """Train by a policy of narrowcast; name it before the trainer::
+
+        from narrowcast.integrations.transformers import NarrowcastMixin
+
+        class PolicyTrainer(NarrowcastMixin, Trainer): ...
+
+        trainer = PolicyTrainer(model, TrainingArguments("out", max_grad_norm=1.0), train_dataset=..., policy="bf16")
+        trainer.train()
+
+    It works with ``SFTTrainer`` of TRL too; write ``bf16=False`` in ``SFTConfig``, whose default is True. The
+    model computes by the policy in training, evaluation and ``compute_loss``, and its weights stay in fp32. A
+    step with a NaN or infinite gradient is skipped, and the scheduler waits. Checkpoints hold the state of the
+    scaler. Beside ``grad_norm``, which is that of unscaled gradients before clipping, the log has
+    ``loss_scale`` and ``skipped_steps``, the number since ``train`` began.
+
+    Args:
+        policy: a preset, a ``Policy``, or the path of one.
+        scaler: by default a dynamic loss scale in fp16, and in other formats only the check of gradients.
+        fp32_outputs: cast fp16 and bf16 tensors in the outputs of the model to fp32, as the ``Trainer`` does
+            in mixed precision. False saves their memory.
+
+    All other arguments are those of the trainer.
+
+    Raises:
+        SettingError: ``bf16``, ``fp16``, ``bf16_full_eval`` or ``fp16_full_eval`` is True in the arguments, or
+            a sharding engine is used.
+        PolicyError: as ``narrowcast.integrations.accelerate.prepare``, in ``train``.
+    """
+
+    skipped_steps = 0
+
+    def __init__(
+        self,
+        *args: Any,
+        policy: Policy | str = "auto",
+        scaler: GradScaler | None = None,
+        fp32_outputs: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self._settings = policy, scaler, fp32_outputs
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        for switch in ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"):
+            if getattr(self.args, switch):
+                raise SettingError(
+                    f"expected {switch}=False, since the policy decides, got {switch}=True: write "
+                    f"{switch}=False in {type(self.args).__name__} (in SFTConfig bf16 is True by default)"
+                )
+        super().create_accelerator_and_postprocess()
+        policy, scaler, fp32_outputs = self._settings
+        self._attachment = Attachment(self.accelerator, policy, scaler, fp32_outputs=fp32_outputs)
+        self.accelerator.scaler.on_skip(self._count_skip)
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        stack = super().compute_loss_context_manager()
+        stack.enter_context(self._attachment.region)
+        return stack
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            scaler = self._attachment.scaler
+            # On a GPU a step may still be on its way.
+            scaler.report_pending()
+            logs |= {"loss_scale": scaler.get_scale(), "skipped_steps": self.skipped_steps}
+        super().log(logs, *args, **kwargs)
+
+    def _count_skip(self, _result: Any) -> None:
+        self.skipped_steps += 1

@@ -1,0 +1,289 @@
+"""Training by the Trainer of transformers, and of TRL, with a policy, beside their own bf16 and a Stepper."""
+
+import math
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import DataLoader
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    get_scheduler,
+)
+from trl import SFTConfig, SFTTrainer
+
+import narrowcast as nc
+from example_runs import run, succeeded
+from narrowcast.errors import PolicyError, SettingError
+from narrowcast.integrations.transformers import NarrowcastMixin
+
+# What SFTConfig sets by default.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+STEPS = 4
+BATCH_SIZE = 4
+WORDS = 32
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+RATE = 1e-2
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_remains():
+    yield
+    forget_accelerators()
+
+
+def forget_accelerators():
+    """Let the next Trainer have settings of its own."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+class InOrder:
+    """A Trainer whose batches come in the order of the data."""
+
+    def get_train_dataloader(self):
+        loader = DataLoader(self.train_dataset, BATCH_SIZE, collate_fn=default_data_collator)
+        return self.accelerator.prepare(loader)
+
+
+class HostTrainer(InOrder, Trainer):
+    pass
+
+
+class PolicyTrainer(NarrowcastMixin, InOrder, Trainer):
+    pass
+
+
+class PolicySFTTrainer(NarrowcastMixin, SFTTrainer):
+    pass
+
+
+def bert(dropout=0.1):
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=WORDS, max_position_embeddings=16, hidden_dropout_prob=dropout, **SIZES)
+    config.attention_probs_dropout_prob = dropout
+    return BertForSequenceClassification(config)
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=16, **SIZES))
+
+
+def data_for(model):
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for _ in range(2 * STEPS * BATCH_SIZE):
+        words = torch.randint(4, WORDS, (8,), generator=generator)
+        is_language_model = isinstance(model, LlamaForCausalLM)
+        rows.append({"input_ids": words, "labels": words if is_language_model else words[0] % 2})
+    return rows
+
+
+def arguments(folder, **settings):
+    settings = {
+        "max_steps": STEPS, "per_device_train_batch_size": BATCH_SIZE, "learning_rate": RATE,
+        "optim": "adamw_torch", "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "dataloader_pin_memory": False, **settings,
+    }  # fmt: skip
+    return settings.pop("config", TrainingArguments)(str(folder), **settings)
+
+
+def trained(folder, model, *, policy=None, bad=None, resume=None, **settings):
+    """A trainer that has trained the model: with a policy, or in its own way."""
+    forget_accelerators()
+    data = data_for(model)
+    if bad is not None:
+        plant_infinity(model, bad)
+    common = {
+        "model": model, "args": arguments(folder, **settings), "train_dataset": data, "eval_dataset": data[:4]
+    }  # fmt: skip
+    trainer = HostTrainer(**common) if policy is None else PolicyTrainer(**common, policy=policy)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def plant_infinity(model, bad):
+    """Make a gradient infinite in the backward pass of this number."""
+    calls = []
+
+    def poison(gradient):
+        calls.append(None)
+        return gradient * math.inf if len(calls) - 1 == bad else gradient
+
+    next(model.parameters()).register_hook(poison)
+
+
+def weights_of(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def by_stepper(policy, *, bad=None, accumulate=1):
+    model = bert(dropout=0.0)
+    if bad is not None:
+        plant_infinity(model, bad)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)
+    scheduler = get_scheduler("linear", optimizer, 0, STEPS)
+    stepper = nc.Stepper(model, optimizer, policy=policy, scheduler=scheduler, accumulate=accumulate)
+    loader = DataLoader(data_for(model), BATCH_SIZE, collate_fn=default_data_collator)
+    for _, batch in zip(range(STEPS * accumulate), loader, strict=False):
+        with stepper.autocast():
+            loss = model(**batch).loss
+        # A Trainer does not divide the loss of a model that takes the number of items in a batch.
+        stepper.step(loss * accumulate)
+    return weights_of(model), scheduler.get_last_lr()
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+# ---- the same numbers
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_bf16_ends_as_the_trainers_own_to_the_bit(make, tmp_path):
+    # Evaluations in between, clipping, and checkpoints of activations.
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "max_grad_norm": 0.1,
+        "activation_checkpointing": True,
+    }
+    host = trained(tmp_path, make(), bf16=True, **settings)
+    ours = trained(tmp_path, make(), policy="bf16", **settings)
+    assert torch.equal(weights_of(ours.model), weights_of(host.model))
+    for name in ("loss", "grad_norm", "eval_loss", "learning_rate"):
+        assert logged(ours, name) == logged(host, name)
+        assert len(logged(ours, name)) == STEPS
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("bad", [None, 1])
+def test_it_ends_as_a_stepper_to_the_bit(policy, bad, tmp_path):
+    trainer = trained(tmp_path, bert(dropout=0.0), policy=policy, bad=bad, max_grad_norm=0.0)
+    weights, rates = by_stepper(policy, bad=bad)
+    assert torch.equal(weights_of(trainer.model), weights)
+    assert trainer.lr_scheduler.get_last_lr() == rates * 2  # of the parameters with weight decay, and without
+
+
+@pytest.mark.parametrize("bad", [2, 3], ids=["first", "second"])
+def test_an_infinity_in_either_micro_batch_skips_the_step(bad, tmp_path):
+    settings = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
+    trainer = trained(tmp_path, bert(dropout=0.0), policy="fp16", bad=bad, **settings)
+    weights, _ = by_stepper("fp16", bad=bad, accumulate=2)
+    assert torch.equal(weights_of(trainer.model), weights)
+    assert logged(trainer, "skipped_steps") == [0, 1, 1, 1]
+
+
+def test_fused_clipping_ends_as_unfused_in_fp16(tmp_path):
+    one = trained(tmp_path, bert(), policy="fp16", max_grad_norm=0.1)
+    fused = trained(tmp_path, bert(), policy="fp16", max_grad_norm=0.1, optim="adamw_torch_fused")
+    assert logged(fused, "grad_norm")[0] == logged(one, "grad_norm")[0]
+    # The fused kernel rounds in another order; a learning rate that much off would be a thousandfold more.
+    torch.testing.assert_close(weights_of(fused.model), weights_of(one.model), rtol=0, atol=1e-3 * RATE)
+
+
+def test_the_log_has_scale_skips_and_norm(tmp_path):
+    trainer = trained(tmp_path, bert(), policy="fp16", bad=1)
+    assert logged(trainer, "loss_scale") == [2.0**16, *[2.0**15] * (STEPS - 1)]
+    assert logged(trainer, "skipped_steps") == [0, *[1] * (STEPS - 1)]
+    norms = logged(trainer, "grad_norm")
+    assert math.isnan(norms[1]) or math.isinf(norms[1])
+    assert all(0 < norm < 100 for norm in (norms[0], *norms[2:]))
+    # The rate that a step was made with; the scheduler waited after the skipped one.
+    rates = logged(trainer, "learning_rate")
+    assert rates[1] == rates[2]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_it_resumes_to_the_bit_after_a_skip(policy, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    whole = trained(tmp_path, bert(), policy=policy, bad=0, **settings)
+    resumed = trained(tmp_path, bert(), policy=policy, resume=str(tmp_path / "checkpoint-2"), **settings)
+    assert torch.equal(weights_of(resumed.model), weights_of(whole.model))
+    assert resumed.accelerator.scaler.get_scale() == whole.accelerator.scaler.get_scale()
+    assert resumed.lr_scheduler.get_last_lr() == whole.lr_scheduler.get_last_lr()
+
+
+def test_training_goes_on_and_another_trainer_may_follow(tmp_path):
+    model = bert()
+    trainer = trained(tmp_path, model, policy="bf16")
+    trainer.train()
+    assert trained(tmp_path, model, policy="bf16").accelerator.scaler is not trainer.accelerator.scaler
+
+
+# ---- TRL
+
+
+def tokenizer():
+    words = {"[PAD]": 0, "[UNK]": 1, "[EOS]": 2, **{f"w{number}": number for number in range(3, WORDS)}}
+    split = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    split.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=split, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
+    )
+
+
+def trained_by_trl(folder, policy=None, **settings):
+    forget_accelerators()
+    texts = [" ".join(f"w{3 + (row + place) % 20}" for place in range(8)) for row in range(32)]
+    common = {
+        "model": llama(),
+        "args": arguments(folder, config=SFTConfig, dataset_num_proc=None, **settings),
+        "train_dataset": Dataset.from_dict({"text": texts}),
+        "processing_class": tokenizer(),
+    }
+    trainer = SFTTrainer(**common) if policy is None else PolicySFTTrainer(**common, policy=policy)
+    trainer.train()
+    return trainer
+
+
+def test_trl_ends_as_its_own_bf16_to_the_bit(tmp_path):
+    host = trained_by_trl(tmp_path)
+    ours = trained_by_trl(tmp_path, policy="bf16", bf16=False)
+    assert torch.equal(weights_of(ours.model), weights_of(host.model))
+    assert logged(ours, "loss") == logged(host, "loss")
+
+
+# ---- misuse
+
+
+@pytest.mark.parametrize("switch", ["bf16", "fp16", "bf16_full_eval", "fp16_full_eval"])
+def test_the_switches_of_the_host_are_refused_by_name(switch, tmp_path):
+    with pytest.raises(SettingError, match=f"write {switch}=False in TrainingArguments"):
+        trained(tmp_path, bert(), policy="bf16", **{switch: True})
+
+
+def test_the_default_of_trl_is_refused_by_name(tmp_path):
+    with pytest.raises(SettingError, match="write bf16=False in SFTConfig"):
+        trained_by_trl(tmp_path, policy="bf16")
+
+
+def test_a_model_in_bf16_is_refused(tmp_path):
+    with pytest.raises(PolicyError, match="load the model in fp32"):
+        trained(tmp_path, bert().bfloat16(), policy="bf16")
+
+
+def test_autocast_off_inside_raises_before_weights_change(tmp_path):
+    model = bert()
+    model.bert.encoder.forward = torch.autocast("cpu", enabled=False)(model.bert.encoder.forward)
+    before = weights_of(model)
+    with pytest.raises(PolicyError, match="autocast was off around it"):
+        trained(tmp_path, model, policy="bf16")
+    assert torch.equal(weights_of(model), before)
+
+
+def test_the_example_learns(tmp_path):
+    line = succeeded(run("hosts/trainer_text.py", folder=tmp_path))[-1]
+    # Guessing one of 32 words costs 3.5.
+    assert float(line.split()[1]) < 0.5
