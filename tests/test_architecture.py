@@ -39,7 +39,7 @@ ORDER = [
     "__main__",
 ]
 MOST_PUBLIC_NAMES = 95
-PUBLIC = ["errors", "formats", "scaling", "weights", "observe", "training", "apex"]
+PUBLIC = ["errors", "formats", "scaling", "weights", "observe", "training", "integrations", "apex"]
 TORCH_FREE = {"errors", "scaling", "capture", "report", "cli", "migrate"}
 ENTRIES = {"__init__", "__main__"}
 

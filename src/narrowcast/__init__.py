@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from narrowcast.errors import NarrowcastError, near_names
 
 if TYPE_CHECKING:
-    from narrowcast import apex, errors, formats, observe, scaling, training, weights
+    from narrowcast import apex, errors, formats, integrations, observe, scaling, training, weights
     from narrowcast.attach import attached
     from narrowcast.casting import apply, autocast, bake, compile, custom_bwd, custom_fwd, drop_casts
     from narrowcast.gradients import GradScaler, StepResult
@@ -44,6 +44,7 @@ __all__ = [
     "errors",
     "explain",
     "formats",
+    "integrations",
     "observe",
     "rule",
     "scaling",

@@ -83,9 +83,9 @@ def test_notes_of_attached_speak_of_its_arguments(monkeypatch):
         ),
         (rule.module("net.model.he*", compute="fp32"), '(did you mean "he*"? paths start at the module that'),
         (rule.module("model.tail", compute="fp32"), "called (Classifier)"),
-        (rule.op("mm", compute="fp32"), "was reached by no call: nn.Linear calls linear, and @ calls"),
-        (rule.op("bmm", compute="fp32"), "was reached by no call: nn.Linear calls linear, and @ calls"),
-        (rule.op("cumsum", compute="fp32"), "the rule for cumsum was reached by no call"),
+        (rule.op("mm", compute="fp32"), "was reached by no call inside a model: nn.Linear calls linear, and @ calls"),
+        (rule.op("bmm", compute="fp32"), "was reached by no call inside a model: nn.Linear calls linear, and @ calls"),
+        (rule.op("cumsum", compute="fp32"), "the rule for cumsum was reached by no call inside a model"),
     ],
 )
 def test_a_rule_without_effect_names_what_would_have_one(asked, hint):
@@ -178,7 +178,7 @@ def test_a_rule_for_an_operator_is_noted_beside_one_for_the_operator_in_a_module
         Classifier()(torch.ones(2, 8))
     notes = "\n".join(notes_of(attached))
     assert 'the rule for bmm in modules "haed" named no module' in notes
-    assert "the rule for bmm was reached by no call: nn.Linear calls linear" in notes
+    assert "the rule for bmm was reached by no call inside a model: nn.Linear calls linear" in notes
 
 
 @pytest.mark.filterwarnings("ignore:fp8 is emulated")
@@ -252,4 +252,4 @@ def test_a_rule_for_operators_that_no_call_reached_is_told():
     with Attachment(asked) as attached:
         Classifier()(torch.ones(2, 8))
     told = [note for note in attached.notes if "reached" in note]
-    assert told == [f"the rule for {one.target} was reached by no call" for one in unreached]
+    assert told == [f"the rule for {one.target} was reached by no call inside a model" for one in unreached]

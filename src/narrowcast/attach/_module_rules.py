@@ -37,7 +37,7 @@ def notes_on_unreached(policy: Policy, already_said: list[str]) -> list[str]:
     """
     notes = []
     for rule in unreached(policy):
-        note = f"{RULE_NOTE}{rule.target} was reached by no call"
+        note = f"{RULE_NOTE}{rule.target} was reached by no call inside a model"
         if f"{RULE_NOTE}{rule.target}{_NAMED_NOTHING}" in "\n".join(already_said):
             continue
         if rule.op in _MATMULS:
