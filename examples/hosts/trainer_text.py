@@ -29,7 +29,7 @@ policy = nc.Policy.preset("bf16").with_rules(nc.rule.module("lm_head", compute="
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         folder, max_steps=60, learning_rate=1e-2, logging_steps=20, report_to=[], disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = PolicyTrainer(model, arguments, train_dataset=data, policy=policy)

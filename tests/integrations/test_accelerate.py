@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import AutocastKwargs, GradScalerKwargs, TorchDynamoPlugin
+from example_runs import run, succeeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
-from example_runs import run, succeeded
 from narrowcast.errors import OrderError, PolicyError, SettingError
 from narrowcast.integrations.accelerate import prepare
 
@@ -334,7 +334,7 @@ def test_it_resumes_to_the_bit_after_a_skip(policy, tmp_path):
     assert_same(state_of(second[1], second[3]), state_of(whole[1], whole[3]))
 
 
-def test_optimizers_of_one_loss_step_by_one_scale():
+def test_optimizers_of_one_loss_step_by_one_scale(tmp_path):
     model = make_net().eval()
     up, down = ([*model.up.parameters()], [*model.norm.parameters(), *model.down.parameters()])
     accelerator = Accelerator(cpu=True)
@@ -348,6 +348,10 @@ def test_optimizers_of_one_loss_step_by_one_scale():
         for optimizer in (first, second):
             optimizer.step()
             optimizer.zero_grad()
+    # The scale moves before it is saved.
+    accelerator.save_state(tmp_path)
+    assert torch.load(tmp_path / "scaler.pt")["_growth_tracker"] == BATCHES
+
     one = prepared("fp16", make_net().eval())
     train(*one, steps=BATCHES)
     for parameter, expected in zip(model.parameters(), one[1].parameters(), strict=True):
@@ -447,7 +451,7 @@ def test_weights_in_bf16_are_refused():
 
 
 def test_a_model_that_was_not_prepared_is_refused():
-    accelerator, model, optimizer = prepared()
+    accelerator, _, _ = prepared()
     other = make_net()
     optimizer = accelerator.prepare(optimizer_of(other))
     with pytest.raises(PolicyError, match="of other parameters"):

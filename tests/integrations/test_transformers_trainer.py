@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
+from example_runs import run, succeeded
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import (
@@ -22,7 +23,6 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import narrowcast as nc
-from example_runs import run, succeeded
 from narrowcast.errors import PolicyError, SettingError
 from narrowcast.integrations.transformers import NarrowcastMixin
 
@@ -220,6 +220,20 @@ def test_training_goes_on_and_another_trainer_may_follow(tmp_path):
     trainer = trained(tmp_path, model, policy="bf16")
     trainer.train()
     assert trained(tmp_path, model, policy="bf16").accelerator.scaler is not trainer.accelerator.scaler
+
+
+def test_what_compute_loss_computes_itself_follows_the_policy(tmp_path):
+    formats = set()
+
+    class Matmul(PolicyTrainer):
+        def compute_loss(self, *args, **kwargs):
+            formats.add((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+            return super().compute_loss(*args, **kwargs)
+
+    model = bert()
+    trainer = Matmul(model, arguments(tmp_path), train_dataset=data_for(model), policy="bf16")
+    trainer.train()
+    assert formats == {torch.bfloat16}
 
 
 # ---- TRL

@@ -69,8 +69,8 @@ def prepare(
         What ``accelerator.prepare(*objects)`` returns.
 
     Raises:
-        SettingError: the accelerator has mixed precision, handlers for it, or a sharding engine; or ``scaler``
-            is another class.
+        SettingError: the accelerator has mixed precision, handlers for it, or a sharding engine; or
+            ``scaler`` is no ``nc.GradScaler``.
         PolicyError: the policy does not exist or does not fit a model, or the weights of a model are in a low
             format; at the first step of an optimizer: a layer has computed in another format, or no model of
             the optimizer was prepared.
@@ -192,8 +192,8 @@ class Attachment:
     def step(self, optimizer: _Optimizer, closure: Callable[[], Any] | None) -> StepResult:
         if closure is None and not self._was_scaled:
             raise OrderError(
-                "expected accelerator.backward(loss), which scales the loss, before the step of an optimizer: "
-                "write it in place of loss.backward()"
+                "expected accelerator.backward(loss), which scales the loss, before the optimizer's step: write "
+                "it in place of loss.backward()"
             )
         if optimizer.result is None:
             self._prove(optimizer)

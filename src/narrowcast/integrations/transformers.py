@@ -26,14 +26,14 @@ class NarrowcastMixin(Trainer):
 
         class PolicyTrainer(NarrowcastMixin, Trainer): ...
 
-        trainer = PolicyTrainer(model, TrainingArguments("out", max_grad_norm=1.0), train_dataset=..., policy="bf16")
+        trainer = PolicyTrainer(model, TrainingArguments("out"), train_dataset=data, policy="bf16")
         trainer.train()
 
     It works with ``SFTTrainer`` of TRL too; write ``bf16=False`` in ``SFTConfig``, whose default is True. The
     model computes by the policy in training, evaluation and ``compute_loss``, and its weights stay in fp32. A
-    step with a NaN or infinite gradient is skipped, and the scheduler waits. Checkpoints hold the state of the
-    scaler. Beside ``grad_norm``, which is that of unscaled gradients before clipping, the log has
-    ``loss_scale`` and ``skipped_steps``, the number since ``train`` began.
+    step with a NaN or infinite gradient is skipped, and the scheduler waits. Checkpoints hold the state of
+    the scaler. The log has ``loss_scale`` and ``skipped_steps``, the number since the trainer was made, beside
+    ``grad_norm``, the norm of unscaled gradients before clipping.
 
     Args:
         policy: a preset, a ``Policy``, or the path of one.
@@ -44,8 +44,8 @@ class NarrowcastMixin(Trainer):
     All other arguments are those of the trainer.
 
     Raises:
-        SettingError: ``bf16``, ``fp16``, ``bf16_full_eval`` or ``fp16_full_eval`` is True in the arguments, or
-            a sharding engine is used.
+        SettingError: ``bf16``, ``fp16``, ``bf16_full_eval`` or ``fp16_full_eval`` is True in the arguments,
+            or a sharding engine is used.
         PolicyError: as ``narrowcast.integrations.accelerate.prepare``, in ``train``.
     """
 

@@ -1,4 +1,4 @@
-"""Train with a policy on several ranks; rank 0 prints a line of JSON for each scenario: the facts of each rank.
+"""Train with a policy on several ranks; rank 0 prints the facts of each, as a line of JSON for each scenario.
 
 torchrun --nproc-per-node 2 host_ranks.py FOLDER
 """
@@ -78,7 +78,8 @@ def by_trainer(folder, policy=None, *, bad=None, **settings):
     forget_accelerators()
     arguments = TrainingArguments(
         folder, max_steps=STEPS, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
-        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, **settings,
+        save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
+        **settings,
     )  # fmt: skip
     torch.manual_seed(0)
     model = BertForSequenceClassification(
