@@ -145,9 +145,9 @@ def test_a_process_that_trains_is_ended_too(runs, start):
         assert (end["exit_code"], end["stopped"], end["steps"]) == (0, True, 5)
 
 
-def stopped(train, policy, stop_after):
+def stopped(train, policy, stop_after, **settings):
     """The facts of a training in this process, which is to raise SystemExit."""
-    attached = Attachment(policy, stop_after=stop_after)
+    attached = Attachment(policy, stop_after=stop_after, **settings)
     with pytest.raises(SystemExit), attached:
         train(torch.nn.Linear(4, 1), torch.ones(8, 4))
     assert attached.facts["stopped"]
@@ -238,6 +238,21 @@ def test_without_an_optimizer_backwards_or_calls_count(once):
 
     stopped(train, "bf16", stop_after=5)
     assert len(done) == 4  # the fifth does not return
+
+
+def test_calls_before_training_are_no_steps_of_a_script_that_is_known_to_train():
+    """As those of a parametrization, or an evaluation at the start."""
+
+    def train(model, x):
+        for _ in range(5):
+            model(x)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        while True:
+            model(x).sum().backward()
+            optimizer.step()
+
+    assert stopped(train, "bf16", stop_after=3)["steps"] == 0
+    assert stopped(train, "bf16", stop_after=3, is_training=True)["steps"] == 3
 
 
 @pytest.mark.long

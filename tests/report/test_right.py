@@ -58,6 +58,9 @@ def test_the_table_of_verdicts(tmp_path, gradients, losses):
     assert found["verdict"]["right"].partition(":")[0] == table_of_the_documents()[gradients, losses]
     assert (found["next"]["right"] is None) == (found["verdict"]["right"] == "yes")
     assert [one["at_step"] for one in found["certificate"]["steps"]] == [0, 8, 32]
+    # What is shown is of the step that decides: the verdict beside it is its own.
+    decides = {"pass": 32, "cannot tell": 8, "fail": 32, "fail, growing": 32, "lost": 32}
+    assert found["certificate"]["at_step"] == decides[gradients]
 
 
 def test_an_early_failure_that_is_gone_is_said_as_such():
@@ -93,6 +96,15 @@ def test_every_answer_but_yes_names_a_command():
 
     assert right("yes") is None
     assert right("cannot tell: x") == "narrowcast compare --repeats 3 train.py --lr 0.1"
+    long = {"kind": "training", "formats": "bf16", "was_stopped": True, "steps": 200}
+    by_gradients = "cannot tell: gradients: at step 8: x"
+    later = next_for_right(by_gradients, START, **long)
+    assert later == "narrowcast compare --at-step 100 train.py --lr 0.1"
+    at_100 = START | {"at_step": 100, "options": ["--at-step", "100"]}
+    seeds = next_for_right(by_gradients, at_100, **long)
+    assert seeds == "narrowcast compare --at-step 100 --repeats 3 train.py --lr 0.1"
+    named = next_for_right(by_gradients, at_100 | {"repeats": 3}, **long)
+    assert named == "narrowcast explain --policy bf16 train.py --lr 0.1", "more seeds cannot make it a yes"
     asked = {"repeats": 3, "options": ["--repeats", "3", "-m"]}
     assert (
         right("cannot tell: x", **asked) == "narrowcast compare --repeats 3 --steps 800 -m train.py --lr 0.1"

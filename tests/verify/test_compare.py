@@ -137,6 +137,26 @@ def test_tensor_memory_counts_tensors_and_not_the_process(compared):
     assert found.own.last("certificate") is None
 
 
+def test_tensor_memory_is_that_of_training_after_calls_before_it(compared):
+    text = """
+        import torch
+        torch.manual_seed(0)
+        model = torch.nn.Linear(512, 512)
+        with torch.no_grad():
+            for _ in range(5):
+                model(torch.ones(1, 512))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 512)).square().mean().backward()
+            optimizer.step()
+    """
+    found = compared(text, steps=6, time_limit_s=1.0)
+    for event in found.own.of("memory"):
+        # Weights, gradients, and the two states of Adam.
+        assert event["peak_tensor_bytes"] >= 4 * 512 * 512 * 4, event
+
+
 def test_a_script_that_deletes_its_run_folder_is_an_error(compared):
     text = "import os, shutil; shutil.rmtree(os.environ['NARROWCAST_RUN_DIR'])"
     with pytest.raises(ScriptError, match=r"fp32-1 left no capture, so there is nothing to compare"):

@@ -45,6 +45,7 @@ class Attachment:
         stop_after: end the script after so many optimizer steps, skipped ones included; 0: it ends by
             itself. Without an optimizer, or if a compiled function hides the steps, backwards are counted;
             without backwards, outermost calls of modules.
+        is_training: the script is known to train: calls of modules before that are not counted as steps.
         observer: called while the script runs.
         seed_shift: added to every seed that the script sets for Python's, NumPy's or torch's random numbers.
 
@@ -65,6 +66,7 @@ class Attachment:
         writer: CaptureWriter | None = None,
         tell: Callable[[str], None] = lambda _: None,
         stop_after: int = 0,
+        is_training: bool = False,
         observer: Observer | None = None,
         seed_shift: int = 0,
     ) -> None:
@@ -83,7 +85,7 @@ class Attachment:
             scale=RunningScale(Off() if loss_scale is None else check_loss_scale(loss_scale)),
             recorder=EventRecorder(writer, tell),
             observer=observer or Observer(),
-            stopping=Stopping(stop_after, self._close_before_the_end),
+            stopping=Stopping(stop_after, self._close_before_the_end, counts_calls=not is_training),
         )
         self.policy = run.policy
         self.scale = run.scale

@@ -186,6 +186,7 @@ class Stopping:
 
     Args:
         after: the number of steps; 0: never.
+        counts_calls: whether calls of modules are counted until there is a backward pass.
         close: writes everything that must be written, before the process is ended by force.
 
     Attributes:
@@ -194,9 +195,10 @@ class Stopping:
         traced_steps: whether compiled code steps, where steps cannot be counted.
     """
 
-    def __init__(self, after: int, close: Callable[[], None]) -> None:
+    def __init__(self, after: int, close: Callable[[], None], *, counts_calls: bool = True) -> None:
         self._after = after
         self._close = close
+        self._counts_calls = counts_calls
         self._deadline: threading.Timer | None = None
         self._forwards = 0
         self._backwards = 0
@@ -219,7 +221,7 @@ class Stopping:
 
     def forward_ended(self) -> None:
         """Count an outermost call of a module."""
-        if not (self._backwards or self.made_optimizer):
+        if self._counts_calls and not (self._backwards or self.made_optimizer):
             self._forwards += 1
             self._stop_if_due(self._forwards)
 

@@ -21,6 +21,8 @@ LOST = "lost"
 _ENOUGH_SEEDS = 3
 # A comparison that is suggested has this many times as many steps.
 _TIMES_LONGER = 4
+# From so many steps on, the middle of the run is well beyond the 24 steps after which gradients are judged.
+_FEWEST_FOR_LATER = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ def judge_gradients(certificates: Sequence[Mapping[str, Any]]) -> Gradients:
     """
     first, *later = certificates
     judged = later or [first]
-    state, decisive = _worst(judged)
+    decisive = decisive_certificate(certificates)
+    state = _state(decisive)
     reason = decisive["reason"]
     if len(certificates) > 1:
         reason = f"at step {decisive['at_step']}: {reason}"
@@ -65,11 +68,12 @@ def judge_gradients(certificates: Sequence[Mapping[str, Any]]) -> Gradients:
     return Gradients(state, reason, early)
 
 
-def _worst(certificates: Sequence[Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
-    """Return the worst state among certificates, and the latest certificate in it."""
-    by_state = {_state(certificate): certificate for certificate in certificates}
+def decisive_certificate(certificates: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the worst of those at later steps, the latest if several are; without later ones the first."""
+    first, *later = certificates
+    by_state = {_state(certificate): certificate for certificate in later or [first]}
     worst = next(state for state in (LOST, FAIL, CANNOT_TELL, PASS) if state in by_state)
-    return worst, by_state[worst]
+    return by_state[worst]
 
 
 def _state(certificate: Mapping[str, Any]) -> str:
@@ -122,7 +126,13 @@ def judge_training(gradients: Gradients, loss: Mapping[str, Any], *, few_seeds: 
 
 
 def next_for_right(
-    right: str, start: Mapping[str, Any], *, kind: str | None, formats: str, was_stopped: bool
+    right: str,
+    start: Mapping[str, Any],
+    *,
+    kind: str | None,
+    formats: str,
+    was_stopped: bool,
+    steps: int = 0,
 ) -> str | None:
     """Return the command that tells more about whether mixed precision is right; None: it is.
 
@@ -132,6 +142,7 @@ def next_for_right(
         kind: ``"training"`` or ``"inference"``.
         formats: that mixed runs computed in.
         was_stopped: whether runs were ended before the script ended by itself.
+        steps: of the optimizers in the first run.
     """
     if right == "yes":
         return None
@@ -141,12 +152,22 @@ def next_for_right(
     if right.startswith("no") and start["policy"] != "safe":
         # It keeps more operators in FP32.
         return compare_again(start, policy="safe")
-    if right.startswith("no") or kind == "inference":
+    if not right.startswith("cannot tell") or kind == "inference":
         # A rule of one's own is left, and explain names the operators.
         return command("explain", start, ("--policy", start["policy"]))
+    return _next_if_unsure(right, start, was_stopped=was_stopped, steps=steps)
+
+
+def _next_if_unsure(right: str, start: Mapping[str, Any], *, was_stopped: bool, steps: int) -> str:
+    by_gradients = right.startswith("cannot tell: gradients")
+    if by_gradients and start.get("at_step") is None and steps >= _FEWEST_FOR_LATER:
+        # Errors mostly fall as training goes on; losses that agree would not make this a yes.
+        return compare_again(start, at_step=steps // 2)
     if start["repeats"] < _ENOUGH_SEEDS:
         # With so many seeds the losses count too.
         return compare_again(start, repeats=_ENOUGH_SEEDS)
+    if by_gradients:
+        return command("explain", start, ("--policy", start["policy"]))
     return compare_again(start, **_more(start, was_stopped=was_stopped))
 
 

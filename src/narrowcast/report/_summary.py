@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -23,7 +22,13 @@ from narrowcast.capture import (
     why_no_speedup,
     worth_it,
 )
-from narrowcast.report._right import judge_gradients, judge_training, next_for_right, next_for_speed
+from narrowcast.report._right import (
+    decisive_certificate,
+    judge_gradients,
+    judge_training,
+    next_for_right,
+    next_for_speed,
+)
 from narrowcast.report._statistics import (
     FinalLosses,
     LossVerdict,
@@ -59,12 +64,12 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
 
     Which runs a number is of:
 
-    - times, peaks, ``wall_s`` and ``calls_per_step``: all runs of a format, of times without the warm-up
-    - ``steps``, ``skipped_steps`` (of all optimizers), ``final_scale``, ``stopped``: the first run
+    - times, peaks and ``calls_per_step``: all runs of a format, of times without the warm-up
+    - ``steps``, ``skipped_steps`` (of all optimizers), ``final_scale``, ``stopped``, ``wall_s``: first run
     - ``final_loss``, by call site: the seeds that both formats ran
     - ``peak_tensor_bytes``: of CUDA's allocator; on a CPU a short run of its own, which counts live tensors
     - ``loss``: the worst call site that is judged; ``loss.sites`` has all
-    - ``certificate``: the latest step at which gradients were judged; ``certificate.steps`` has all
+    - ``certificate``: the step whose gradients decide; ``certificate.steps`` has all
 
     Args:
         comparison: what ``read_comparison`` returned; one that was killed gives what it has.
@@ -100,7 +105,14 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     formats = mixed.numbers["format"] or ""
     was_stopped = bool(fp32.numbers["stopped"])
     next_commands = {
-        "right": next_for_right(right, start, kind=kind, formats=formats, was_stopped=was_stopped),
+        "right": next_for_right(
+            right,
+            start,
+            kind=kind,
+            formats=formats,
+            was_stopped=was_stopped,
+            steps=fp32.numbers["steps"] or 0,
+        ),
         "worth_it": next_for_speed(worth, start, was_stopped=was_stopped, is_busy=is_busy(by_others)),
     }
 
@@ -174,15 +186,12 @@ class _Side:
             numbers[f"{unit}_time_s_interval"] = self.time.interval_s
 
         # Counts are of the first run: others may have ended early.
-        for key in ("steps", "skipped_steps", "final_scale"):
+        for key in ("steps", "skipped_steps", "final_scale", "wall_s"):
             numbers[key] = self._of_first(key)
         numbers["peak_tensor_bytes"] = self._peak_tensor_bytes()
         numbers["peak_resident_bytes"] = max(self._known("peak_resident_bytes"), default=None)
         numbers["final_loss"] = {}
         numbers["calls_per_step"] = calls_per_step(self.runs)
-        numbers["wall_s"] = None
-        if self._known("wall_s"):
-            numbers["wall_s"] = statistics.median(self._known("wall_s"))
         numbers["format"] = formats_of(self.captures) or None
         numbers["last_line"] = None
         if self.runs:
@@ -403,10 +412,20 @@ def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, A
     reason = "the comparison ended before the gradients were compared"
     if comparison.finished:
         reason = "no backward was seen in its runs"
-    certificate = _last(comparison, "certificate", absent | {"parameters": [], "is_lost": False}, reason)
+    certificates = comparison.own.of("certificate")
+    if certificates:
+        certificate = dict(decisive_certificate(certificates))
+        del certificate["event"]
+    else:
+        certificate = absent | {
+            "parameters": [],
+            "is_lost": False,
+            "verdict": "cannot tell",
+            "reason": reason,
+        }
     shown = ("at_step", "verdict", "error_over_noise", "error_over_noise_interval", "is_lost")
     steps = []
-    for event in comparison.own.of("certificate"):
+    for event in certificates:
         steps.append({key: event[key] for key in shown})
     return certificate | {"steps": steps}
 

@@ -205,12 +205,14 @@ class _Comparison:
             steps -= 1
         if self.settings.steps:
             steps = min(self.settings.steps, steps)
-        self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, steps=steps)
+        # A model may be called before training, as by a parametrization when it is made.
+        more = {"steps": steps, "is_training": self.timed.kind() == "training"}
+        self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, **more)
         for format_ in ("fp32", "mixed"):
             reason = "the run that counts tensors was cut short"
             counted: dict[str, Any] | None = None
             try:
-                folder = self.runs.start(f"memory-{format_}", format_, Purpose.MEMORY, steps=steps)
+                folder = self.runs.start(f"memory-{format_}", format_, Purpose.MEMORY, **more)
                 counted = read_result(folder)
             except ScriptError as error:
                 reason = f"the run that counts tensors failed: {in_short(error)}"

@@ -65,6 +65,7 @@ def main(words: Sequence[str]) -> int:
         scale_rule,
         writer=writer,
         stop_after=settings.steps,
+        is_training=settings.is_training,
         observer=probe,
         seed_shift=settings.seed_shift,
     )

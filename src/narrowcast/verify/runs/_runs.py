@@ -131,6 +131,7 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         seed_shift: added to ``seed`` and to the seeds that the script sets itself.
         steps: after which the run is ended; 0: it ends by itself.
+        is_training: a run before this one trained: calls of modules before it trains are not steps.
         at_steps: how many optimizer steps come before updates are held back, in a run that keeps gradients;
             between two of them it trains in mixed precision.
         start_scale: the largest loss scale while updates are held back; None: as ``loss_scale`` says.
@@ -142,6 +143,7 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     number: int = 1
     seed_shift: int = 0
     steps: int = 0
+    is_training: bool = False
     at_steps: tuple[int, ...] = (0,)
     start_scale: float | None = None
     watched_steps: int = 0
