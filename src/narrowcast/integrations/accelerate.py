@@ -176,7 +176,7 @@ class Attachment:
 
         optimizers = self._optimizers
         if optimizer is not None:
-            optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+            optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         for each in optimizers:
             if id(each) not in self._unscaled:
                 self.scaler.unscale_(each.optimizer)
@@ -192,8 +192,8 @@ class Attachment:
     def step(self, optimizer: _Optimizer, closure: Callable[[], Any] | None) -> StepResult:
         if closure is None and not self._was_scaled:
             raise OrderError(
-                "expected accelerator.backward(loss), which scales the loss, before the optimizer's step: write "
-                "it in place of loss.backward()"
+                "expected accelerator.backward(loss), which scales the loss, before the optimizer's step: "
+                "write it in place of loss.backward()"
             )
         if optimizer.result is None:
             self._prove(optimizer)
@@ -203,7 +203,7 @@ class Attachment:
                 "scaler=nc.GradScaler(...)"
             )
         arguments = () if closure is None else (closure,)
-        result = self.scaler.step(optimizer.optimizer, *arguments)
+        result: StepResult = self.scaler.step(optimizer.optimizer, *arguments)
         self._unscaled.add(id(optimizer))
         self._update_is_due = True
         # Others may still have to step on gradients of this scale, which moves with the next backward pass.

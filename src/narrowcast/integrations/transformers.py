@@ -30,9 +30,9 @@ class NarrowcastMixin(Trainer):
         trainer.train()
 
     It works with ``SFTTrainer`` of TRL too; write ``bf16=False`` in ``SFTConfig``, whose default is True. The
-    model computes by the policy in training, evaluation and ``compute_loss``, and its weights stay in fp32. A
+    model computes by the policy in training, evaluation and ``compute_loss``; its weights stay in fp32. A
     step with a NaN or infinite gradient is skipped, and the scheduler waits. Checkpoints hold the state of
-    the scaler. The log has ``loss_scale`` and ``skipped_steps``, the number since the trainer was made, beside
+    the scaler. The log has ``loss_scale`` and ``skipped_steps``, the number since the trainer was made, and
     ``grad_norm``, the norm of unscaled gradients before clipping.
 
     Args:
