@@ -221,6 +221,15 @@ CPU_KIND_FILES = {
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_ignore_collect(collection_path, config):
+    """Leave a file out that is wholly ``long`` where long tests are: importing a host takes up to 8 s."""
+    if collection_path.suffix != ".py" or "not long" not in config.option.markexpr:
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    is_long = re.search(r"^pytestmark = (\[\n +)?pytest\.mark\.long", text, re.MULTILINE)
+    return True if is_long else None
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.relative_to(TESTS).as_posix() in CPU_KIND_FILES:

@@ -83,8 +83,14 @@ def test_notes_of_attached_speak_of_its_arguments(monkeypatch):
         ),
         (rule.module("net.model.he*", compute="fp32"), '(did you mean "he*"? paths start at the module that'),
         (rule.module("model.tail", compute="fp32"), "called (Classifier)"),
-        (rule.op("mm", compute="fp32"), "was reached by no call inside a model: nn.Linear calls linear, and @ calls"),
-        (rule.op("bmm", compute="fp32"), "was reached by no call inside a model: nn.Linear calls linear, and @ calls"),
+        (
+            rule.op("mm", compute="fp32"),
+            "was reached by no call inside a model: nn.Linear calls linear, and @ calls",
+        ),
+        (
+            rule.op("bmm", compute="fp32"),
+            "was reached by no call inside a model: nn.Linear calls linear, and @ calls",
+        ),
         (rule.op("cumsum", compute="fp32"), "the rule for cumsum was reached by no call inside a model"),
     ],
 )

@@ -29,6 +29,7 @@ from narrowcast.errors import OrderError, PolicyError, SettingError, Unsupported
 from narrowcast.integrations.lightning import FabricPrecision, NarrowcastPrecision
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
 ]

@@ -13,6 +13,7 @@ from narrowcast.integrations import lightning as other
 from narrowcast.integrations.pytorch_lightning import FabricPrecision, NarrowcastPrecision
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore::lightning_fabric.utilities.warnings.PossibleUserWarning"),
 ]

@@ -19,6 +19,7 @@ from narrowcast.capture import CaptureWriter, read_capture, start_event
 from narrowcast.report import run_block
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:The '(train_)?dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
 ]

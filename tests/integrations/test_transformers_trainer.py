@@ -26,8 +26,11 @@ import narrowcast as nc
 from narrowcast.errors import PolicyError, SettingError
 from narrowcast.integrations.transformers import NarrowcastMixin
 
-# What SFTConfig sets by default.
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.long,
+    # What SFTConfig sets by default.
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+]
 STEPS = 4
 BATCH_SIZE = 4
 WORDS = 32
