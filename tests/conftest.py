@@ -220,7 +220,6 @@ CPU_KIND_FILES = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_ignore_collect(collection_path, config):
     """Leave a file out that is wholly ``long`` where long tests are: importing a host takes up to 8 s."""
     if collection_path.suffix != ".py" or "not long" not in config.option.markexpr:
@@ -230,6 +229,7 @@ def pytest_ignore_collect(collection_path, config):
     return True if is_long else None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.relative_to(TESTS).as_posix() in CPU_KIND_FILES:
