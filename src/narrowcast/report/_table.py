@@ -102,7 +102,7 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
         all_rows.append(_row(summary, "steps", f"optimizer steps{first}", count))
         all_rows.append(_row(summary, "skipped_steps", f"skipped steps{first}", count))
     all_rows.append(_row(summary, "final_scale", f"final loss scale{first}", number))
-    all_rows.append(_row(summary, "wall_s", "wall time", seconds))
+    all_rows.append(_row(summary, "wall_s", f"wall time{first}", seconds))
 
     # What neither format has is left out, unless a reader would look for it.
     shown = []
