@@ -4,6 +4,7 @@ Warnings are errors (pyproject.toml) and the order is random (pytest-randomly, w
 """
 
 import contextlib
+import gc
 import multiprocessing.process
 import os
 import random
@@ -239,6 +240,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings("default"))
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="gpu: this machine has no CUDA device"))
+
+
+def pytest_collection_finish():
+    """Leave what was imported so far out of calls of ``gc.collect``, which many tests make."""
+    gc.collect()
+    gc.freeze()
 
 
 def _busy() -> float:
