@@ -498,3 +498,44 @@ def test_the_example_learns(tmp_path):
     line = succeeded(run("hosts/accelerate_digits.py", folder=tmp_path))[-1]
     # Seeds reach 0.99; a tenth would be guessing.
     assert float(line.split()[1].rstrip(",")) > 0.95
+
+
+def test_a_closure_clips_unscaled_gradients_at_each_evaluation():
+    """LBFGS evaluates the loss several times a step; fp32 with a scale of 2**10 is exact."""
+    results = []
+    for scale in (1.0, 2.0**10):
+        forget_accelerators()
+        accelerator = Accelerator(cpu=True)
+        model = make_net().eval()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        scaler = nc.GradScaler(loss_scale=nc.scaling.Static(scale=scale))
+        model, optimizer = prepare(accelerator, model, optimizer, policy="fp32", scaler=scaler)
+        inputs, targets = next(iter(batches()))
+
+        def closure(accelerator=accelerator, model=model, optimizer=optimizer, x=inputs, y=targets):
+            optimizer.zero_grad()
+            loss = loss_of(model, x, y, inside=False)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.01)
+            return loss
+
+        optimizer.step(closure)
+        results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*results)
+
+
+def test_a_model_that_is_only_evaluated_may_have_low_weights():
+    accelerator = Accelerator(cpu=True)
+    prepare(accelerator, policy="bf16")
+    model = make_net().bfloat16()
+    with torch.no_grad():
+        outputs = accelerator.prepare_model(model, evaluation_mode=True)(torch.ones(2, 8))["outputs"]
+    assert outputs.dtype == torch.float32
+
+
+def test_another_policy_is_refused_with_advice_that_can_be_followed():
+    model = make_net()
+    prepare(Accelerator(cpu=True), model, policy="bf16")
+    forget_accelerators()
+    with pytest.raises(PolicyError, match="make another model: this one keeps the policy"):
+        prepare(Accelerator(cpu=True), model, policy="fp16")

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import pickle
+import types
 
 import lightning
 import pytest
@@ -10,6 +11,7 @@ import torch
 from example_runs import EXAMPLES, run, succeeded
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning_runs import (
     QUIET,
     batches,
@@ -691,6 +693,74 @@ def two_models(fabric):
 def test_two_models_of_fabric_equal_its_own_to_the_bit():
     ours = two_models(fabric_with(FabricPrecision("bf16")))
     assert torch.equal(ours, two_models(fabric_with(precision="bf16-mixed")))
+
+
+def one_step(fabric, model, optimizer):
+    inputs, targets = batches(1)[0]
+    fabric.backward(nn.functional.mse_loss(model(inputs), targets))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_each_model_of_fabric_has_its_paths_and_its_first_step():
+    """Two that are set up together, a loss that is a module, and one that is set up after training began."""
+    rule = nc.rule.module("0", compute="fp32")
+    fabric = fabric_with(FabricPrecision(nc.Policy.preset("bf16").with_rules(rule)))
+    nets = [make_net(), make_net(), make_net()]
+    first, second = (fabric.setup(net, make_optimizer(net.parameters())) for net in nets[:2])
+    fabric.setup_module(nn.MSELoss())
+    one_step(fabric, *first)
+    one_step(fabric, *second)
+    late = fabric.setup(nets[2], make_optimizer(nets[2].parameters()))
+    one_step(fabric, *first)
+    one_step(fabric, *late)
+
+
+def test_a_scale_that_is_loaded_after_a_skip_stays():
+    plugin = FabricPrecision("fp16")
+    fabric, net = fabric_with(plugin), make_net()
+    model, optimizer = fabric.setup(net, make_optimizer(net.parameters()))
+    one_step(fabric, model, optimizer)
+    state = plugin.state_dict()
+    inputs, targets = batches(1, bad=[0])[0]
+    fabric.backward(nn.functional.mse_loss(model(inputs), targets))
+    optimizer.step()
+    assert plugin.last_result.skipped
+    plugin.load_state_dict(state)
+    optimizer.zero_grad()
+    one_step(fabric, model, optimizer)
+    assert plugin.scaler.get_scale() == state["scale"]
+
+
+class RunsOut(torch.optim.SGD):
+    """Its first step runs out of memory."""
+
+    ran_out = False
+
+    def step(self, closure=None):
+        if not self.ran_out:
+            self.ran_out = True
+            raise torch.OutOfMemoryError("no memory is left")
+        return super().step(closure)
+
+
+def test_training_goes_on_after_a_step_that_ran_out_of_memory():
+    fabric, net = fabric_with(FabricPrecision("bf16")), make_net()
+    model, optimizer = fabric.setup(net, RunsOut(net.parameters(), lr=0.1))
+    before = weights(net)
+    with pytest.raises(torch.OutOfMemoryError):
+        one_step(fabric, model, optimizer)
+    optimizer.zero_grad()
+    one_step(fabric, model, optimizer)
+    assert not torch.equal(weights(net), before)
+
+
+def test_a_strategy_of_deepspeed_is_refused():
+    """It is a subclass of DDP's, and steps by its own engine."""
+    strategy = type("DeepSpeedStrategy", (DDPStrategy,), {})()
+    module = types.SimpleNamespace(trainer=types.SimpleNamespace(strategy=strategy))
+    with pytest.raises(UnsupportedError, match="got DeepSpeedStrategy, which casts and steps by itself"):
+        NarrowcastPrecision("bf16").convert_module(module)
 
 
 def test_rules_for_modules_hold_in_fabric_and_in_compiled_models():

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from narrowcast.casting import ModelRegion, cast_floating
-from narrowcast.errors import OrderError, PolicyError, UnsupportedError
+from narrowcast.errors import OrderError, PolicyError, ScaleCollapseError, UnsupportedError
 from narrowcast.gradients import GradScaler, StepResult, needs_closure
 from narrowcast.integrations._first_step import FirstStep
 from narrowcast.integrations._region import formats_on, host_policy, refuse_low_weights, region_of, scaler_for
@@ -48,10 +48,13 @@ class Plugin:
         self.last_result: StepResult | None = None
         self._formats: dict[str, torch.dtype] = {}
         self._regions: list[ModelRegion] = []
-        # The models that the host set up: those without a region, then those that did not compute in it yet.
+        # The models that the host set up: those without a region; of those that are trained the ones that
+        # did not compute in it yet, and the ones whose first step is looked at.
+        self._was_set_up = False
         self._new_models: list[torch.nn.Module] = []
-        self._unproven: torch.nn.Module | None = None
-        self._first_step: FirstStep | None = None
+        self._unproven: list[torch.nn.Module] = []
+        self._looks: list[tuple[torch.nn.Module, FirstStep]] = []
+        self._names: dict[int, str] = {}
         # The optimizers whose gradients are unscaled now, and whether one stepped since the scale moved.
         self._unscaled: set[torch.optim.Optimizer] = set()
         self._stepped = False
@@ -69,43 +72,51 @@ class Plugin:
     def _set_up(self) -> None:
         """Make the region and the scaler for the models that the host set up since the last call."""
         if not self._new_models:
-            if not self._regions:
+            if not self._was_set_up:
                 raise OrderError(
                     f"expected a model that {self!r} was set up with, got none: {self._how_to_connect}"
                 )
             return
-        models = self._new_models
+        # A loss that is a module has no parameters.
+        models = [model for model in self._new_models if next(model.parameters(), None) is not None]
+        self._was_set_up = True
+        self._new_models = []
+        if not models:
+            return
         for model in models:
-            refuse_low_weights(model)
             self._formats |= formats_on(model, self.policy)
-        together = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
-        self.scaler = scaler_for(together, self._formats, self.scaler)
+            self._names |= {id(parameter): name for name, parameter in model.named_parameters()}
+        self.scaler = scaler_for(self._names, self._formats, self.scaler)
         for model in models:
             self._regions.append(region_of(model, self.policy, self._formats))
-        self._unproven, self._new_models = together, []
+            if any(parameter.requires_grad for parameter in model.parameters()):
+                self._unproven.append(model)
 
     def forward_context(self) -> AbstractContextManager[None]:
         self._set_up()
-        if self._unproven is not None and torch.is_grad_enabled():
-            self._forget_first_step()
+        if self._unproven and torch.is_grad_enabled():
             # Now, since modules may have been replaced after the setup.
-            self._first_step = FirstStep(self._unproven, self.policy, self._formats, switch=self._switch)
-            self._unproven = None
-        return self._regions[-1]
+            for model in self._unproven:
+                refuse_low_weights(model)
+                first_step = FirstStep(model, self.policy, self._formats, switch=self._switch)
+                self._looks.append((model, first_step))
+            self._unproven.clear()
+        return self._regions[-1] if self._regions else nullcontext()
 
-    def _forget_first_step(self) -> None:
-        if self._first_step is not None:
-            self._first_step.remove()
-        self._first_step = None
-
-    def _end_first_step(self) -> None:
-        if self._unproven is not None:
-            raise PolicyError(
-                f"expected the first step to compute in the region of {self!r}, got one that did not: "
-                f"{self._switch}"
-            )
-        first_step, self._first_step = self._first_step, None
-        if first_step is not None:
+    def _end_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """End the look at the models that ``optimizer`` trains; others may not have been called yet."""
+        if not self._unproven and not self._looks:
+            return
+        trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        for model in self._unproven:
+            if _has_one_of(model, trained):
+                raise PolicyError(
+                    f"expected the first step to compute in the region of {self!r}, got one that did not: "
+                    f"{self._switch}"
+                )
+        due = [first_step for model, first_step in self._looks if _has_one_of(model, trained)]
+        self._looks = [(model, first_step) for model, first_step in self._looks if first_step not in due]
+        for first_step in due:
             first_step.end()
 
     @contextmanager
@@ -136,7 +147,7 @@ class Plugin:
     def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale and check the gradients, unless that was done since the last step."""
         self._set_up()
-        self._end_first_step()
+        self._end_first_step(optimizer)
         if optimizer not in self._unscaled:
             self.scaler.unscale_(optimizer)
             self._unscaled.add(optimizer)
@@ -164,14 +175,26 @@ class Plugin:
             return evaluate()
 
         self._set_up()
-        # An optimizer that evaluates the loss several times is restored from a copy if one is not finite.
-        if needs_closure(optimizer):
-            self._update()
-            result = self.scaler.step(optimizer, closure=evaluate_again, **kwargs)
-            returned = result.returned
-        else:
-            returned = evaluate()
-            result = self.scaler.step(optimizer, **kwargs)
+        try:
+            # An optimizer that evaluates the loss several times is restored from a copy if one is not finite.
+            if needs_closure(optimizer):
+                self._update()
+                result = self.scaler.step(optimizer, closure=evaluate_again, **kwargs)
+                returned = result.returned
+            else:
+                returned = evaluate()
+                result = self.scaler.step(optimizer, **kwargs)
+        except ScaleCollapseError:
+            self._stepped = True
+            self._unscaled.discard(optimizer)
+            raise
+        except BaseException:
+            # As out of memory, after which the host may try again with smaller batches.
+            self._stepped = False
+            self._unscaled.clear()
+            if self.scaler is not None:
+                self.scaler.abandon()
+            raise
         self._stepped = True
         self._unscaled.discard(optimizer)
         self.last_result = result
@@ -189,6 +212,7 @@ class Plugin:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.scaler is None:
             self._set_up()
+        self._update()  # by the step before, not on the state that is loaded
         self.scaler.load_state_dict(state_dict)
 
     def teardown(self) -> None:
@@ -197,12 +221,16 @@ class Plugin:
         elif self._regions:
             self.scaler.abandon()  # of a step that an error ended
         self._unscaled.clear()
-        self._forget_first_step()
+        for _, first_step in self._looks:
+            first_step.remove()
+        self._looks.clear()
         for region in self._regions:
             region.remove()
         self._regions.clear()
         self._new_models.clear()
-        self._unproven = None
+        self._unproven.clear()
+        self._names.clear()
+        self._was_set_up = False
 
 
 class TrainerPlugin(Plugin):
@@ -221,7 +249,9 @@ class TrainerPlugin(Plugin):
 
     def convert_module(self, module: Any) -> Any:
         strategy = module.trainer.strategy
-        if not isinstance(strategy, self._strategies):
+        # DeepSpeed's is a subclass of DDP's.
+        is_deepspeed = any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__)
+        if is_deepspeed or not isinstance(strategy, self._strategies):
             names = " or ".join(kind.__name__ for kind in self._strategies)
             raise UnsupportedError(
                 f"expected {names} for {self!r}, got {type(strategy).__name__}, which casts and steps by "
@@ -246,8 +276,12 @@ class TrainerPlugin(Plugin):
             super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        # Manual optimization gives the host's wrapper of the optimizer, before the step.
-        self._unscale(getattr(optimizer, "optimizer", optimizer))
+        # Manual optimization gives the host's wrapper of the optimizer, before the step. Optimizers that wrap
+        # another one, as Lookahead, have an ``optimizer`` too.
+        if hasattr(type(optimizer), "toggle_model"):
+            self._unscale(optimizer.optimizer)
+        else:
+            self._unscale(optimizer)
         super().clip_gradients(optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -298,6 +332,10 @@ class FabricPlugin(Plugin):
 
     def optimizer_step(self, optimizer: Any, *, closure: Callable[[], Any] = _nothing, **kwargs: Any) -> Any:
         return self._step(optimizer, closure, _nothing, **kwargs)
+
+
+def _has_one_of(model: torch.nn.Module, weights: set[int]) -> bool:
+    return any(id(parameter) in weights for parameter in model.parameters())
 
 
 def _hold(scheduler: Any, results: Mapping[torch.optim.Optimizer, StepResult | None]) -> None:

@@ -34,7 +34,8 @@ def host_policy(policy: Policy | str) -> Policy:
 
 def region_of(model: torch.nn.Module, policy: Policy, formats: Mapping[str, torch.dtype]) -> ModelRegion:
     """Return the region that the host opens around forward pass and loss of ``model``."""
-    return ModelRegion(policy, formats, warnings.warn, model=model, warns=True)
+    how = "make another model: this one keeps the policy of the plugin that it was set up with"
+    return ModelRegion(policy, formats, warnings.warn, model=model, warns=True, how_to_end=how)
 
 
 def refuse_low_weights(model: torch.nn.Module) -> None:
@@ -44,17 +45,18 @@ def refuse_low_weights(model: torch.nn.Module) -> None:
             raise PolicyError(
                 f"expected trainable weights in fp32, which the policy casts, got {name!r} in "
                 f"{format_name(parameter.dtype)}: load the model in fp32 (dtype=torch.float32), or call "
-                "model.float() before the optimizer is made"
+                "model.float() before the optimizer is made; for a model that is not trained, call "
+                "model.requires_grad_(False)"
             )
 
 
 def scaler_for(
-    model: torch.nn.Module | None, formats: Mapping[str, torch.dtype], scaler: Any = None
+    names: Mapping[int, str], formats: Mapping[str, torch.dtype], scaler: Any = None
 ) -> GradScaler:
     """Return the scaler that was given, or the policy's: it scales in fp16, and checks in other formats.
 
-    A step whose gradients are not finite is skipped in every format. The results name the parameters of
-    ``model``, where it is known.
+    A step whose gradients are not finite is skipped in every format. The results name the parameters by
+    ``names``, which has their ``id``.
     """
     if scaler is None:
         loss_scale = None if torch.float16 in formats.values() else Off()
@@ -64,6 +66,6 @@ def scaler_for(
             f"expected a nc.GradScaler, got {type(scaler).__module__}.{type(scaler).__qualname__}: leave the "
             "argument out, or make it by nc.GradScaler(...)"
         )
-    if model is not None:
-        scaler.name_parameters({id(parameter): name for name, parameter in model.named_parameters()})
+    if names:
+        scaler.name_parameters(names)
     return scaler

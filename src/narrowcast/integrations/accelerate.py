@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting import PolicyRegion, applied_to, apply, cast_floating
-from narrowcast.errors import OrderError, PolicyError, SettingError
+from narrowcast.casting import Applied, PolicyRegion, applied_to, cast_floating
+from narrowcast.errors import OrderError, PolicyError, ScaleCollapseError, SettingError
 from narrowcast.gradients import GradScaler, StepResult
 from narrowcast.integrations._first_step import FirstStep
 from narrowcast.integrations._hosts import require
@@ -103,9 +103,10 @@ class Attachment:
         device = accelerator.device.type
         formats = {device: resolve(self._policy, device)}
         self.region = PolicyRegion(self._policy, formats, warnings.warn, warns=True)
-        self.scaler = scaler_for(None, formats, scaler)
+        self.scaler = scaler_for({}, formats, scaler)
 
         self._first_steps: weakref.WeakKeyDictionary[torch.nn.Module, FirstStep] = weakref.WeakKeyDictionary()
+        self._prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}
         # Ids of the optimizers whose gradients are unscaled, until the scale is updated.
         self._unscaled: set[int] = set()
@@ -121,7 +122,9 @@ class Attachment:
         accelerator.backward = self.backward
         accelerator.unscale_gradients = self.unscale_gradients
         accelerator.autocast = self.autocast
+        # The scale of before is saved, and does not move what is loaded.
         accelerator.register_save_state_pre_hook(lambda *_: self.update())
+        accelerator.register_load_state_pre_hook(lambda *_: self.update())
 
     # ---- in place of the methods of the accelerator
 
@@ -129,17 +132,21 @@ class Attachment:
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         has_weights = next(model.parameters(), None) is not None
-        is_new = has_weights and model not in self._first_steps
-        if is_new:
+        is_new = has_weights and model not in self._prepared
+        is_trained = not evaluation_mode and any(weight.requires_grad for weight in model.parameters())
+        if is_trained:
             refuse_low_weights(model)
+        if is_new:
+            self._prepared.add(model)
             # It may have been prepared by another accelerator.
             if applied_to(model, self._policy) is None:
-                apply(model, self._policy)
+                how = "make another model: this one keeps the policy that it was prepared with"
+                Applied(model, self._policy, how_to_end=how)
             if self._fp32_outputs:
                 model.register_forward_hook(_in_fp32)
 
         prepared = self._host_prepare_model(model, device_placement, evaluation_mode)
-        if is_new:
+        if is_trained and model not in self._first_steps:
             # Accelerate has moved the model to its device.
             switch = "let nothing else in or around the model cast, and write rules into the policy instead"
             formats = formats_on(model, self._policy)
@@ -202,8 +209,24 @@ class Attachment:
                 "expected accelerator.scaler to stay, got another one after prepare: give it to prepare as "
                 "scaler=nc.GradScaler(...)"
             )
-        arguments = () if closure is None else (closure,)
-        result: StepResult = self.scaler.step(optimizer.optimizer, *arguments)
+
+        def evaluate() -> Any:
+            assert closure is not None
+            # Each evaluation has gradients of its own, which are scaled.
+            self._unscaled.discard(id(optimizer))
+            return closure()
+
+        arguments = () if closure is None else (evaluate,)
+        try:
+            result: StepResult = self.scaler.step(optimizer.optimizer, *arguments)
+        except ScaleCollapseError:
+            self._update_is_due = True
+            raise
+        except BaseException:
+            # As out of memory, after which the caller may try again with smaller batches.
+            self.scaler.abandon()
+            self._unscaled.clear()
+            raise
         self._unscaled.add(id(optimizer))
         self._update_is_due = True
         # Others may still have to step on gradients of this scale, which moves with the next backward pass.

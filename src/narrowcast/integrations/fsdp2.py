@@ -53,8 +53,8 @@ def shard(
     each forward pass, and two in each backward pass.
 
     At the first forward pass with gradients, the outputs of linear layers and convolutions are compared with
-    the policy. An infinity or NaN in a gradient reaches all ranks by the reduction or by the check of the
-    ``Stepper``, and all skip the step.
+    the policy, unless the whole model is compiled. An infinity or NaN in a gradient reaches all ranks by the
+    reduction or by the check of the ``Stepper``, and all skip the step.
 
     Args:
         model: weights in fp32, on the type of device of ``mesh`` or on "meta"; not sharded yet, and without

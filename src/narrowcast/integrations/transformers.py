@@ -50,6 +50,7 @@ class NarrowcastMixin(Trainer):
     """
 
     skipped_steps = 0
+    _counting: Any = None
 
     def __init__(
         self,
@@ -72,7 +73,10 @@ class NarrowcastMixin(Trainer):
         super().create_accelerator_and_postprocess()
         policy, scaler, fp32_outputs = self._settings
         self._attachment = Attachment(self.accelerator, policy, scaler, fp32_outputs=fp32_outputs)
-        self.accelerator.scaler.on_skip(self._count_skip)
+        # A search of hyperparameters makes an accelerator for each trial, and may give all one scaler.
+        if self._counting is not None:
+            self._counting.remove()
+        self._counting = self.accelerator.scaler.on_skip(self._count_skip)
 
     def compute_loss_context_manager(self) -> ExitStack:
         stack = super().compute_loss_context_manager()

@@ -361,6 +361,7 @@ class ModelRegion(PolicyRegion):
         say: as for ``PolicyRegion``.
         model: the model; it may have the same policy by ``nc.apply`` already.
         warns: whether a backward pass inside it warns.
+        how_to_end: what to do before the model can have another policy.
     """
 
     def __init__(
@@ -371,6 +372,7 @@ class ModelRegion(PolicyRegion):
         *,
         model: torch.nn.Module,
         warns: bool,
+        how_to_end: str = "delete the nc.Stepper that holds the model first",
     ) -> None:
         super().__init__(policy, formats, say, warns=warns)
         self._applied: Applied | None = None
@@ -378,8 +380,7 @@ class ModelRegion(PolicyRegion):
             return
         # Last, so that an error leaves the model as it was.
         if policy.names_modules:
-            how = "delete the nc.Stepper that holds the model first"
-            self._applied = Applied(model, policy, opens=False, how_to_end=how)
+            self._applied = Applied(model, policy, opens=False, how_to_end=how_to_end)
         else:
             refuse_in_torchscript(policy, model)
 
