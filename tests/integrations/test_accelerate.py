@@ -526,7 +526,7 @@ def test_a_closure_clips_unscaled_gradients_at_each_evaluation():
 
 def test_a_model_that_is_only_evaluated_may_have_low_weights():
     accelerator = Accelerator(cpu=True)
-    prepare(accelerator, policy="bf16")
+    prepare(accelerator, make_net(), policy="bf16")
     model = make_net().bfloat16()
     with torch.no_grad():
         outputs = accelerator.prepare_model(model, evaluation_mode=True)(torch.ones(2, 8))["outputs"]

@@ -202,7 +202,8 @@ class Attachment:
                 "expected accelerator.backward(loss), which scales the loss, before the optimizer's step: "
                 "write it in place of loss.backward()"
             )
-        if optimizer.result is None:
+        is_first = optimizer.result is None
+        if is_first and closure is None:
             self._prove(optimizer)
         if self._accelerator.scaler is not self.scaler:
             raise OrderError(
@@ -214,7 +215,10 @@ class Attachment:
             assert closure is not None
             # Each evaluation has gradients of its own, which are scaled.
             self._unscaled.discard(id(optimizer))
-            return closure()
+            loss = closure()
+            if is_first:
+                self._prove(optimizer)
+            return loss
 
         arguments = () if closure is None else (evaluate,)
         try:
