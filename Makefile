@@ -5,12 +5,16 @@ SYSTEM_PYTHON ?= python3
 VENV := .venv$(if $(TORCH),-$(TORCH)-$(notdir $(SYSTEM_PYTHON)))
 CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 STAMP := $(VENV)/.installed
+# The demo needs no tools of developers and no hosts: a newcomer waits for its install.
+DEMO_STAMP := $(VENV)/.installed-examples
 
 ifdef PYTHON
 READY :=
+DEMO_READY :=
 RUN := PYTHONPATH=src $(PYTHON)
 else
 READY := $(STAMP)
+DEMO_READY := $(DEMO_STAMP)
 RUN := $(VENV)/bin/python
 endif
 PYTEST := $(RUN) -m pytest $(if $(CI),--ci)
@@ -19,15 +23,17 @@ PYTEST := $(RUN) -m pytest $(if $(CI),--ci)
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): EXTRAS := all,dev
+$(DEMO_STAMP): EXTRAS := examples
+$(STAMP) $(DEMO_STAMP): pyproject.toml constraints.txt
 	$(SYSTEM_PYTHON) -m venv $(VENV)
 	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[all,dev]'
-	@touch $@
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
+	@touch $@ $(DEMO_STAMP)
 
 install: $(READY)  ## create .venv and install the pinned dependencies
 
-demo: $(READY)  ## compare FP32 and mixed precision on real handwritten digits
+demo: $(DEMO_READY)  ## compare FP32 and mixed precision on real handwritten digits
 	$(RUN) -m narrowcast compare examples/digits.py
 
 examples: $(READY)  ## run every example at full size for this machine; pictures go to docs/gallery/
