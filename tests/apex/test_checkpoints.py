@@ -113,8 +113,12 @@ def test_what_is_exported_is_float32_and_under_o2_the_masters(level):
         assert torch.equal(model[0].state_dict()["weight"], master)
         assert not torch.equal(state["0.weight"], model[0].weight.float())
         assert torch.equal(state["3.weight"], state["4.weight"])
-        # A live tensor is what keep_vars asks for.
-        assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+        # A live tensor is what keep_vars asks for, frozen weights and buffers too.
+        model[0].bias.requires_grad_(False)
+        live = model.state_dict(keep_vars=True)
+        assert live["0.weight"] is model[0].weight
+        assert live["0.bias"] is model[0].bias
+        model[0].bias.requires_grad_(True)
     before = copy.deepcopy(state)
     train(model, optimizer, range(3, 5))
     if level == "O2":

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
+from narrowcast.casting import PolicyRegion
 from narrowcast.casting.regions import _regions
 from narrowcast.errors import DeviceError, OrderError, PolicyError
 
@@ -148,6 +149,18 @@ def test_regions_of_two_devices_left_out_of_order(monkeypatch):
         outer.__exit__(None, None, None)
     assert state("xpu") == xpu_before
     assert state() == OUTSIDE
+
+
+def test_a_region_on_two_devices_that_is_left_before_the_one_inside_it(monkeypatch):
+    monkeypatch.setattr("torch.xpu.is_available", lambda: True)
+    xpu_before = state("xpu")
+    both, inner = PolicyRegion(nc.preset("bf16"), {"xpu": BF16, "cpu": BF16}), nc.autocast("cpu", FP16)
+    both.__enter__()
+    inner.__enter__()
+    with pytest.raises(OrderError, match="with 1 still open inside it"):
+        both.__exit__(None, None, None)
+    assert (state("xpu"), state()) == (xpu_before, OUTSIDE)
+    assert _nesting() == 0
 
 
 def test_a_region_that_was_not_entered_here():

@@ -98,6 +98,13 @@ def test_each_nanosecond_belongs_to_one_part():
     assert found["ops"]["mean_s"] == pytest.approx((100 + 30 + 4 + 5 + 6 + 10 + 15 + 9 + 8) / 9e9)
 
 
+def test_a_product_in_the_loading_of_data_is_no_product_of_the_step():
+    loading = op("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 33, op("aten::mm", 9))
+    found = summed(loading)
+    assert parts_ns(found) == {"loading": 33}
+    assert found["products"] == []
+
+
 def test_a_closure_of_a_step_is_no_part_of_the_optimizer():
     linear = op("aten::linear", 100, cast(20, 4, 4), op("aten::addmm", 60))
     closure = op(CLOSURE, 150, linear, op("aten::mse_loss", 10), op("aten::relu", 8))

@@ -323,10 +323,10 @@ def test_runs_of_one_seed_count_once_by_their_mean(tmp_path):
         ((1.0, 2.0, 3.0), (1.1, 2.1, 3.1), "pass", "pass"),
         ((1.0, 2.0, 3.0), (5.0, 6.0, 7.5), "fail", "fail"),
         ((1.0, 2.0, 3.0), (1.0, 2.0, 12.0), "cannot tell", "cannot tell"),
-        ((1.0, 2.0), (5.0, 6.0), "cannot tell", "pass"),
+        ((1.0, 2.0), (5.0, 6.0), "not judged", "pass"),
         ((1e-6, 2e-6), (4e-3, 21e-6), "cannot tell", "cannot tell"),  # more than ten times, for both seeds
-        ((1e-6, 2e-6), (4e-3, 19e-6), "cannot tell", "pass"),
-        ((-1e-6,), (4e-3,), "cannot tell", "pass"),  # a ratio means nothing across zero
+        ((1e-6, 2e-6), (4e-3, 19e-6), "not judged", "pass"),
+        ((-1e-6,), (4e-3,), "not judged", "pass"),  # a ratio means nothing across zero
         ((1.0,), ("nan",), "fail", "fail"),
         (("inf",), ("nan",), "cannot tell", "cannot tell"),
         (("-inf",), ("inf",), "cannot tell", "cannot tell"),
@@ -351,9 +351,9 @@ FALLS = [0.75 - n / 128 for n in range(20)]
         ([50.0] * 20, "fail"),  # FP32 learns and mixed precision does not
         ([0.75] * 20, "fail"),  # it stays where it was
         ([0.5 + loss / 2 for loss in FALLS], "fail"),
-        ([loss + 0.0625 for loss in FALLS], "cannot tell"),  # less than half of what FP32 learned
-        ([loss - 9.0 for loss in FALLS], "cannot tell"),
-        ([5.0] * 9, "cannot tell"),  # too few to know what losses there are
+        ([loss + 0.0625 for loss in FALLS], "not judged"),  # less than half of what FP32 learned
+        ([loss - 9.0 for loss in FALLS], "not judged"),
+        ([5.0] * 9, "not judged"),  # too few to know what losses there are
     ],
 )
 def test_one_seed_is_enough_where_losses_are_far_apart(tmp_path, mixed, verdict):
@@ -370,7 +370,7 @@ def test_two_runs_of_a_seed_that_differ_as_much_are_not_far_apart(tmp_path):
     """So much for the numbers that no seed fixes."""
     runs = {"fp32-0": run([], FALLS), "fp32-1": run([], [0.75] * 20), "mixed-0": run([], [0.75] * 20)}
     folder = made_captures.comparison(tmp_path, runs, made_captures.certificate())
-    assert summary(read_comparison(folder))["loss"]["verdict"] == "cannot tell"
+    assert summary(read_comparison(folder))["loss"]["verdict"] == "not judged"
 
 
 def test_the_verdict_on_several_losses_is_that_of_the_worst(tmp_path):

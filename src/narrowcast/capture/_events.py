@@ -138,6 +138,8 @@ EVENTS: dict[str, Any] = {
         worst_parameter=_record(name=str, **_RATIOS) | None,
         # Whether it fails because something is lost (a parameter's gradient), not only rounded.
         is_lost=bool,
+        # Whether the reason names a column of the input that the format rounds away.
+        input_is_rounded=NotRequired[bool],
         parameters=list[_PARAMETER],  # type: ignore[valid-type]
         verdict=_Verdict,
         reason=str,

@@ -43,8 +43,8 @@ class Format:
         bias: the power of two is the exponent field minus ``bias``.
         specials: which codes are infinities and NaNs.
 
-    A Python float represents every number of the formats here exactly, with half the smallest and half a unit
-    past ``max``.
+    A Python float represents exactly every number of these formats, and their ``flush_threshold`` and
+    ``overflow_threshold``.
 
     >>> from narrowcast.formats import FLOAT16
     >>> FLOAT16.max, FLOAT16.eps

@@ -185,7 +185,7 @@ class PendingStep:
     """A step whose flags are on their way to the host.
 
     Attributes:
-        read: returns the overflow flag, the scale, and, if they may, whether ranks differ.
+        read: returns the overflow flag, the scale and, where ranks are compared, whether they differ.
     """
 
     optimizer: weakref.ref[torch.optim.Optimizer]
@@ -359,8 +359,8 @@ def step_or_restore(
 ) -> tuple[Any, SkipStep | None]:
     """Call ``step`` with ``evaluate`` in place of its closure; undo it if ``evaluate`` raises ``SkipStep``.
 
-    Holds a copy of parameters and state meanwhile. One that never moves parameters before its closure was
-    evaluated for the last time needs none: ``moves_first=False``.
+    Holds a copy of parameters and state meanwhile. An optimizer that moves parameters only after the last
+    evaluation of its closure needs no copy: ``moves_first=False``.
 
     Returns:
         What ``step`` returned, or the loss of a skipped step; and the ``SkipStep``, None if none was raised.

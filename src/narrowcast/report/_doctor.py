@@ -175,7 +175,8 @@ def _skipped(rows: Sequence[Rate]) -> list[tuple[str, str, str]]:
     """Return formats, places and the reason why they have no figure."""
     places_of: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row["reason"] and (row["expected_time_s"] is None or row["out_of_time"]):
+        # What was cut short has a speed at a smaller size in its place, and a line of its own explains that.
+        if row["reason"] and row["speed_at_most"] is None:
             place = f"{_KINDS.get(row['kind'], row['kind'])} {_shape(row)}"
             places_of.setdefault((row["format"], row["reason"]), []).append(place)
 

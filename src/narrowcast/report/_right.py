@@ -15,6 +15,8 @@ from narrowcast.errors import few
 from narrowcast.report._text import short
 
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
+# Of losses of one or two seeds, as by default.
+NOT_JUDGED = "not judged"
 GROWING = "failing and growing"
 LOST = "lost"
 
@@ -94,16 +96,14 @@ def _is_growing(certificates: Sequence[Mapping[str, Any]]) -> bool:
     return bool(lowest > highest_before)
 
 
-def judge_training(gradients: Gradients, loss: Mapping[str, Any], *, few_seeds: bool) -> str:
+def judge_training(gradients: Gradients, losses: str, reason: str) -> str:
     """Return ``"yes"``, ``"no: ..."`` or ``"cannot tell: ..."``.
 
     Args:
         gradients: as of ``judge_gradients``.
-        loss: verdict and reason by the losses.
-        few_seeds: whether the losses were not judged for want of seeds, as by default.
+        losses: ``PASS``, ``CANNOT_TELL``, ``FAIL`` or ``NOT_JUDGED``; ``reason``: for it.
     """
-    losses = "not judged" if few_seeds else loss["verdict"]
-    of_losses, of_gradients = f"losses: {loss['reason']}", f"gradients: {gradients.reason}"
+    of_losses, of_gradients = f"losses: {reason}", f"gradients: {gradients.reason}"
 
     # This is the table of docs/compare.md, row by row from below.
     if gradients.state in (LOST, GROWING):
@@ -133,6 +133,7 @@ def next_for_right(
     formats: str,
     was_stopped: bool,
     steps: int = 0,
+    input_is_rounded: bool = False,
 ) -> str | None:
     """Return the command that tells more about whether mixed precision is right; None: it is.
 
@@ -143,9 +144,13 @@ def next_for_right(
         formats: that mixed runs computed in.
         was_stopped: whether runs were ended before the script ended by itself.
         steps: of the optimizers in the first run.
+        input_is_rounded: whether the reason names a column of the input to standardize.
     """
     if right == "yes":
         return None
+    if input_is_rounded:
+        # No policy helps a layer that reads the input in the format; the reason says what to change first.
+        return compare_again(start)
     if right.startswith("no") and "fp16" in formats:
         # bf16 has the range of FP32, and needs no loss scale.
         return compare_again(start, policy="bf16", loss_scale=None)

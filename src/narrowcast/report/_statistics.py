@@ -151,7 +151,7 @@ class LossVerdict:
     """Whether the losses of mixed runs differ from FP32's by more than seeds do.
 
     Attributes:
-        verdict: ``"pass"``, ``"fail"`` or ``"cannot tell"``.
+        verdict: ``"pass"``, ``"fail"``, ``"cannot tell"``, or ``"not judged"``, as of one seed.
         reason: a clause for the table.
         difference: mean over seeds of mixed minus FP32, both from the same seed; None: no pair.
         seed_spread: sample standard deviation of FP32's losses over seeds; None: fewer than three seeds.
@@ -171,10 +171,11 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
 
     They pass if the mean difference is at most the spread between seeds, or if mixed is lower by more. They
     fail if mixed is higher by more and the paired differences leave no doubt (Student's t, 97.5 %). Nobody
-    can tell from fewer than three seeds, where seeds change nothing, or if FP32's losses are not finite.
+    can tell where seeds change nothing, or if FP32's losses are not finite. Fewer than three seeds are not
+    judged, unless mixed precision's loss is many times FP32's.
     """
     if not pairs:
-        return LossVerdict("cannot tell", "no loss was seen in both formats")
+        return LossVerdict("not judged", "no loss was seen in both formats")
     fp32_losses, mixed_losses = zip(*pairs, strict=True)
     if not all(map(math.isfinite, fp32_losses)):
         return LossVerdict("cannot tell", "the loss is not finite in FP32 itself")
@@ -199,7 +200,7 @@ def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float) ->
         ratios = [mixed / fp32 for fp32, mixed in pairs]
     times = min(ratios)
     if times <= _MANY_TIMES:
-        return LossVerdict("cannot tell", reason, difference)
+        return LossVerdict("not judged", reason, difference)
     reason = f"{times:.4g} times FP32's, but {reason}"
     return LossVerdict("cannot tell", reason, difference, times_fp32=times)
 

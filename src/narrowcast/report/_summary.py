@@ -23,6 +23,8 @@ from narrowcast.capture import (
     worth_it,
 )
 from narrowcast.report._right import (
+    CANNOT_TELL,
+    NOT_JUDGED,
     decisive_certificate,
     judge_gradients,
     judge_training,
@@ -31,7 +33,6 @@ from narrowcast.report._right import (
 )
 from narrowcast.report._statistics import (
     FinalLosses,
-    LossVerdict,
     calls_per_step,
     doubts,
     far_apart,
@@ -49,7 +50,7 @@ from narrowcast.report._text import beside_others, measured_speed, percent_chang
 _NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
 _NOTHING_RAN = "no module with parameters was called in a run that ended"
 _SCHEMA = 1
-_WORST_FIRST = ("fail", "cannot tell", "pass")
+_WORST_FIRST = ("fail", "cannot tell", "not judged", "pass")
 _TIMES = ("step_time_s_median", "step_time_s_interval", "forward_time_s_median", "forward_time_s_interval")
 _LESS_MEMORY = 0.95
 # A speedup within this of that of the medians beside it needs no explanation.
@@ -112,6 +113,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
             formats=formats,
             was_stopped=was_stopped,
             steps=fp32.numbers["steps"] or 0,
+            input_is_rounded=bool((checks["certificate"] or {}).get("input_is_rounded")),
         ),
         "worth_it": next_for_speed(worth, start, was_stopped=was_stopped, is_busy=is_busy(by_others)),
     }
@@ -307,7 +309,7 @@ def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
         verdict = judge_losses([(fp32_losses[seed], mixed_losses[seed]) for seed in seeds])
         # Losses that are far apart need no other seeds.
         far = far_apart(fp32.losses_at(site), mixed.losses_at(site))
-        if far is not None and verdict.verdict == "cannot tell":
+        if far is not None and verdict.verdict in (CANNOT_TELL, NOT_JUDGED):
             verdict = replace(verdict, verdict="fail", reason=far)
         verdicts[site] = verdict
         more = {"seeds": seeds, "steps": steps[site], "judged": site in judged}
@@ -317,19 +319,8 @@ def _loss(fp32: _Side, mixed: _Side, kind: str | None) -> dict[str, Any] | None:
     if not candidates:
         nothing = {"seeds": [], "steps": 0, "judged": False}
         return {"site": None, **asdict(judge_losses([])), **nothing, "sites": sites}
-    worst = min(candidates, key=lambda site: _worst_first(verdicts[site]))
+    worst = min(candidates, key=lambda site: _WORST_FIRST.index(verdicts[site].verdict))
     return {"site": worst, **sites[worst], "sites": sites}
-
-
-def _worst_first(verdict: LossVerdict) -> tuple[int, bool]:
-    # A loss that is not finite has no difference; it counts for more than one of too few seeds.
-    is_of_few_seeds = verdict.difference is not None and verdict.times_fp32 is None
-    return _WORST_FIRST.index(verdict.verdict), is_of_few_seeds
-
-
-def few_seeds(loss: Mapping[str, Any]) -> bool:
-    """Return whether the losses were not judged for want of seeds alone."""
-    return loss["verdict"] == "cannot tell" and loss["seed_spread"] is loss["times_fp32"] is None
 
 
 # ---- the two answers
@@ -349,10 +340,11 @@ def _of_training(
     """Return whether mixed precision is right for a training, and a note on an early failure that is gone."""
     certificate, loss = checks["certificate"], checks["loss"]
     gradients = judge_gradients(comparison.own.of("certificate") or [certificate])
-    # Losses of one or two seeds, as by default, do not count. They do where FP32's are not finite, or where
-    # many steps were skipped: then gradients alone cannot pass.
-    does_not_count = few_seeds(loss) and _is_finite(fp32, loss) and not many_skipped(mixed.whole)
-    return judge_training(gradients, loss, few_seeds=does_not_count), gradients.early
+    # Where a loss is not finite in FP32, or where many steps were skipped, gradients alone cannot pass.
+    losses = loss["verdict"]
+    if losses == NOT_JUDGED and (not _is_finite(fp32, loss) or many_skipped(mixed.whole)):
+        losses = CANNOT_TELL
+    return judge_training(gradients, losses, loss["reason"]), gradients.early
 
 
 def _is_finite(fp32: _Side, loss: Mapping[str, Any]) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 from narrowcast.capture import ENOUGH_ELEMENTS, PARAMETER_LIMIT, TOTAL_LIMIT
 from narrowcast.report._render import terminal_text
-from narrowcast.report._summary import few_seeds
 from narrowcast.report._text import (
     UNKNOWN,
     count,
@@ -205,8 +204,7 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
         ]
         judged.append(_check("output", output, numbers))
     if loss is not None:
-        verdict = "not judged" if few_seeds(loss) else loss["verdict"]
-        judged.append(_check("loss", loss | {"verdict": verdict}, _loss_numbers(loss)))
+        judged.append(_check("loss", loss, _loss_numbers(loss)))
     return judged
 
 

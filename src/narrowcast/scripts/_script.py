@@ -146,10 +146,11 @@ def _meant(file: str) -> str:
     folder = Path(file).parent
     if not folder.is_dir():
         return ""
-    nearest = nearest_name(Path(file).name, [script.name for script in folder.glob("*.py")])
+    # Without the suffix, which makes any two names alike.
+    nearest = nearest_name(Path(file).stem, [script.stem for script in folder.glob("*.py")])
     if nearest is None:
         return ""
-    return f' (did you mean "{nearest}"?)'
+    return f' (did you mean "{nearest}.py"?)'
 
 
 def _code_of_module(module: str, spec: ModuleSpec) -> types.CodeType:

@@ -35,7 +35,7 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses_memory: bool) -> None:
     for pair in pairs:
         gradient = pair.low.grad
         if gradient is None:
-            # Within a step, one that was taken before is still to be put back.
+            # A step that raised has not put back what it took: the next step does.
             if not restores:
                 pair.low_grad = None
             continue
@@ -53,8 +53,8 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses_memory: bool) -> None:
 
 def _in_float32(gradient: torch.Tensor, pair: Pair, *, reuses_memory: bool) -> torch.Tensor:
     """Return a float32 copy. Allocating large memory on a CPU takes ten times as long as filling it."""
-    is_on_cpu = gradient.device.type == "cpu" and gradient.is_contiguous() and not is_dtensor(gradient)
-    if not (reuses_memory and is_on_cpu):
+    fits_memory = gradient.device.type == "cpu" and gradient.is_contiguous() and not is_dtensor(gradient)
+    if not (reuses_memory and fits_memory):
         return gradient.to(torch.float32, copy=True)
 
     memory = pair.gradient_memory
@@ -67,7 +67,7 @@ def _in_float32(gradient: torch.Tensor, pair: Pair, *, reuses_memory: bool) -> t
 
 
 def restore_low(pairs: Sequence[Pair]) -> None:
-    """Put the gradients that the step took back on the low parameters."""
+    """Put back on each low parameter the gradient that the step took from it."""
     for pair in pairs:
         if pair.low_grad is not None:
             pair.working.grad = None

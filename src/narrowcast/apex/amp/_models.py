@@ -71,23 +71,23 @@ def cast_model(model: torch.nn.Module, properties: Properties) -> dict[torch.Ten
         By each weight that was cast down, its float32 value of before, for the masters.
     """
     originals: dict[torch.Tensor, torch.Tensor] = {}
-    inputs, outputs = properties.cast_model_type, properties.cast_model_outputs
-    if inputs is not None:
-        outputs = outputs or torch.float32
-        if inputs in LOW_DTYPES:
+    model_type, output_type = properties.cast_model_type, properties.cast_model_outputs
+    if model_type is not None:
+        output_type = output_type or torch.float32
+        if model_type in LOW_DTYPES:
             if properties.keep_batchnorm_fp32:
-                originals = lower(model, inputs, keep_fp32=is_batch_or_instance_norm)
+                originals = lower(model, model_type, keep_fp32=is_batch_or_instance_norm)
             else:
-                originals = lower(model, inputs, keep_fp32=None)
+                originals = lower(model, model_type, keep_fp32=None)
         else:
-            model.to(inputs)
+            model.to(model_type)
         # On every module, since scripts also save and load parts of a model.
         modules: Any = model.modules()  # the two methods have no types
         for module in modules:
             module.register_state_dict_post_hook(_export)
             module.register_load_state_dict_pre_hook(_load_masters)
-    if outputs is not None:
-        vars(model)["forward"] = _CastForward(model, inputs, outputs, vars(model).get("forward"))
+    if output_type is not None:
+        vars(model)["forward"] = _CastForward(model, model_type, output_type, vars(model).get("forward"))
     return originals
 
 
@@ -157,8 +157,8 @@ def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metada
     """Hook of each module: return float32 from ``state_dict()``."""
     for name, live in (*module._parameters.items(), *module._buffers.items()):
         value = state.get(prefix + name)
-        # keep_vars=True asks for the live weight.
-        if live is None or live.dtype not in LOW_DTYPES or value is None or value.requires_grad:
+        # keep_vars=True asks for the live tensor.
+        if live is None or live.dtype not in LOW_DTYPES or value is None or value is live:
             continue
         masters = _masters_by_weight.get(id(live))
         if masters is None:

@@ -5,8 +5,9 @@ bf16 gradient in ``backward``, which runs outside of all regions: PyTorch raises
 regions that promote, the Function's context keeps the state of autocast, and ``backward`` runs in it.
 
 ``custom_fwd`` and ``custom_bwd`` of ``torch.amp`` and of this package open their own region inside this one.
-Functions of PyTorch are left alone, but for those of ``_IN_REGIONS``. Both names are replaced while a
-promotion lives, and neither is looked up where there is no custom Function.
+Functions of PyTorch are left alone, but for those of ``_IN_REGIONS``. While a promotion lives, ``__init__``
+and ``apply`` of the class of all contexts are replaced; neither is looked up where there is no custom
+Function.
 """
 
 from __future__ import annotations

@@ -322,7 +322,8 @@ class Promotion:
     Args:
         policy: of these regions.
         dtype: their dtype on ``device_type``.
-        say: called once for each operator that runs in fp32 since PyTorch has no bf16 or fp16 kernel for it.
+        say: called once for each operator that runs otherwise, with how and why: in fp32, since PyTorch has
+            no bf16 or fp16 kernel for it, or with fp16's largest number in place of a larger one.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ def plain_call(op: Any) -> Callable[..., Any]:
 def _numbers_at(op: Any) -> tuple[int, ...]:
     """Return the positions of tensors at which a Python kernel of ``op`` may be given a number.
 
-    C++ wraps one there as a tensor.
+    A caller may pass a number there. C++ wraps it as a tensor, but hands it to a Python kernel as a number.
     """
     if torch.Tag.pointwise not in op.tags:
         return ()
@@ -145,8 +145,10 @@ def _tensor_of(number: float | complex, beside: list[torch.Tensor]) -> torch.Ten
     category = _category(unrounded.dtype)
     if all(_category(tensor.dtype) < category for tensor in beside):
         return torch.tensor(number)  # the number decides, in the default dtype
+    # A tensor with dimensions, of this category or a higher one, outranks a 0-dim tensor of any dtype.
     if any(tensor.dim() and _category(tensor.dtype) >= category for tensor in beside):
         return unrounded
+    # Else 0-dim tensors decide, and ours would be one of them: it takes the dtype that they give without it.
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in beside))
     return unrounded.to(dtype)
 
@@ -396,9 +398,10 @@ _FORMATS = frozenset({
 def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
     """Return what does the work of the kernel on the autocast key now, called with a keyset first, or None.
 
-    For PyTorch's own kernels that is an action of ours. A fetched kernel holds Python's lock as it computes,
-    so no other thread runs, and as it waits for PyTorch's cache of weight casts: for ever, if the thread that
-    clears the cache waits for Python's lock. The kernel itself runs for what the action does not handle.
+    For PyTorch's own kernels that is an action of ours. A fetched kernel does not release Python's lock:
+    while it computes, no other thread runs. It may also wait for the lock of PyTorch's cache of weight casts,
+    while the thread that clears the cache waits for Python's lock: a deadlock. The kernel itself runs for
+    what the action does not handle.
     """
     key = autocast_key(device_type)
     if not has_kernel(qualified(op), key):

@@ -50,7 +50,8 @@ class _Compiled:
         target: the module or the function.
         policy: the policy.
         ruled: the modules with rules, if ``target`` is a module.
-        key: by which traced code finds this object. Dynamo guards it, and takes no text for a variable.
+        key: by which traced code finds this object. A text, since Dynamo takes that for a constant and guards
+            it, where it may make a symbolic variable of a number.
     """
 
     target: Any
@@ -142,7 +143,10 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
 
 
 def _not_compiled(model: Any) -> Any:
-    """Return what ``torch.compile`` or ``nc.compile`` made ``model`` of; else ``model``."""
+    """Return the module that ``torch.compile`` or ``nc.compile`` was given, or ``nc.compile``'s function.
+
+    Anything else is returned as it is, also a function that ``torch.compile`` made.
+    """
     if isinstance(model, torch.nn.Module):
         return model_of(model)
     return getattr(model, "_narrowcast_target", model)
@@ -158,7 +162,10 @@ def _in_region(function: Callable[..., Any], compiled: _Compiled) -> Any:
                 return function(*args, **kwargs)
             except dynamo_error() as error:
                 # A rule that refuses an operator raises while Dynamo traces.
-                raise _own_error(error) or error from None
+                own_error = _own_error(error)
+                if own_error is None:
+                    raise
+                raise own_error from None
 
     vars(in_region)["_narrowcast_target"] = compiled.target
     stand_for(in_region, _not_compiled_in_region(compiled))

@@ -9,7 +9,7 @@ import torch
 
 from narrowcast.casting.kernels._kernels import root_scope
 from narrowcast.casting.models._tree import modules_by_path, scopes_by_path
-from narrowcast.policy import CASTS_TO, FORMATS, LOWER, Policy, dtype_of
+from narrowcast.policy import CASTS_TO, FORMATS, LOWER, Policy, dtype_of, native_table
 
 _OPERATORS: dict[type[torch.nn.Module], str] = {
     torch.nn.Linear: "linear",
@@ -51,13 +51,13 @@ def layer_formats(
         if device == "meta":
             (device,) = formats  # where the weights will be
         lower = formats[device]
-        if device not in scopes:
-            expected[path] = lower
-            continue
 
+        # Where no rule decides, PyTorch's table does: on MPS it has conv_transpose3d in fp32.
+        word: str | None = CASTS_TO[native_table(device).get(operator, LOWER)]
         # Forward hooks see what the operator returns, before a rule for the module casts it.
-        decision = scopes[device][path].decide(operator)
-        word: str | None = LOWER
+        decision = None
+        if device in scopes:
+            decision = scopes[device][path].decide(operator)
         if decision is not None:
             word = decision.output or CASTS_TO[decision.compute]
         if word == LOWER:

@@ -117,7 +117,11 @@ def map_tensors(
 
 
 def tensors_inside(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a nested value."""
+    """Return the tensors in a nested value.
+
+    Of an object of an unknown class, those among its attributes and items, which ``_name_unknown`` passes to
+    ``collect``; none while Dynamo traces.
+    """
     tensors: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -236,11 +240,12 @@ def _holds_any_to_cast(value: Any, function: Callable[[torch.Tensor], torch.Tens
 
 @contextmanager
 def undo_on_error(models: Iterable[Any], optimizers: Iterable[Any] | None = None) -> Iterator[ExitStack]:
-    """If the block raises, close the yielded stack and restore modules; given optimizers, weights too."""
+    """If the block raises, close the yielded stack and restore modules, and optimizers with the weights."""
     modules = [part for model in models for part in model.modules()]
     classes = [(module, type(module)) for module in modules]
 
-    # The attributes of the objects, and the containers in them: an optimizer's parameters are nested so deep.
+    # The attributes of the objects, and three levels of containers in them: an optimizer has its parameters
+    # in the lists in the dicts in the list ``param_groups``.
     containers: list[Any] = [vars(owner) for owner in (*modules, *(optimizers or ()))]
     outer = containers
     for _ in range(3):

@@ -46,7 +46,8 @@ class PolicyRegion:
         formats: device type -> the region's dtype there.
         say: called once for each operator that runs in fp32 since PyTorch has no low kernel for it. Without
             it operators do not promote where formats meet.
-        warns: whether a backward pass inside it warns. Then that and loading weights also drop their casts.
+        warns: whether a backward pass inside it warns. If so, a backward pass inside it and loading weights
+            also drop the casts of weights.
 
     Attributes:
         states: what holds inside, on each device type.
@@ -88,13 +89,20 @@ class PolicyRegion:
             for device, dtype, enabled, scope, promotion in self.states:
                 _regions.enter(self, device, dtype, enabled, cache_enabled, scope, promotion, self._warns)
         except BaseException:
-            # There may be no dtype left to stand for the rules on the second device type.
+            # Entering raises where no dtype is left to be the mark of the rules (see ``_scopes``), perhaps
+            # only on the second device type.
             _regions.leave_to(depth)
             raise
 
     def __exit__(self, *_: object) -> None:
-        for _state in self.states:
-            _regions.leave(self)
+        for number, _state in enumerate(self.states, 1):
+            try:
+                _regions.leave(self)
+            except OrderError:
+                # Those on the other device types end too.
+                for _other in self.states[number:]:
+                    _regions.leave(self)
+                raise
 
     def around(self, call: Callable[[], _R]) -> _R:
         """Return ``call()``, called inside the region."""
@@ -120,8 +128,8 @@ class PolicyRegion:
 
 
 def _holds_here(state: RegionState) -> bool:
-    """Return whether ``state`` is in force in this thread; a scope inside that of ``state`` may be."""
-    # In turn what costs least to ask.
+    """Return whether ``state`` is in force in this thread, or a scope of a module inside its scope is."""
+    # The cheapest checks come first.
     if torch.is_autocast_enabled(state.device) is not state.enabled:
         return False
     if not state.enabled:

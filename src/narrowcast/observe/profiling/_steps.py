@@ -232,8 +232,8 @@ class _Sums:
         self.parts_ns[part] += self._own_ns(op)
         if not is_product(op.name):
             return has_product
-        # A linear layer calls a matmul, which is the one that counts.
-        if not has_product:
+        # A linear layer calls a matmul, which is the one that counts; one in the loading of data does not.
+        if not has_product and part != LOADING:
             self._add_product(op)
         return True
 

@@ -19,6 +19,7 @@ from narrowcast.errors import ScriptError, few
 from narrowcast.verify.certificate._certificate import CANNOT_TELL, FAIL, PASS, Certificate
 from narrowcast.verify.certificate._sums import FEWEST_BATCHES, Batches, Measured, Sums, compared
 from narrowcast.verify.certificate._verdict import certificate_of
+from narrowcast.verify.runs._inputs import RoundedColumn
 from narrowcast.verify.runs._runs import (
     MOVES_FILE,
     TENSORS,
@@ -37,21 +38,23 @@ _TRAINS_IN = "mixed"
 # How far the inputs of two runs may differ, as a share of how far they vary: a state that is carried in bf16
 # differs by 0.004 to 0.02, and another batch by 1.4.
 _CARRIED_STATE_LIMIT = 0.1
-# Of how far steps move all weights, and one parameter. Measured in bf16: 0.04 and 0.1 at most, with Adam,
-# which follows signs.
+# How much nearer or farther than in FP32 steps may move the weights, as a share. Beyond the first, for all
+# weights together, nobody can tell; beyond the second, for all or for one parameter, it fails. Measured in
+# bf16: 0.04 for all and 0.1 for one at most, with Adam, which follows signs.
 _MOVE_LIMIT, _MOVE_FAILS = 0.15, 0.5
 
 
 def certify_script(runs: ScriptRuns, *, format: str, at_steps: Sequence[int] = (0,)) -> list[dict[str, Any]]:
-    """Return ``Certificate.to_dict`` of a script for each of some steps, with ``is_lost``; the first always.
+    """Return ``Certificate.to_dict`` of a script for each of some steps, with ``is_lost``.
 
     The script runs three times with the same seed: in FP32 and in mixed precision for the gradients of four
     batches at each step, and in FP32 by ops that round only their results, which measures FP32's rounding.
     Updates are held back, so that all are at the same weights. If a dynamic loss scale still overflows, the
     mixed run is made again with the scale that it reached.
 
-    A step that the script does not reach is left out, but for the first. ``is_lost``: what fails is lost
-    whatever losses say, as a parameter's gradient, and not rounded.
+    The first step is always there; of the others, those that the script reaches. ``is_lost``: whether it
+    fails because something is lost, as a parameter's gradient, and not only rounded: then losses that agree
+    do not matter.
     """
     asked = {"at_steps": tuple(at_steps)}
     try:
@@ -133,11 +136,31 @@ def _certificate_at(at_step: int, runs: _KeptRuns, *, policy: str, format: str) 
     if certificate.verdict == PASS and fp32.passes and mixed.passes:
         by_steps = _verdict_of_steps(certificate, fp32, mixed, fp32_folder, mixed_folder)
         is_lost = by_steps.get("verdict") == FAIL
-    return certificate.to_dict() | by_steps | {"is_lost": is_lost}
+    result = certificate.to_dict() | by_steps | {"is_lost": is_lost}
+    column = _rounded_column(fp32, format)
+    if column is not None and result["verdict"] != PASS:
+        result["reason"] += f" {_of_column(column, format)}"
+        result["input_is_rounded"] = True
+    return result
+
+
+def _rounded_column(fp32: GradientFacts, format: str) -> RoundedColumn | None:
+    """Return the column of the input that loses most of its spread in the formats of mixed runs."""
+    columns = [column for name, column in fp32.rounded_columns.items() if name in format]
+    return max(columns, key=lambda column: column.share, default=None)
+
+
+def _of_column(column: RoundedColumn, format: str) -> str:
+    """Say how much of the input is lost, and what standardizing it would leave of that."""
+    return (
+        f"{format} rounds the input: column {column.column} of {column.columns} ({column.mean:.4g}, give or "
+        f"take {column.spread:.3g}) loses {column.share:.0%} of its spread; standardized, it would lose "
+        f"{column.share_standardized:.1%}. Standardize it, then compare again."
+    ).replace("%", " %")
 
 
 def _batches_alike(fp32: GradientFacts, mixed: GradientFacts, place: int) -> int:
-    """Return how many batches of an optimizer began with the same random numbers; later ones may differ."""
+    """Return for how many batches of an optimizer, from the first on, both runs drew the same numbers."""
     if place >= len(mixed.random):
         return 0
     alike = 0
@@ -154,14 +177,14 @@ def no_certificate(reason: str, **fields: Any) -> dict[str, Any]:
 
 
 def _run_mixed(runs: ScriptRuns, asked: dict[str, Any]) -> Path:
-    """Make the mixed run, again while a first batch overflows, as it does at a dynamic scale's start."""
+    """Make the mixed run, again while a compared batch overflows, as at a dynamic scale's start."""
     scale: float | None = None
     for tried in range(_MOST_TRIES):
         folder = runs.start(Purpose.MIXED, _TRAINS_IN, Purpose.MIXED, start_scale=scale, **asked)
         good_scales = [facts.good_scale for facts in _all_facts(folder) if facts.good_scale is not None]
         if not good_scales:
             break
-        # It suits later batches; if the first one needs a lower scale, go down faster each time.
+        # A later batch was finite at it; if the compared ones need a lower scale, go down faster each time.
         scale = min(good_scales) / 4.0**tried
     return folder
 
@@ -200,7 +223,8 @@ def _add_optimizer(
 ) -> str | None:
     """Add the parameters of one optimizer; return why they cannot be compared, if so.
 
-    The folders are those of one step; ``batches``: of how many the mixed gradients are.
+    The folders are those of one step; ``batches``: how many of the mixed gradients, from the first on, can be
+    compared. The first is used in any case.
     """
     # FP32's batches are good for the noise even where the mixed run saw others later on.
     of_fp32, of_mixed = _kept(reference, place), _kept(mixed, place)
@@ -374,7 +398,7 @@ def _is_same_batch(fp32: GradientFacts, mixed: GradientFacts) -> bool:
 
 def _is_alike(values: list[float], others: list[float]) -> bool:
     """Return whether one tensor of two runs is the same but for rounding."""
-    # Infinities, as of a mask, have to be in the same places, and would make any difference look small.
+    # Infinities, as of a mask, have to be in the same places; their differences would be NaN.
     first = torch.tensor(values, dtype=torch.float64)
     second = torch.tensor(others, dtype=torch.float64)
     finite = first.isfinite()

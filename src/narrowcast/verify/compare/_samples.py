@@ -80,10 +80,10 @@ class _OfStep(NamedTuple):
 class Minibatches:
     """Count the minibatches that the gradients of a step average, and the samples in them.
 
-    Of the calls in the graph of a loss those count that use parameters of the optimizer and that no later
-    one of these builds on: an encoder and its decoder see the same samples. Two halves of a batch add up, and
-    a batch that a module saw twice counts once. Calls without gradients, or whose output is not in the graph,
-    count nowhere.
+    A call in the graph of a loss counts if its module has parameters of the optimizer, and if no later call
+    of that kind builds on it: an encoder and its decoder see the same samples. Two halves of a batch add up,
+    and a batch that a module saw twice counts once. Calls without gradients, or whose output is not in the
+    graph, count nowhere.
 
     Args:
         optimizers: returns those of the script.
@@ -147,7 +147,8 @@ class Minibatches:
     def stepped(self, optimizer: torch.optim.Optimizer) -> tuple[int, int | None]:
         """Note a step; return the most minibatches that a step so far averaged, and the samples in each.
 
-        The samples are those of the optimizer whose steps see the fewest; None: not known of each.
+        The step of every optimizer counts as so many minibatches, so the samples are those of the optimizer
+        with the fewest, divided by that number. None: not known of every optimizer.
         """
         step = self._of_step(optimizer)
         largest = self._largest_steps.get(optimizer, _OfStep(0, None))
@@ -166,11 +167,14 @@ class Minibatches:
     def _of_step(self, optimizer: torch.optim.Optimizer) -> _OfStep:
         """Return how many minibatches, and samples, the gradients of ``optimizer`` average.
 
-        Where the samples are not known, every backward pass counts as a minibatch.
+        Where the calls behind a backward pass are not known, every pass counts as a minibatch.
         """
         passes = self._passes.get(optimizer, [])
         if not passes or not all(passes):
             return _OfStep(max(1, len(passes)), None)
+
+        # Of each module: the samples of each batch, and the sets of batches that passes used. A pass on the
+        # same batches as another, as for a second loss, counts once.
         samples_of: dict[torch.nn.Module, dict[str, int | None]] = {}
         passes_of: dict[torch.nn.Module, set[frozenset[str]]] = {}
         for calls in passes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from narrowcast.training import random_states, set_random_states
 
 
 def put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` if it differs, hidden from autograd, since a backward may still need the numbers."""
+    """Write ``value`` if it differs, hidden from autograd: a backward that saved it would raise."""
     if tensor.layout != torch.strided or not torch.equal(tensor.detach(), value):
         tensor.data.copy_(value)
 
@@ -56,10 +57,10 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def fingerprint(value: Any, *, floating: bool = True) -> str:
-    """Return a hash of the bits of every tensor in ``value``, with shapes and dtypes.
+    """Return a hash of the bits of every strided tensor in ``value``, with shapes and dtypes.
 
-    Inside ``torch.func`` tensors have no bits to read: there it is of shapes and dtypes alone. Without
-    ``floating`` it is of shapes alone of floating tensors.
+    Of sparse and meta tensors, and inside ``torch.func``, where tensors have no bits to read, it is of shapes
+    and dtypes alone. Without ``floating`` it is of shapes alone of floating tensors.
     """
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors_inside(value):
@@ -84,9 +85,9 @@ def some_values(value: Any, most: int = 256) -> list[list[float]]:
         plain = tensor.detach()
         if is_functorch_wrapped(plain):
             continue
-        # Evenly spaced, since the first elements may all be padding.
-        spacing = max(1, plain.numel() // most)
-        values.append(plain.flatten()[::spacing][:most].double().tolist())
+        # Evenly spaced to the end, since the first elements may all be padding.
+        spacing = max(1, math.ceil(plain.numel() / most))
+        values.append(plain.flatten()[::spacing].double().tolist())
     return values
 
 
@@ -97,8 +98,8 @@ def as_before(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
     Yields a function that restores buffers and random states, for another pass from the same start: a forward
     may write to a buffer or replace it.
     """
-    # A module's own table, as a forward may replace a buffer by another tensor.
     random = random_states()
+    # From each module's own table, as a forward may replace a buffer by another tensor.
     buffers = []
     for module in model.modules():
         for name, buffer in module._buffers.items():

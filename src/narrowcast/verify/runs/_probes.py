@@ -25,9 +25,11 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags, parameters_of
 from narrowcast.machine import memory_bytes
 from narrowcast.observe.profiling import LiveTensorBytes
+from narrowcast.policy import format_name
 from narrowcast.verify.certificate._dispatch_modes import ExactOps, Fp32Draws
 from narrowcast.verify.certificate._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._samples import Minibatches
+from narrowcast.verify.runs._inputs import most_rounded_column
 from narrowcast.verify.runs._model_state import each_once, fingerprint, put_back, random_state, some_values
 from narrowcast.verify.runs._runs import (
     MEMORY,
@@ -307,6 +309,8 @@ class GradientProbe(Probe):
         if self._facts.batch is None:
             self._facts.batch = fingerprint([args, kwargs], floating=False)
             self._facts.batch_values = some_values([args, kwargs])
+            if self._role == Purpose.REFERENCE:
+                self._see_inputs([args, kwargs])
         self._minibatches.called(args, kwargs)
         if module not in self._modules:
             self._first_call(module)
@@ -318,6 +322,13 @@ class GradientProbe(Probe):
                 self._facts.problem = reason
             self.finish()
             self.attachment.stop()
+
+    def _see_inputs(self, inputs: Any) -> None:
+        """Note the column of the inputs that loses most of its spread in each format, if one loses much."""
+        for dtype in (torch.bfloat16, torch.float16):
+            column = most_rounded_column(inputs, dtype)
+            if column is not None:
+                self._facts.rounded_columns[format_name(dtype)] = column
 
     def _first_call(self, module: torch.nn.Module) -> None:
         """Load the reference's weights into a module that is called for the first time; keep its buffers.

@@ -32,6 +32,7 @@ from narrowcast.scripts import (
     restore_files,
     set_aside,
 )
+from narrowcast.verify.runs._inputs import RoundedColumn
 from narrowcast.verify.runs._processes import Processes
 
 SETTINGS = "narrowcast-run.json"
@@ -299,6 +300,7 @@ class GradientFacts(msgspec.Struct, kw_only=True):
         steps_before: optimizer steps before updates were held back.
         batch: fingerprint of the inputs of the first call, without what floating ones hold.
         batch_values: some of what each of those holds.
+        rounded_columns: by format, the column of those that loses most of its spread in it.
         samples: in them; None: not known.
         backwards: most passes for one step, where an optimizer's gradients were kept.
         ranks: processes whose gradients are averaged; ``launched``: those that a launcher says there are.
@@ -314,6 +316,7 @@ class GradientFacts(msgspec.Struct, kw_only=True):
     steps_before: int = 0
     batch: str | None = None
     batch_values: list[list[float]] = []
+    rounded_columns: dict[str, RoundedColumn] = {}
     samples: int | None = None
     backwards: int = 1
     ranks: int = 1

@@ -1,0 +1,81 @@
+"""Columns of a model's input whose numbers a narrow format rounds away, as raw temperatures in kelvin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from narrowcast.attach import is_functorch_wrapped
+from narrowcast.casting import tensors_inside
+
+# Of so few rows the spread of a column says nothing.
+_FEWEST_ROWS = 8
+# A smaller share is within what training tolerates: it is the limit of the gradients' error, too.
+_SHARE_LIMIT = 0.05
+
+
+class RoundedColumn(msgspec.Struct, frozen=True):
+    """A column of an input: its mean, its spread, and how much of the spread rounding takes.
+
+    Attributes:
+        column: from 0; ``columns``: how many the input has.
+        mean: over the rows; ``spread``: the standard deviation.
+        share: standard deviation of the rounding error over ``spread``.
+        share_standardized: the same after the mean is subtracted and the column divided by its spread.
+    """
+
+    column: int
+    columns: int
+    mean: float
+    spread: float
+    share: float
+    share_standardized: float
+
+
+def most_rounded_column(inputs: Any, dtype: torch.dtype) -> RoundedColumn | None:
+    """Return the column of all inputs that loses most of its spread in ``dtype``; None: none loses much.
+
+    Inputs are matrices, a row a sample, and sequences of them, in fp32. A pixel or a token has no column of
+    its own.
+    """
+    worst: RoundedColumn | None = None
+    for tensor in tensors_inside(inputs):
+        if tensor.dtype != torch.float32 or tensor.ndim not in (2, 3) or tensor.layout != torch.strided:
+            continue
+        if tensor.is_meta or is_functorch_wrapped(tensor):
+            continue
+        rows = tensor.detach().flatten(0, -2)
+        if len(rows) < _FEWEST_ROWS or not rows.shape[1]:
+            continue
+        found = _most_rounded(rows.cpu().double(), dtype)
+        if found is not None and (worst is None or found.share > worst.share):
+            worst = found
+    return worst
+
+
+def _most_rounded(rows: torch.Tensor, dtype: torch.dtype) -> RoundedColumn | None:
+    mean, spread = rows.mean(0), rows.std(0)
+    share = _rounding(rows, dtype) / spread
+    # A constant column has nothing to lose, and one with a NaN or an overflow fails in other ways.
+    share[~share.isfinite()] = 0.0
+    column = int(share.argmax())
+    if share[column] < _SHARE_LIMIT:
+        return None
+    standardized = (rows[:, column] - mean[column]) / spread[column]
+    return RoundedColumn(
+        column=column,
+        columns=rows.shape[1],
+        mean=float(mean[column]),
+        spread=float(spread[column]),
+        share=float(share[column]),
+        share_standardized=float(_rounding(standardized, dtype)),
+    )
+
+
+def _rounding(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the standard deviation of the rounding error along the first dimension."""
+    # Programs round from fp32, so a double is first rounded to that.
+    in_fp32 = values.float()
+    return (in_fp32.to(dtype).double() - in_fp32.double()).std(0)
