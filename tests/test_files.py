@@ -73,6 +73,20 @@ with replacing({str(path)!r}) as file:
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_a_file_that_is_about_to_be_renamed_is_not_abandoned(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    rename = os.replace
+
+    def another_writer_first(*names):
+        monkeypatch.setattr(os, "replace", rename)
+        replace_with(path, b"another")
+        rename(*names)
+
+    monkeypatch.setattr(os, "replace", another_writer_first)
+    replace_with(path)
+    assert path.read_bytes() == b"new"
+
+
 def test_two_writers_at_once_both_finish(tmp_path):
     path = tmp_path / "file"
     with replacing(path) as outer:

@@ -55,7 +55,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
             _copy_owner_and_mode(target, part)
-        os.replace(part, target)
+            # Still locked: another writer would remove an unlocked file as abandoned.
+            if os.name == "posix":
+                os.replace(part, target)
+        if os.name != "posix":  # Windows renames no open file, and has no such lock
+            os.replace(part, target)
         sync_folder(target.parent)
     except OSError as error:
         error.filename = error.filename or str(target)  # a write names no file

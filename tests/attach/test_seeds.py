@@ -31,8 +31,14 @@ def test_each_seed_is_shifted_once_and_noted_once(seed, shifted):
         assert draws() == expected
         assert torch.initial_seed() == shifted
         torch.random.manual_seed(seed)
-        random.seed(a=seed)
-        assert (torch.initial_seed(), random.random()) == (shifted, expected[0])
+        assert torch.initial_seed() == shifted
+        for positional, named in (
+            ((seed, 2), {}),
+            ((seed,), {"version": 2}),
+            ((), {"version": 2, "a": seed}),
+        ):
+            random.seed(*positional, **named)
+            assert random.random() == expected[0]
     assert sum("adds its number to the seeds" in note for note in attached.recorder.notes) == 1
 
 

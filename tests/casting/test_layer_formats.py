@@ -19,10 +19,10 @@ def layers():
 @pytest.mark.parametrize(
     ("device", "policy", "expected"),
     [
-        ("cpu", nc.preset("bf16"), [BF16, BF16, BF16]),
+        ("cpu", nc.Policy.preset("bf16"), [BF16, BF16, BF16]),
         ("cpu", KEEPS, [BF16, FP32, BF16]),
         # The table of MPS has this layer in fp32.
-        ("mps", nc.preset("bf16"), [BF16, BF16, FP32]),
+        ("mps", nc.Policy.preset("bf16"), [BF16, BF16, FP32]),
         ("mps", KEEPS, [BF16, FP32, FP32]),
     ],
     ids=["cpu", "cpu, a rule", "mps", "mps, a rule"],

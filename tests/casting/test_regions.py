@@ -154,7 +154,7 @@ def test_regions_of_two_devices_left_out_of_order(monkeypatch):
 def test_a_region_on_two_devices_that_is_left_before_the_one_inside_it(monkeypatch):
     monkeypatch.setattr("torch.xpu.is_available", lambda: True)
     xpu_before = state("xpu")
-    both, inner = PolicyRegion(nc.preset("bf16"), {"xpu": BF16, "cpu": BF16}), nc.autocast("cpu", FP16)
+    both, inner = PolicyRegion(nc.Policy.preset("bf16"), {"xpu": BF16, "cpu": BF16}), nc.autocast("cpu", FP16)
     both.__enter__()
     inner.__enter__()
     with pytest.raises(OrderError, match="with 1 still open inside it"):

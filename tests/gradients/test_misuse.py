@@ -420,8 +420,9 @@ def test_the_hook_for_steps_by_hand_is_gone_after_the_first_iteration():
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 @pytest.mark.parametrize("way", ["always", "held back", "a listener"])
-def test_a_scheduler_that_runs_ahead_is_told_once(way, fused):
+def test_a_scheduler_that_runs_ahead_is_told_once(way, fused, together):
     (model,), (optimizer,) = models_and_optimizers(1, fused=fused)
     scaler = nc.GradScaler("cpu")
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -430,7 +431,14 @@ def test_a_scheduler_that_runs_ahead_is_told_once(way, fused):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for factor in (1.0, math.inf, 1.0, 1.0, math.inf, 1.0, 1.0, 1.0):
-            result = iterate(scaler, optimizer, lambda factor=factor: model(X).mean() * factor)
+            loss = model(X).mean() * factor
+            if together:
+                scaler.scale(loss).backward()
+                (result,) = scaler.step_together([optimizer])
+                scaler.update()
+                optimizer.zero_grad()
+            else:
+                result = iterate(scaler, optimizer, lambda loss=loss: loss)
             if way == "always" or (way == "held back" and not result.skipped):
                 scheduler.step()
     if way == "always":

@@ -533,6 +533,32 @@ def test_a_model_that_is_only_evaluated_may_have_low_weights():
     assert outputs.dtype == torch.float32
 
 
+def test_training_goes_on_after_a_second_optimizers_step_ran_out_of_memory():
+    class OutOfMemory(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure=None):
+            if self.fails:
+                raise torch.OutOfMemoryError
+            return super().step(closure)
+
+    accelerator = Accelerator(cpu=True)
+    model = make_net()
+    optimizers = torch.optim.SGD(model.up.parameters(), 0.1), OutOfMemory(model.down.parameters(), 0.1)
+    model, first, second = prepare(accelerator, model, *optimizers, policy="fp16")
+
+    def step():
+        accelerator.backward(model(torch.ones(2, 8))["outputs"].sum())
+        first.step()
+        second.step()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        step()
+    OutOfMemory.fails = False
+    step()
+    assert not second.result.skipped
+
+
 def test_another_policy_is_refused_with_advice_that_can_be_followed():
     model = make_net()
     prepare(Accelerator(cpu=True), model, policy="bf16")

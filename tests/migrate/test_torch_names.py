@@ -243,6 +243,16 @@ TO_NARROWCAST = {
         "a = nc.autocast('cuda', enabled=torch.cuda.is_available())\nb = nc.autocast('cuda', enabled=on)\n"
         "c = nc.autocast(d)\n",
     ),
+    "such a script that names the device by keyword": (
+        "import torch\nd = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+        "a = torch.autocast(device_type='cuda', dtype=torch.float16)\n"
+        "s = torch.amp.GradScaler(device='cuda')\n"
+        "b = torch.autocast(device_type=d)\n",
+        "import torch\nimport narrowcast as nc\nd = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+        "a = nc.autocast(enabled=torch.cuda.is_available(), device_type='cuda', dtype=torch.float16)\n"
+        "s = nc.GradScaler(enabled=torch.cuda.is_available(), device='cuda')\n"
+        "b = nc.autocast(device_type=d)\n",
+    ),
     "a question keeps torch's class, of which narrowcast's is one": (
         "from torch.amp import GradScaler\ns = GradScaler()\nassert isinstance(s, GradScaler)\n",
         "from torch.amp import GradScaler\nimport narrowcast as nc\ns = nc.GradScaler()\n"

@@ -98,6 +98,22 @@ def test_a_skipped_step_leaves_the_weights(scaler, factor, fused):
     assert str(trace).count("\nstep skipped") == 1
 
 
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_of_two_steps_the_last_one_is_told(scaler):
+    model, x = one_by_one()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    made = scaler("cpu", init_scale=4096.0)
+    with nc.observe.trace_step(model, optimizer, scaler=made) as trace:
+        for factor in (torch.inf, 1.0):
+            made.scale(factor * model(x)).backward()
+            made.unscale_(optimizer=optimizer)
+            made.step(optimizer=optimizer)
+            made.update()
+            optimizer.zero_grad()
+    assert trace.skipped is False
+    assert trace["step"].weights["weight"].item() == -0.5 - X
+
+
 def test_a_stepper_brings_its_optimizers_and_scalers():
     model, x = one_by_one()
     stepper = nc.Stepper(

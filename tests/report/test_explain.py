@@ -9,7 +9,7 @@ from test_any_capture import VALUES
 
 from narrowcast.errors import FileError
 from narrowcast.report import explain_text
-from narrowcast.report._explanation import explained, read_explanation
+from narrowcast.report._explanation import count_text, explained, percent, read_explanation
 
 TEXT = """\
 train.py --epochs 3: bf16 on cuda, by the policy bf16
@@ -202,3 +202,18 @@ def test_a_field_of_another_value_is_refused_or_shown(tmp_path, value):
             for every in (False, True):
                 assert max(map(len, explain_text(found, every=every).splitlines())) <= 79
             made_captures.write_page(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (0.004, "<.01"), (1.5, "1.5"), (12, "12"), (99.5, "100"), (1234.5, "1234"), (120e3, "120k")],
+)
+def test_counts_have_no_exponent_below_a_million(count, text):
+    assert count_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(None, "-"), (0.0, "0 %"), (0.005, "<1 %"), (0.0051, "1 %"), (0.12, "12 %")]
+)
+def test_a_share_that_is_not_zero_is_never_shown_as_zero(share, text):
+    assert percent(share) == text

@@ -265,6 +265,18 @@ def test_backward_is_exact_too_and_in_the_formats_that_it_has():
         assert (mine - oracle).norm() <= 2 * ULP * oracle.norm()
 
 
+def test_complex_numbers_made_of_fp32_are_exact_too_and_meet_fp32_weights():
+    x, weight = torch.randn(8, 64), torch.randn(64, 4, requires_grad=True)
+    with ExactOps():
+        spectrum = torch.fft.rfft(x @ weight, dim=0)
+        spectrum.real.square().sum().backward()
+        back = torch.fft.irfft(spectrum, dim=0)
+        assert (torch.polar(x.abs(), x).real @ weight).dtype == torch.float32
+    assert (spectrum.dtype, back.dtype, weight.grad.dtype) == (torch.complex64, torch.float32, torch.float32)
+    exact = torch.fft.rfft((x.double() @ weight.double()).float().double(), dim=0)
+    assert torch.equal(spectrum, exact.to(torch.complex64))
+
+
 def test_what_cannot_be_exact_is_as_it_is():
     x = torch.randn(64)
     torch.manual_seed(5)

@@ -27,7 +27,7 @@ class Patches:
     """Replace attributes of modules and classes; ``restore`` puts back the originals, latest first."""
 
     def __init__(self) -> None:
-        # Callbacks that put back originals; one that fails does not keep the others.
+        # Callbacks that put back originals; the others run even if one fails.
         self._undo = ExitStack()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
@@ -150,7 +150,9 @@ class RunningScale:
         with self._lock:
             if self._backed_off_for < backward:
                 self.value = self.value.after_step(overflow=True)
-                self._backed_off_for = self._moved_for = backward
+                self._backed_off_for = backward
+                # A later one may have moved it already.
+                self._moved_for = max(self._moved_for, backward)
 
     def overflowed(self, backward: int, factor: float) -> None:
         """Back off when the check of ``backward``, run at the scale ``factor``, is read and shows overflow.

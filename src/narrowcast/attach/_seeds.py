@@ -42,19 +42,21 @@ def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
     nesting = Nesting()  # torch's seed function calls CUDA's with the seed that it was given
 
     def shifted_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The first argument, or by keyword whatever is not random.seed's ``version``.
+        names = [name for name in kwargs if name != "version"]
         seed = None
-        if kwargs:
-            seed = next(iter(kwargs.values()))
-        elif args:
+        if args:
             seed = args[0]
+        elif names:
+            seed = kwargs[names[0]]
 
         if isinstance(seed, Integral) and not nesting.depth:
             note("a repeat adds its number to the seeds that the script sets, so that it draws other numbers")
             shifted = (int(seed) + by) % _TOO_LARGE_FOR_NUMPY
-            if kwargs:
-                kwargs = {next(iter(kwargs)): shifted}
-            else:
+            if args:
                 args = (shifted, *args[1:])
+            else:
+                kwargs = {**kwargs, names[0]: shifted}
         with nesting:
             return original(*args, **kwargs)
 

@@ -70,7 +70,8 @@ class _OptimizerRecord:
         taken: steps taken.
         skips: steps skipped.
         skips_in_a_row: steps skipped since the last one taken.
-        evaluates_again: whether its steps evaluate their closure several times, as those of LBFGS do.
+        evaluates_again: whether a closure whose gradients overflowed is evaluated again at a lower loss
+            scale: of optimizers that need a closure, as LBFGS and SAM do.
         moves_first: whether a step moves parameters before the last evaluation of its closure; None: a step
             must show it.
     """
@@ -222,7 +223,8 @@ class Steps:
     def _nonfinite(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """Return the parameters whose gradient is not finite; a step that uses them must be skipped.
 
-        Without a loss scale a GPU is not waited for: the optimizer gets the flag, or the next step reads it.
+        Without a loss scale a GPU is waited for only where the step cannot go on before its flag is known;
+        else the optimizer gets the flag, or the next step reads it.
         """
         if self._scale.active:
             return self._leaves.nonfinite_among(parameters_of(optimizer))
@@ -246,8 +248,8 @@ class Steps:
     ) -> tuple[Any, list[torch.Tensor]]:
         """Step with a closure; return what the step returned, and the parameters for which it was skipped.
 
-        A closure is evaluated as often as the optimizer does it. LBFGS alone, whose step would lose many
-        evaluations, gets another one at a lower loss scale where one overflowed.
+        A closure is evaluated as often as the optimizer does it. Only optimizers that need one, such as
+        LBFGS, whose step would lose many evaluations, get another at a lower loss scale where one overflowed.
         """
         record = self._record_of(optimizer)
         # A step may move parameters first, as that of SAM does; then a copy undoes a skipped one. Where
@@ -292,7 +294,7 @@ class Steps:
     def _evaluated(
         self, closure: Call, optimizer: Optimizer, record: _OptimizerRecord
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Evaluate a closure; of LBFGS again, at a lower loss scale, while its gradients overflow."""
+        """Evaluate a closure; if the optimizer needs one, at lower loss scales while gradients overflow."""
         for _ in range(PATIENCE):
             scale = self._scale.value
             loss = closure()

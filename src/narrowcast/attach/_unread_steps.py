@@ -49,9 +49,10 @@ class UnreadStep:
 
 
 class UnreadSteps:
-    """Hand flags to optimizers that skip by them, and read them when the next step begins.
+    """Hand flags to optimizers that skip by them, and read all of them when any next step begins.
 
-    A whole iteration lies between, so that nothing waits.
+    With one optimizer a whole iteration lies between, so that nothing waits. Where several step in one
+    iteration, each step waits for the flag of the one before it.
     """
 
     def __init__(self) -> None:
@@ -77,8 +78,8 @@ class UnreadSteps:
             target: Any = optimizer
             del target.grad_scale, target.found_inf
 
-        # Which gradients these are is looked for when the flag is read, if they are held until then; else it
-        # is noted now, before the script writes to them.
+        # Which gradients are not finite is looked for only if the flag turns out to be set, where they are
+        # held until then. Else the device notes it now, before the script writes to them.
         look = check.look_later() if check.can_look_later() else check.nonfinite().read
         read = self._copies.start(check.found_inf.reshape(1))
         parameters = check.gradients.parameters

@@ -193,7 +193,9 @@ EVENTS: dict[str, Any] = {
 
 
 def checked_event(event: Any, where: str) -> Event:
-    """Return ``event`` with every field of its kind in its type; other fields and other kinds are kept.
+    """Return ``event`` with every field of its kind in its type.
+
+    Other kinds, and other fields of the event itself, are kept. Other fields of nested records are dropped.
 
     Raises:
         FileError: not an event, or a field is missing or of another type.

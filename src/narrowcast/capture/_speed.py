@@ -18,7 +18,7 @@ from narrowcast.capture._statistics import (
 )
 
 LEAST_GAIN = 1.05
-"""A speedup that is certainly smaller is not worth it."""
+"""A speedup that is certainly smaller, and not certainly above 1, is not worth it."""
 
 # Where other programs use more of the CPUs, the speedup of a script there is not that of a quiet machine: at
 # each operator all threads wait for the one that has no CPU, and bf16 runs more and shorter operators.
@@ -70,11 +70,11 @@ def times_s(capture: Capture, kind: str | None, pace: int | None = None) -> list
     """
     if kind == "inference":
         return _without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
-    # The first step of an optimizer has no step before it, and so no interval.
     if pace is None:
         pace = pace_of([capture])
     times: list[float] = []
     for step in capture.of("step"):
+        # The first step of an optimizer has no step before it, and so no interval.
         if step["optimizer"] == pace and step["interval_s"] is not None:
             times.append(step["interval_s"])
     return _without_warm_up(times)
@@ -90,7 +90,7 @@ def _without_warm_up(times: Sequence[float]) -> list[float]:
 def blocks_of(capture: Capture, kind: str | None, pace: int | None = None) -> list[list[float]]:
     """Return durations as in ``times_s``, in a list for each block; a block ends where the run pauses.
 
-    The first block is left out as warm-up, and so is the tenth of all blocks after it. In a block of three
+    As warm-up the first block is left out, and after it a tenth of all blocks. In a block of three
     steps or more the first step is left out: it finds caches that the other process filled. It stays where
     the block ended with a wait for the device: that is time of all steps, and is added to the last one.
     """
@@ -118,7 +118,8 @@ def blocks_of(capture: Capture, kind: str | None, pace: int | None = None) -> li
 def speedup_of(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> Estimate | None:
     """Return the speedup of steps or calls, and the ends of its 95 % interval; None: ``why_no_speedup``.
 
-    Uses the pairs whose runs took turns, and if none did the medians of at least ``FEWEST_PAIRS`` pairs.
+    Uses the pairs whose runs took turns. If none did, or they took too few turns, it uses the medians of at
+    least ``FEWEST_PAIRS`` pairs.
     """
     pairs = _pairs_in_turns(fp32, mixed, kind)
     if pairs:
@@ -144,8 +145,9 @@ def why_no_speedup(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str 
 
 
 def took_turns(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> bool:
-    """Return whether the runs of a pair took turns."""
-    return bool(_pairs_in_turns(fp32, mixed, kind))
+    """Return whether the speedup is that of runs which took turns."""
+    pairs = _pairs_in_turns(fp32, mixed, kind)
+    return bool(pairs) and speedup_of_pairs(pairs) is not None
 
 
 def _pairs_in_turns(
@@ -197,8 +199,8 @@ def is_busy(by_others: float) -> bool:
 def worth_it(speedup: Sequence[float], asked: float | None, by_others: float) -> str:
     """Return ``"yes"``, ``"no"`` or ``"cannot tell"`` for a speedup and the ends of its interval.
 
-    If no speedup was asked for, any that is certain is worth it, and one that is certainly below
-    ``LEAST_GAIN`` is not. ``by_others``: what ``used_by_others`` returned.
+    If no speedup was asked for, one that is certainly above 1 is worth it; of the others, one that is
+    certainly below ``LEAST_GAIN`` is not. ``by_others``: what ``used_by_others`` returned.
     """
     if is_busy(by_others):
         return "cannot tell"

@@ -150,7 +150,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     -0.0 do not. The scale stays within [min_scale, max_scale]. Below a scale of 1 gradients are checked again
     after unscaling, so that no infinity reaches a parameter. With ``fused=True`` optimizers on CUDA there is
     no host sync: listeners and ``patience`` act at most one step late, and not at all in a CUDA graph. It is
-    not copied or pickled between ``scale`` and ``update``, or with listeners or a process group.
+    not copied or pickled from the first ``unscale_``, clipping or ``step`` until ``update``, or with
+    listeners or a process group.
 
     Raises:
         ScaleError: at construction, for a setting outside its range.
@@ -328,6 +329,10 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         if not self._enabled or not every:
             return tuple(self.step(optimizer) for optimizer in every)
         self._outcomes.report_pending()
+        if self._iteration.schedulers:
+            for optimizer in every:
+                self._iteration.schedulers.stepping(optimizer)
+
         self._iteration.stepping = True
         try:
             return self._iteration.step_together(every)

@@ -122,7 +122,7 @@ class Attachment:
         accelerator.backward = self.backward
         accelerator.unscale_gradients = self.unscale_gradients
         accelerator.autocast = self.autocast
-        # The scale of before is saved, and does not move what is loaded.
+        # An update that is due comes first: it is part of what is saved, and does not move what is loaded.
         accelerator.register_save_state_pre_hook(lambda *_: self.update())
         accelerator.register_load_state_pre_hook(lambda *_: self.update())
 
@@ -229,6 +229,7 @@ class Attachment:
         except BaseException:
             # As out of memory, after which the caller may try again with smaller batches.
             self.scaler.abandon()
+            self._update_is_due = False
             self._unscaled.clear()
             raise
         self._unscaled.add(id(optimizer))

@@ -235,7 +235,7 @@ def to_narrowcast(source: Source, target: Target) -> Changes:
         moved.add(reference.name)
         changes.replace(source.span(reference.node), f"{narrowcast}.{new}")
         message = f"{reference.full} as {narrowcast}.{new}, which takes the same arguments"
-        if _turn_off_without_cuda(source, changes, reference.node):
+        if _turn_off_without_cuda(source, changes, reference.node, new):
             message += "; off without CUDA, as torch's turns itself off"
         if new == "GradScaler" and "unscale_(" in source.text and "clip_grad_norm_(" in source.text:
             message += "; its clip_grad_norm_(optimizer, max_norm) unscales and clips in one call"
@@ -249,18 +249,26 @@ def to_narrowcast(source: Source, target: Target) -> Changes:
     return changes
 
 
-def _turn_off_without_cuda(source: Source, changes: Changes, node: ast.expr) -> bool:
+# The argument that names the device.
+_DEVICE_ARGUMENTS = {"autocast": "device_type", "GradScaler": "device"}
+
+
+def _turn_off_without_cuda(source: Source, changes: Changes, node: ast.expr, new: str) -> bool:
     """Add ``enabled=torch.cuda.is_available()`` for CUDA, if the file is made to run without CUDA too."""
     call = source.call_of(node)
-    if call is None or not _FALLS_BACK.search(source.text):
+    if call is None or new not in _DEVICE_ARGUMENTS or not _FALLS_BACK.search(source.text):
         return False
-    is_for_cuda = is_constant(argument(call, 0, "device"), "cuda")
-    if not is_for_cuda or len(call.args) not in (1, 2) or not reaches(source, "torch", "torch"):
+    is_for_cuda = is_constant(argument(call, 0, _DEVICE_ARGUMENTS[new]), "cuda")
+    if not is_for_cuda or len(call.args) > 2 or not reaches(source, "torch", "torch"):
         return False
     for keyword in call.keywords:
         if keyword.arg in ("enabled", None):  # set already, or perhaps
             return False
-    changes.insert(source.span(call.args[-1])[1], ", enabled=torch.cuda.is_available()")
+    enabled = "enabled=torch.cuda.is_available()"
+    if call.args:
+        changes.insert(source.span(call.args[-1])[1], f", {enabled}")
+    else:
+        changes.insert(open_bracket(source, call), f"{enabled}, ")
     return True
 
 

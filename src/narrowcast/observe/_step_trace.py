@@ -137,6 +137,7 @@ class StepTrace:
             for stage in (UNSCALE, BEFORE_STEP, STEP):
                 self._stages.pop(stage, None)
             self._unscaled.clear()
+            self.skipped = None
         if self._hooks is not None:
             self._record(BACKWARD)
 
@@ -160,13 +161,14 @@ class StepTrace:
         if method is None:  # torch's own scaler does not clip
             return
 
-        def call(optimizers: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self._step_count, self._found_inf = 0, None
-            result = method(optimizers, *args, **kwargs)
+            result = method(*args, **kwargs)
+            optimizers = args[0] if args else kwargs.get("optimizer", kwargs.get("optimizers"))
             for optimizer in _as_list(optimizers):
                 self._record_change(optimizer)
             if name in _STEPPING:
-                # A scaler leaves the step out, and a fused optimizer leaves out what is in it.
+                # To skip, a scaler does not call the optimizer, but a fused one, which skips by found_inf.
                 found_inf = self._found_inf is not None and bool(self._found_inf > 0)
                 if self._step_count == 0 or found_inf:
                     self.skipped = True

@@ -48,8 +48,9 @@ def explained(capture: Capture) -> dict[str, Any]:
     Returns:
         JSON-ready: ``schema``, ``target``, ``policy``, ``rules``, ``problem`` (a sentence if there are no
         numbers, else null), ``device``, ``format``, ``because`` (why that format), ``unit``, ``steps``,
-        ``totals`` (of one step), ``sites``, ``unreached``, ``notes``, ``reasons`` (path of each number that
-        is null -> why) and ``versions``. Times and bytes are of one step, shares are of all that was watched.
+        ``complete`` (false: the script ended within the first step), ``totals`` (of one step), ``sites``,
+        ``unreached``, ``notes``, ``reasons`` (path of each number that is null -> why) and ``versions``.
+        Counts, times and bytes are of one step, shares are of all that was watched.
     """
     watched = capture.of("watched")[-1]
     steps, duration_s = max(1, watched["steps"]), watched["duration_s"]
@@ -261,7 +262,7 @@ def count_text(count: float) -> str:
         return f"{count / 1e3:.0f}k"
     if 0 < count < 0.01:
         return "<.01"
-    if count == int(count) or count >= 100:
+    if count == int(count) or count >= 99.5:  # two digits of which would be 1e+02
         return f"{count:.0f}"
     return f"{count:.2g}"
 
@@ -270,4 +271,4 @@ def percent(share: float | None) -> str:
     """Format ``12 %``, ``<1 %``; ``-`` for what is not known."""
     if share is None:
         return "-"
-    return "<1 %" if 0 < share < 0.005 else f"{share * 100:.0f} %"
+    return "<1 %" if 0 < share <= 0.005 else f"{share * 100:.0f} %"

@@ -14,8 +14,8 @@ def run_summary(capture: Capture) -> dict[str, Any]:
     """Return what a run did, as JSON-ready values; None for what is not known, NaN and infinities as strings.
 
     argv, policy, ended (False: killed, or still going on), step_time_s_median, totals (as the ``end`` event
-    has them), devices (device_type, format, because), losses (by call site: count, first, last, final, the
-    last being the mean of the last tenth, and not_finite, a count) and notes.
+    has them), devices (device_type, format, because), losses (by call site: count, first, last, final,
+    which is the mean of the last tenth, and not_finite, a count) and notes.
     """
     spread = median_of_runs([times_s(capture, "training")])
     totals = dict(capture.totals())

@@ -12,11 +12,12 @@ from itertools import chain
 from narrowcast.capture import Capture, TimedRun, student_975
 from narrowcast.report._text import plural
 
-# Of a run's losses, how many a final loss is the mean of.
+# A final loss is the mean of this share of a run's losses, the last ones.
 _LAST_SHARE = 0.1
 _ENOUGH_SEEDS = 3
-# Losses of one seed count where they are far apart, of runs with so many losses, or so many times FP32's.
+# Losses of runs with fewer are not judged by one seed.
 _FEWEST_LOSSES = 10
+# With one or two seeds: final losses that are all more than so many times FP32's leave a doubt.
 _MANY_TIMES = 10.0
 _MANY_SKIPPED = 0.1
 _MORE_CALLS = 1.2
@@ -31,7 +32,7 @@ def mean(values: Sequence[float]) -> float:
     """Return the arithmetic mean, also of losses that are not finite."""
     if all(map(math.isfinite, values)):
         return statistics.fmean(values)
-    # It would raise where a loss that diverges is inf and then -inf.
+    # fmean raises where inf and -inf meet. A sum that is inf or NaN is its own mean.
     return sum(values)
 
 
@@ -45,9 +46,10 @@ def _tenth_of(losses: Sequence[float]) -> int:
 
 
 def losses_of(runs: Sequence[TimedRun]) -> dict[str, Losses]:
-    """Return losses by run and call site, as far as all runs went that were not ended early.
+    """Return losses by run and call site.
 
-    A run that was ended early has none, unless every run of its format and seed was; then all end there.
+    A run that was ended early is left out, if another run of its format and seed was not. If one has to be
+    used, the losses of all runs are cut to the shortest run, at each call site.
     """
     whole = {(run.format, run.seed) for run in runs if not run.cut}
     by_run: dict[str, Losses] = {}
@@ -136,7 +138,8 @@ def judged_sites(captures: Iterable[Capture]) -> list[str]:
         if not of_main:
             continue
         for loss in losses:
-            # The second loss of the last step comes after the last one of the first.
+            # A site with as many steps counts too: in a run of one step the second loss comes after the first
+            # one's.
             between = of_main[0] <= loss["backward"] <= of_main[-1]
             if between or steps[loss["site"]] == steps[main_site]:
                 judged[loss["site"]] = None
@@ -195,8 +198,8 @@ def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float) ->
     seeds = plural(len(pairs), "seed")
     reason = f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
     ratios = [0.0]
-    if min(pairs)[0] > 0:
-        # It means nothing where FP32's loss is zero or below.
+    # A ratio means nothing where FP32's loss is zero or below.
+    if all(fp32 > 0 for fp32, _ in pairs):
         ratios = [mixed / fp32 for fp32, mixed in pairs]
     times = min(ratios)
     if times <= _MANY_TIMES:
@@ -233,8 +236,8 @@ def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]])
     Args:
         fp32, mixed: the losses of each run.
     """
-    # Runs of both formats see the same batches, so a difference is no minibatch noise. It may be what other
-    # seeds change, which is less than half of what FP32 learns; and rounding reaches no tenth of a loss.
+    # Both formats see the same batches, so the difference is no minibatch noise. Another seed changes a final
+    # loss by less than half of what FP32 learns, and rounding by less than a tenth of it: hence the limits.
     if not fp32 or not mixed or min(map(len, [*fp32, *mixed])) < _FEWEST_LOSSES:
         return None
     fp32_losses = list(chain.from_iterable(fp32))
@@ -308,7 +311,7 @@ def calls_per_step(runs: Iterable[TimedRun]) -> float | None:
 
 
 def _other_calls(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun]) -> list[str]:
-    """Say where rounding makes a loop longer, as that of a solver that goes on until an error is small."""
+    """Say where rounding makes a loop longer or shorter, as of a solver."""
     fp32_calls, mixed_calls = calls_per_step(fp32), calls_per_step(mixed)
     if not fp32_calls or not mixed_calls:
         return []
@@ -318,7 +321,7 @@ def _other_calls(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun]) -> list[st
     return [
         f"{fp32_calls:.0f} calls of modules a step in FP32, {mixed_calls:.0f} in {formats}: a loop "
         "of the script goes by the numbers, as an adaptive solver or a line search does. A rule that keeps "
-        'its function in fp32 (compute = "fp32"), or a looser tolerance, gives it fewer'
+        'its function in fp32 (compute = "fp32"), or a looser tolerance, brings both together'
     ]
 
 

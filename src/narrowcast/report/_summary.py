@@ -162,7 +162,8 @@ class _Side:
         self.name = name
         self.runs = [run for run in comparison.runs if run.format == name]
         self.captures = captures_of(self.runs)
-        # A run that was cut short with the comparison did other work; one without an end may be complete.
+        # If the comparison was killed, a run without an end was killed with it, and did less than the others.
+        # In a finished comparison such a run may have done all of its work.
         self.whole = [run for run in self.runs if comparison.finished or run.capture.end is not None]
         self.time = median_of_runs(times_of_runs(self.captures, kind))
         self.losses = losses_of(comparison.runs)
@@ -233,14 +234,16 @@ class _Side:
     def _why_missing(self, kind: str | None) -> dict[str, str]:
         """Return the reason for each missing number, by its path."""
         no_step, no_forward = "no torch.optim.Optimizer stepped", "no module was called"
+        no_time = no_calls = no_step
         if kind == "training":
             no_forward = "the script trains: see the step time"
             if self.numbers["steps"]:
-                no_step = "it takes two steps of the first optimizer to time one"
+                no_time = "it takes two steps of one optimizer to time one"
+                no_calls = "no run that ended called a module"
         reasons: dict[str, str] = {
-            "step_time_s_median": no_step,
-            "step_time_s_interval": no_step,
-            "calls_per_step": no_step,
+            "step_time_s_median": no_time,
+            "step_time_s_interval": no_time,
+            "calls_per_step": no_calls,
             "forward_time_s_median": no_forward,
             "forward_time_s_interval": no_forward,
             "final_scale": "losses were not scaled",

@@ -145,7 +145,7 @@ class Stepper:
         """The region for forward pass and loss, in the policy's format; may be entered several times a step.
 
         Args:
-            name: of the optimizer that steps next; needed for named ones with DDP or ``accumulate``.
+            name: of the optimizer that steps next, where they have names; another one is an error.
         """
         groups = self._groups_called(name)
         if torch.is_grad_enabled():

@@ -63,7 +63,8 @@ _Row = tuple[int, str, str]
 class _Step:
     """A step that is being measured, by parameter: its row, its value before, and its intended value.
 
-    A float32 parameter has no entry in ``aimed``: its update survives by definition.
+    ``aimed`` is filled where a low parameter is not held, then for every parameter of the optimizer. Without
+    an entry a float32 parameter got what was intended.
     """
 
     rows: dict[torch.Tensor, _Row]
@@ -88,8 +89,9 @@ class UpdateMeter:
     state. For parameters held by ``hold`` that is the working parameter after the step, compared with the
     value that is kept: the master, the low parameter plus its residual, or the low parameter alone. For other
     bfloat16 and float16 parameters, a copy of the optimizer makes the step in float32 first. That costs one
-    more step, and for its duration 8 bytes an element plus the state in float32. Training does not change:
-    nothing is written, no hook of the optimizer is called, the random state is restored.
+    more step. While it runs it takes 12 bytes an element plus the state in float32, then 8 bytes until the
+    optimizer has made its own step. Training does not change: nothing is written, no hook of the optimizer is
+    called, the random state is restored.
 
     Args:
         optimizer: any dense optimizer, held or not, now or later.

@@ -193,8 +193,8 @@ def _refuse_low(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
             if parameter.dtype in _LOW and parameter.grad is not None:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} has a parameter in {dtype}, for which apex computed and kept"
-                    " its state in float32, and torch would in that format: hold the optimizer with "
+                    f"{type(optimizer).__name__} has a parameter in {dtype}, whose state or updates torch "
+                    "rounds otherwise than apex did: hold the optimizer with "
                     'narrowcast.weights.hold, or use amp.initialize(..., opt_level="O2"), either of which '
                     "gives it float32 masters"
                 )

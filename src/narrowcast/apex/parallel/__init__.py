@@ -40,7 +40,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Args:
         module: the model, on one device.
-        message_size: the most float32 elements in a bucket.
+        message_size: a bucket is reduced once it holds about so many float32 elements (in whole MiB).
         delay_allreduce: reduce everything when backward has ended, and accept parameters without gradients.
             torch then searches every graph for them, and warns once if it finds none.
 

@@ -15,8 +15,9 @@ So no result changes that PyTorch computes, except for the operators of ``_IN_FP
 such error, and casts below a layer of ``torch.func`` would not be recorded by it: there the formats decide.
 
 Backward passes run outside of regions, and mostly need no promotion, since what they differentiate was called
-with one format. Under ``vmap`` those of norms do, which otherwise take an fp32 weight beside a low input. The
-kernels for ``vmap`` promote as long as a promotion lives, in whatever region the forward ran.
+with one format. The backward passes of norms need it under ``vmap``: outside of it they take an fp32 weight
+beside a low input, under it they do not. The kernels for ``vmap`` promote as long as a promotion lives, in
+whatever region the forward ran.
 
 Products of sparse CSR matrices on a CPU have no low kernel either. Theirs stand on the key of that layout, so
 that no other product pays for them.
@@ -78,8 +79,8 @@ _FP32 = """linalg_matrix_exp addr addr_ linalg_pinv linalg_pinv.atol_rtol_float 
 _THIRD_FORMAT = """bincount complex view_as_complex stft stft.center
     fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn
     fft_ihfft fft_ihfft2 fft_ihfftn"""
-# No oneDNN kernel on this CPU in a format of the policy. PyTorch's table has what an LSTM calls, and below a
-# layer of torch.func it would be cast again.
+# Promoted only where oneDNN has no LSTM for a format of the policy (see why_no_lstm). PyTorch's table has
+# mkldnn_rnn_layer, which lstm.input calls: below a layer of torch.func it would cast the inputs down again.
 _LSTM = frozenset(("lstm.input", "mkldnn_rnn_layer"))
 _IN_FP32 = frozenset((*_FP32.split(), *_THIRD_FORMAT.split())) | _LSTM
 # Found by tests/policy/scripts/mixed_inputs.py, which calls every operator with mixed formats, besides those
@@ -101,12 +102,13 @@ _SPECIAL = re.compile("airy|bessel|erfcx|log_ndtr|ndtri|polynomial")
 _ON_CPU_ALONE = re.compile(
     "linalg|fft|chol|lu_|qr|quantile|svd|inverse|triangular|polar|complex|grid_s|stft|ctc"
 )
-# What the rules of vmap for these decompose them into takes one format, where the operator itself takes an
+# The rules of vmap decompose these into operators that take one format only; outside of vmap these take an
 # fp32 weight beside a low input. They run in backward passes, outside of regions:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/functorch/BatchRulesNorm.cpp
 _UNDER_VMAP = """cudnn_batch_norm_backward miopen_batch_norm_backward native_batch_norm_backward
     native_group_norm_backward native_layer_norm_backward"""
-# As these, which otherwise cast what they write.
+# These write a source into a copy of their first argument. PyTorch casts the source to its format, but raises
+# under vmap: there the source is cast to that format, not both to the widest.
 _WRITING_UNDER_VMAP = frozenset(("select_scatter", "slice_scatter"))
 _NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
 # Where a norm has its running statistics, and whether it writes to them, among its arguments.
@@ -193,9 +195,11 @@ def _try_lstm(dtype: torch.dtype, errors: list[str]) -> None:
 
 @functools.cache
 def _again(name: str, device: str) -> Callable[..., Any]:
-    """Return a function that runs an operator again, with inputs that it takes; ``_Unchanged`` if none do.
+    """Return a function that runs an operator with its inputs cast to a format that it takes.
 
-    It is called with the arguments, the error that PyTorch raised or None, and whether the formats decide.
+    It is called with the arguments of the operator; with the error of PyTorch, to be reported if the operator
+    runs in fp32 (None: report nothing); and with whether the formats of the inputs decide, where PyTorch
+    raises no error. It raises ``_Unchanged`` where casts would not help.
     """
     op = operator(name)
     in_fp32 = name in _IN_FP32
@@ -426,7 +430,7 @@ def _within_range(name: str, go_on: _Kernel, device: str) -> _Kernel:
 
 
 def _within_fp16(value: Any) -> Any:
-    """Return a number, or another argument, as near to it as fp16 can hold."""
+    """Clamp a finite number to the range of fp16; return infinity, NaN and other arguments as they are."""
     if isinstance(value, int | float) and 65504 < abs(value) < math.inf:
         return math.copysign(65504, value)
     return value

@@ -75,7 +75,7 @@ class autocast:  # noqa: N801 (torch's spelling)
     _warns = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a region that a tracer can follow, in code that is traced. Subclasses do so on entering."""
+        """Return a region that a tracer can follow, in traced code. Other subclasses do so on entering."""
         if torch.compiler.is_compiling() and cls in (autocast, ScopedRegion):
             kwargs = {name: value for name, value in kwargs.items() if name != "scope"}
             return _traced(*_checked(*args, **kwargs), kwargs.get("policy"))

@@ -173,9 +173,9 @@ def _write_ddp(source: Source, changes: Changes, reference: Reference) -> None:
     if call is not None:
         keywords = {keyword.arg for keyword in call.keywords}
         if not is_plain(call) or len(call.args) != 1 or keywords - _DDP_ARGUMENTS:
-            refuse(call, f"{reference.full} with arguments that torch's does not have")
+            refuse(call, f"{reference.full} with other arguments than apex's, or the model by keyword")
         if call.keywords:
-            # Remove everything between the model and the closing bracket.
+            # All of them are apex's own, and torch's takes none of them.
             after_model = source.span(call.args[0])[1]
             closing_bracket = source.span(call)[1] - 1
             changes.replace((after_model, closing_bracket), "")
@@ -191,8 +191,10 @@ def _write_ddp(source: Source, changes: Changes, reference: Reference) -> None:
 
 def _write_syncbn(source: Source, changes: Changes, reference: Reference) -> None:
     call = source.call_of(reference.node)
-    if call is None or len(call.args) != 1 or call.keywords:
-        refuse(reference.node, f"{reference.full} with arguments that torch's does not have")
+    if call is None:
+        refuse(reference.node, f"{reference.full} is passed on: call it here")
+    if len(call.args) != 1 or call.keywords:
+        refuse(reference.node, f"{reference.full} with other arguments than the model: leave them out")
     changes.replace(source.span(reference.node), _TORCH_SYNCBN)
     changes.report(source.start(reference.node), RULE, _SYNCBN_NOTE, fixed=True)
     require_import(source, changes, "torch", "torch")

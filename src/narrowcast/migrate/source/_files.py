@@ -52,7 +52,9 @@ class FileOutcome:
 
 
 def python_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the files in ``paths`` and the ``*.py`` in folders of ``paths``, each once, sorted by folder.
+    """Return the files in ``paths`` and the ``*.py`` in folders of ``paths``, each once.
+
+    They are in the order of ``paths``, and sorted inside each folder.
 
     Hidden folders, environments, caches and symbolic links inside a folder are skipped; all of these can be
     given as a path of their own.

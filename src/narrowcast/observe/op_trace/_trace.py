@@ -21,6 +21,7 @@ from narrowcast.casting import rule_that_casts, watch_ops
 from narrowcast.errors import nearest_name
 from narrowcast.observe.op_trace._operations import (
     BACKWARD,
+    FORWARD,
     ModulePaths,
     Operation,
     OperationWatch,
@@ -127,7 +128,8 @@ class OpTrace:
     def take(self) -> Collected:
         """Return what was seen since entering, or since the last call of this method."""
         with self._lock:
-            # What ran in no watched operator: backward, optimizers, code outside of regions.
+            # What ran in no watched operator: backward, optimizers, what writes in place, code outside of
+            # regions.
             for operations in list(self._unclaimed_of_all):
                 for operation in operations:
                     self._count_alone(operation)
@@ -211,6 +213,8 @@ class OpTrace:
             because = "backward: in the formats of the forward"
         elif rule is not None:
             because = _BORDER
+        elif place.phase == FORWARD and base_of(operation.op).endswith("_"):
+            because = "it writes to its argument, which autocast never casts"
         elif operation.inputs:
             because = "outside of every region"
         else:

@@ -140,8 +140,9 @@ def load_checkpoint(
     Args:
         path: of a checkpoint.
         model, optimizer, stepper, scheduler, scaler, policy: as for ``save_checkpoint``. With the model
-            alone, as for an evaluation, everything else is left out, and random states stay as they are. What
-            a Stepper saved is loaded into a Stepper, and what a loop without one saved into such a loop.
+            alone, as for an evaluation, everything else is left out, and random states stay as they are,
+            unless the model was saved alone too. What a Stepper saved is loaded into a Stepper, and what a
+            loop without one saved into such a loop.
 
     Returns:
         Position, policy and notes.
@@ -257,7 +258,11 @@ def _formats_of_auto(model: torch.nn.Module, policy: Policy) -> dict[str, str]:
 
 
 def _in_saved_format(policy: Policy, formats: Mapping[str, str]) -> Policy:
-    """Return ``policy`` with the format that was saved in place of ``auto``."""
+    """Return ``policy`` with the format that was saved in place of ``auto``.
+
+    Not with low weights, which stay in the format that they were made in. A policy has one format for all
+    devices: of several saved ones, the first is taken.
+    """
     if policy.compute != "auto" or policy.holds_low_weights or not formats:
         return policy
     first_format = next(iter(formats.values()))

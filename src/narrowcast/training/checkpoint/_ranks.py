@@ -155,7 +155,12 @@ def _new_data_folder(path: Path) -> str:
         )
     path.mkdir(exist_ok=True)
     has_marker = (path / MARKER).exists()
-    foreign = [file for file in path.iterdir() if not _DATA.fullmatch(file.name)]
+    foreign = []
+    for file in path.iterdir():
+        # A first save that was killed while it wrote the marker leaves the marker's temporary file.
+        is_part_of_marker = file.name.startswith(f".{MARKER}.") and file.name.endswith(".part")
+        if not _DATA.fullmatch(file.name) and not is_part_of_marker:
+            foreign.append(file)
     if foreign and not has_marker:
         raise CheckpointError(f"{path} is a folder with other files in it: give a path inside it")
 
@@ -172,7 +177,7 @@ def _new_data_folder(path: Path) -> str:
 
 
 def _shards_and_digests(tree: dict[str, Any]) -> tuple[dict[Place, torch.Tensor], dict[Place, str]]:
-    """Return the DTensors of a tree, and what tells whether other values are those of another rank.
+    """Return the DTensors of a tree, and a digest of each other value by which ranks compare theirs.
 
     DDP keeps most tensors equal on all ranks, but not buffers between two forward passes.
     """
@@ -184,7 +189,7 @@ def _shards_and_digests(tree: dict[str, Any]) -> tuple[dict[Place, torch.Tensor]
             shards[place] = value
         elif isinstance(value, torch.Tensor):
             digests[place] = _digest(value)
-        elif place[0] != "random":
+        elif place[0] != "random":  # hundreds of numbers of each generator; every rank keeps its own
             digests[place] = repr(value)
         return value
 
@@ -197,10 +202,11 @@ _BETWEEN_PIECES = 0x2545F4914F6CDD1D  # any large odd number
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return the form of a tensor and a sum of its bits, computed where they are and not on the CPU.
+    """Return dtype, shape, strides and a sum of the bits of a tensor, computed on the tensor's device.
 
-    Each word of 32 bits is multiplied by a random odd number of 62, and the sum is taken modulo 2**64. A
-    change of one word changes it; any other change does not once in about 2**32.
+    Each word of 32 bits (each byte, if the size is no multiple of 4 bytes) is multiplied by a random odd
+    number of 62 bits, and the products are summed modulo 2**64. A change of one word always changes the sum;
+    a change of several leaves it the same with a probability of about 2**-32.
     """
     words = tensor.contiguous().flatten().view(torch.uint8)
     if words.numel() % 4 == 0:
@@ -308,7 +314,7 @@ class Saved:
 
 
 def read(path: Path, ranks: Ranks) -> Saved:
-    """Read a folder, in which every byte of every file is as it was written.
+    """Read a folder, and check size and SHA-256 of every file in it.
 
     Raises:
         CheckpointError: a file is missing, altered, or of a newer version.
@@ -366,7 +372,10 @@ def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Mapping[Place, Any])
 
 
 def _note_other_count(saved: Saved, ranks: Ranks, fit: Fit) -> None:
-    """Note what is not as it was for as many ranks; refuse states of which each rank had its own."""
+    """Note what changes with another number of ranks; refuse if ranks had different states of objects.
+
+    Objects are optimizers, held weights, schedulers and scalers.
+    """
     fit.notes.append(
         f"the checkpoint is of {_ranks_in_words(saved.ranks)}, loaded by {_ranks_in_words(ranks.count)}"
     )

@@ -208,7 +208,9 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         wide_args, wide_kwargs = _recast((args, kwargs), torch.float32, torch.float64)
         try:
             result = func(*wide_args, **wide_kwargs)
-            return _recast(result, torch.float64, torch.float32)
+            # Fourier transforms, ``complex`` and ``polar`` make complex numbers of real ones.
+            narrow = _recast(result, torch.complex128, torch.complex64)
+            return _recast(narrow, torch.float64, torch.float32)
         except (RuntimeError, TypeError):  # no kernel for float64; torch raises NotImplementedError or these
             return func(*args, **kwargs)
 

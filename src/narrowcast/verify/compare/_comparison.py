@@ -55,7 +55,7 @@ class ComparisonSettings(TimingSettings, frozen=True, kw_only=True):
     """What to compare.
 
     Attributes:
-        at_step: the only step at which gradients are compared; None: the first, and two later ones.
+        at_step: the only step at which gradients are compared; None: the first, and up to two later ones.
         options: the command-line options, shown on the page.
     """
 
@@ -179,13 +179,19 @@ class _Comparison:
     def _untimed_s(self) -> float:
         """Return about how long the runs take that are not timed, and this process to end.
 
-        The three runs that keep gradients train up to the last step of those; two go at a time. Their steps
-        take about three times as long: exact sums, weights and gradients that are written.
+        The three runs that keep gradients train up to the last compared step. Their steps take about three
+        times as long: exact sums, weights and gradients that are written.
         """
+        # ``step_s`` is a step in both formats, so that a step of three runs is one and a half of it.
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
         steps = _UNTIMED_STEPS + 1.5 * (at_steps[-1] + held_steps)
-        starts = 1 + _UNTIMED_RUNS - 2 * self.runs.beside
+
+        # One start is counted for the end of this process. Two runs, one for memory and one for gradients,
+        # may start beside another one (``ScriptRuns.ahead``).
+        starts = 1 + _UNTIMED_RUNS
+        if self.runs.beside:
+            starts -= 2
         untimed_s = 3 * steps * self.timed.step_s() + starts * self.timed.pair_besides_s() / 2
         if self.timed.is_too_slow() and not self.timed.spawns:
             untimed_s += self._profile_s()
@@ -224,8 +230,10 @@ class _Comparison:
 
     def _profile_s(self) -> float:
         """Return about how long the two runs take that profile a few steps."""
-        pair_s = self.timed.step_s()
-        steps_s = min(_PROFILE_STEPS * pair_s, 2 * (_PROFILE_S + pair_s))
+        step_s = self.timed.step_s()  # in both formats together
+        # Two runs of so many seconds, each of whose two phases ends with a whole step.
+        by_time_s = 2 * _PROFILE_S + 2 * step_s
+        steps_s = min(_PROFILE_STEPS * step_s, by_time_s)
         return steps_s + self.timed.pair_besides_s()
 
     def _explain_speed(self) -> None:
@@ -270,7 +278,8 @@ class _Comparison:
         """Return the steps at which gradients are compared, in their order.
 
         Where training begins, errors may be larger than later, so two later steps follow, or one in a short
-        or slow script. The runs take more steps than those: batches whose updates are held back, and moves.
+        or slow script, or none in a very short one. The runs take more steps than those: batches whose
+        updates are held back, and moves.
         """
         if self.settings.at_step is not None:
             return [self.settings.at_step]

@@ -50,16 +50,19 @@ from narrowcast.verify.runs._runs import (
 
 MOST_PAIRS = 8
 _LEAST_S = 25.0
-_TIMES_THE_PAIR = 1.42  # of a pair in turns: alone both runs take about 5 % less, so 1.5 times that
+# Of the first pair, whose runs take turns. Alone they take about 5 % less, so this is 1.5 times that time.
+_TIMES_THE_PAIR = 1.42
 _LEAST_MIXED_S = 15.0
-# A later pair has the three steps of the warm-up and nine more; and no more than two seconds of steps, or 40.
+# A run of a later pair has at least the three steps of the warm-up and nine more. It has at most 40 steps, or
+# as many as take two seconds if those are more.
 _FEWEST_STEPS = 12
 _ENOUGH_STEPS, _ENOUGH_S = 40, 2.0
 # Where gradients take all of the time limit, short pairs are timed all the same, with steps for so long ...
 _SHORT_S = 1.0
 # ... unless together they take more than this share of the limit.
 _SHORT_PAIRS_SHARE = 0.4
-# For how long one looks before each pair whether other programs use the CPUs, in ticks of 10 ms.
+# For how long to watch whether other programs use the CPUs, before each pair and after the last. The system
+# counts in ticks of 10 ms, so this is ten of them.
 _LOOK_S = 0.1
 
 
@@ -210,7 +213,10 @@ class TimedPairs:
         return self._pair_s[-1] - sum(run.stepping_s for run in self.spent[-2:])
 
     def limit_s(self) -> float:
-        """Return how long all runs may take; the default depends on the first pair."""
+        """Return how long all runs may take; the default depends on the first pair.
+
+        Without a limit (0) it is the default too, by which progress tells the time left.
+        """
         return self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * self._first_pair_s())
 
     def _first_pair_s(self) -> float:
@@ -229,7 +235,7 @@ class TimedPairs:
         self.runs.expected = 2 * max(self.settings.repeats, FEWEST_PAIRS) + self.untimed_runs
         for repeat in range(self.settings.repeats):
             self._time_pair(repeat, self.settings.steps)
-            self._may_run_beside()
+            self._plan_untimed_runs()
 
         # Each shorter pair shows once more how far two processes differ. What fits is known anew after each.
         pairs = self.settings.repeats
@@ -241,7 +247,7 @@ class TimedPairs:
             if not fitting:
                 break
             self._time_pair(0, steps)
-            self._may_run_beside()
+            self._plan_untimed_runs()
             pairs += 1
         self._look_for_others()
         self._note_how(pairs)
@@ -253,14 +259,15 @@ class TimedPairs:
             self.shares_of_others.append(share)
             self.write({"event": "busy", "share": share})
 
-    def _may_run_beside(self) -> None:
-        """Decide whether two of the runs that are not timed may go on at once.
+    def _plan_untimed_runs(self) -> None:
+        """Decide whether two of the runs that are not timed may go on at once; tell progress the end.
 
         The run with exact sums takes twice the memory of a timed one, and two runs at once would see each
         other's files.
         """
         took_turns = not self._why_alone
         self.runs.beside = took_turns and self.memory < LITTLE_MEMORY and not self.changes_files
+        # Runs that are not timed are made even where the time limit has no room for them.
         self.runs.ends = self.began + max(self.limit_s(), 1.5 * self._first_pair_s())
 
     def _note_how(self, pairs: int) -> None:
@@ -328,13 +335,14 @@ class TimedPairs:
         return self.settings.steps
 
     def _steps_before_timed(self) -> int:
-        """Return after how many steps of a run those come that are timed."""
+        """Return how many optimizer steps a run takes before the first one that is timed."""
         steps = self.captures["fp32"][0].of("step")
         pace = pace_of(self.captures["fp32"])
         optimizers = [step["optimizer"] for step in steps]
         if pace not in optimizers or optimizers[0] == pace:
             return 0
-        # The run pauses at its steps when the others are known to have ended.
+        # Another optimizer stepped first, as in a search for the learning rate. The run pauses at steps of
+        # the timed one only after so many in a row, which show that the other has ended (``StepProbe``).
         return optimizers.index(pace) + STEPS_AFTER_THE_END + 1
 
     def _time_pair(self, repeat: int, steps: int) -> None:
@@ -364,10 +372,13 @@ class TimedPairs:
             self._why_alone.append(why_alone)
 
     def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
-        """Return after how long to end a run of a pair; ``first`` is the one that began it."""
+        """Return after how many seconds of steps to end a run of a pair; ``first`` is the one that began it.
+
+        During the first pair, also tell progress when all runs will have ended.
+        """
         steps = self.settings.steps
         if steps and not self.spent:
-            # So that progress can tell the time left: as if the script took all of these steps.
+            # Expect both runs to take all of these steps, as fast as those so far.
             both_s = 0.0
             for live in (run, first):
                 both_s += live.startup_s + live.stepping_s * steps / max(live.steps, 1)

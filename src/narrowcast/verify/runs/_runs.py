@@ -221,7 +221,7 @@ class ScriptRuns:
         folder = self.settings.folder / name
         self.folders.append(self._made_folder(name, folder))
 
-        # The settings of the script, with what is another one for this run.
+        # The settings of the script, with those that differ in this run.
         fields = {key: getattr(self.settings, key) for key in ScriptSettings.__struct_fields__}
         fields |= {"folder": folder, "purpose": purpose}
         if trains_in == "fp32":
@@ -298,17 +298,19 @@ class GradientFacts(msgspec.Struct, kw_only=True):
         at_step: after how many optimizer steps they were to be kept.
         problem: why they cannot be compared, as a sentence.
         steps_before: optimizer steps before updates were held back.
-        batch: fingerprint of the inputs of the first call, without what floating ones hold.
-        batch_values: some of what each of those holds.
-        rounded_columns: by format, the column of those that loses most of its spread in it.
-        samples: in them; None: not known.
+        batch: fingerprint of the inputs of the first call; of floating tensors only the shapes count.
+        batch_values: some values of each of these floating tensors.
+        rounded_columns: by format, the column of these inputs that loses most of its spread in it; a format
+            in which none loses much is absent.
+        samples: in one minibatch; None: not known.
         backwards: most passes for one step, where an optimizer's gradients were kept.
         ranks: processes whose gradients are averaged; ``launched``: those that a launcher says there are.
         random: of each optimizer, hashes of the random states when its gradients were kept.
         scale: the loss scale when the first of the optimizers kept its gradients.
-        good_scale: the first loss scale at which no gradient overflowed; None if none of the first batch did.
+        good_scale: the loss scale at which the gradients of every optimizer were finite again, after one of
+            the first four batches overflowed; None if none of these did, or if the overflow did not end.
         never_stepped: how many optimizers did not step in time.
-        passes: backward passes in all, where steps were taken at the end; else 0.
+        passes: backward passes since updates were held back, where steps were taken at the end; else 0.
     """
 
     at_step: int = 0
@@ -336,8 +338,8 @@ def tensors_at(folder: Path, at_step: int) -> Path:
 def why_unseen(folder: Path, *, advice: str, verb: str | None) -> str | None:
     """Return why a probe did not see what the script does, if the capture of the run shows it.
 
-    ``advice`` is for a script that uses mixed precision itself; without a ``verb``, as ``"profiled"``, the
-    probe saw enough, whatever other processes do.
+    ``advice`` is for a script that uses mixed precision itself. ``verb`` is what the probe does, such as
+    ``"profiled"``; None: the probe saw enough, so processes that the script starts do not matter.
     """
     try:
         capture = read_capture(folder / RUN)
@@ -513,7 +515,7 @@ class LiveRun(ExitStack):
 
 
 def _printable(line: str) -> str:
-    """Return a line of a script's output without control characters, and its end if it is very long."""
+    """Return the first characters of a line of a script's output, with spaces for unprintable ones."""
     return "".join(character if character.isprintable() else " " for character in line[:_LONGEST_LINE])
 
 
@@ -532,7 +534,10 @@ def _moves(group: int) -> bool:
 
 
 def full_disk(folder: Path, name: str = "stderr.txt") -> str:
-    """Say where the disk is full, if it is for ``name`` in the folder of a run or a file that it wrote."""
+    """Return the end of a message that says where the disk is full; empty if it is not.
+
+    Looks at the disks of the files that the run changed, the latest first, and of ``name`` in its folder.
+    """
     for path in [*map(Path, reversed(changed_files(folder))), folder / name]:
         with suppress(OSError):
             if shutil.disk_usage(path.parent).free < _FULL_BYTES:
@@ -608,7 +613,7 @@ def take_turns(
                     run.close()
             failed = [run for run in (first_run, second_run) if run.code and not collapsed(run.folder)]
             if not failed:
-                # One that collapsed is a result of the comparison, once the other one is known.
+                # ``ended`` raises for a run whose loss scale collapsed, so one that succeeded comes first.
                 for run in sorted((first_run, second_run), key=lambda run: run.code or 0):
                     ended(run)
                 return why
