@@ -6,11 +6,11 @@
     ├── DeviceError (ValueError, RuntimeError) unknown device, or one that this machine does not have
     ├── ScaleError (ValueError, AssertionError)    loss scale, or gradients, that a scaler cannot use
     ├── OrderError (RuntimeError, AssertionError)  parts of a training step called out of order
-    ├── UnsupportedError (RuntimeError)        training that this policy would compute incorrectly
+    ├── UnsupportedError (RuntimeError)        what narrowcast does not support, or would compute incorrectly
     ├── ScaleCollapseError (RuntimeError)      too many skipped steps in a row
-    ├── AmpError (NotImplementedError)         what apex.amp refused; raised by narrowcast.apex alone
+    ├── AmpError (NotImplementedError)         wrong use of apex.amp; raised by narrowcast.apex alone
     ├── MissingModuleError (ModuleNotFoundError)   optional package missing, or module of apex not offered
-    ├── ScriptError (ValueError)               a script that cannot be started or compared
+    ├── ScriptError (ValueError)               a script that cannot be started or compared, or that failed
     ├── FileError (OSError, ValueError)        a file or folder that cannot be read or written
     └── CheckpointError (ValueError)           a checkpoint that is damaged or does not fit
 
@@ -73,7 +73,7 @@ class OrderError(NarrowcastError, RuntimeError, AssertionError):
 
 
 class UnsupportedError(NarrowcastError, RuntimeError):
-    """Training that this policy would compute incorrectly, refused before it starts."""
+    """A use that narrowcast does not support, such as training that it would compute incorrectly."""
 
 
 class ScaleCollapseError(NarrowcastError, RuntimeError):
@@ -81,7 +81,7 @@ class ScaleCollapseError(NarrowcastError, RuntimeError):
 
 
 class AmpError(NarrowcastError, NotImplementedError):
-    """What ``apex.amp`` refused as well; it raised ``RuntimeError`` or ``NotImplementedError``."""
+    """Wrong use of ``apex.amp``, which itself raises ``RuntimeError`` or ``NotImplementedError`` for it."""
 
 
 class MissingModuleError(NarrowcastError, ModuleNotFoundError):
@@ -89,7 +89,7 @@ class MissingModuleError(NarrowcastError, ModuleNotFoundError):
 
 
 class ScriptError(NarrowcastError, ValueError):
-    """A script that cannot be started, or whose runs cannot be compared."""
+    """A script that cannot be started, that failed, or whose runs cannot be compared."""
 
 
 class FileError(NarrowcastError, OSError, ValueError):

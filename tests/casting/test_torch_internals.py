@@ -168,7 +168,7 @@ def test_dynamo_traces_what_stands_for_a_compiled_function_or_module():
     assert internals.model_of(compiled) is internals.model_of(model) is model
     compiled.forward = torch.compile(lambda x: x, backend="eager")
     internals.stand_for(compiled.forward, lambda x: x + 1)
-    internals.module_that_is_traced_as_called(compiled)
+    internals.trace_as_called(compiled)
     assert torch.equal(torch.compile(lambda x: compiled(x) * 2, backend="eager")(X), (X + 1) * 2)
     for one in (compiled, compiled.forward):
         assert torch.equal(torch.compile(one, backend="eager")(X), X + 1)

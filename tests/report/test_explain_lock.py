@@ -138,6 +138,13 @@ def test_what_is_no_lock_file_is_one_clear_error(tmp_path, text, said):
         read_lock(path)
 
 
+def test_a_file_that_is_no_text_is_one_clear_error(tmp_path):
+    path = tmp_path / "policy.lock"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FileError, match="is not a lock file: 'utf-8' codec can't decode"):
+        read_lock(path)
+
+
 def test_a_file_that_cannot_be_read_or_written(tmp_path):
     with pytest.raises(FileError, match=r"cannot read the lock file .*absent.lock: No such file"):
         read_lock(tmp_path / "absent.lock")

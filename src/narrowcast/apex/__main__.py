@@ -37,8 +37,7 @@ def main(words: Sequence[str]) -> int:
         del rest[0]
     if not rest:
         return _wrong_use(f"expected a script: {_USAGE}")
-    # A single dash is Python's name for standard input.
-    if rest[0].startswith("-") and rest[0] != "-":
+    if rest[0].startswith("-"):
         return _wrong_use(f"unknown option {rest[0]}: {_USAGE}")
 
     try:

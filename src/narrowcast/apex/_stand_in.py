@@ -125,8 +125,9 @@ class _AliasLoader(Loader):
         # The import system has just set the spec of the alias.
         module.__spec__ = self._spec
         self._finder.provides(self._name)
-        # Register the submodules too. A later import of one would overwrite the attribute of the package with
-        # that name: apex.amp._amp_state is an object and a module.
+        # Register the submodules under apex's names too: importing one that is in sys.modules already does
+        # not set the attribute of its package. apex.amp._amp_state is an object and a module, and the import
+        # would put the module in place of the object.
         for name, loaded in list(sys.modules.items()):
             path = name.removeprefix(f"{_OURS}.")
             if name.startswith(f"{self._ours}.") and _is_public(path):
@@ -144,14 +145,14 @@ def _our_name(fullname: str) -> str | None:
     ours = _OURS + fullname.removeprefix("apex")
     try:
         return ours if _is_public(fullname) and importlib.util.find_spec(ours) else None
-    except ModuleNotFoundError:  # a package above it is missing
+    except ModuleNotFoundError:  # it, or a package above it, is missing
         return None
 
 
 def refusal(fullname: str) -> str:
     """Return the error text for a module of apex that narrowcast does not offer."""
     text = f"narrowcast provides {', '.join(OFFERED[:-1])} and {OFFERED[-1]}, but not {fullname}"
-    # Of apex.contrib.xentropy what is said of apex.contrib.
+    # For apex.contrib.xentropy, say what is said of apex.contrib.
     prefix = fullname
     while prefix not in _INSTEAD and "." in prefix:
         prefix = prefix.rpartition(".")[0]

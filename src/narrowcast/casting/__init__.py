@@ -1,8 +1,9 @@
-"""Carry out a policy: regions in which operators run in other formats, and casts of modules' outputs.
+"""Carry out a policy: operators run in other formats in its regions, and modules cast inputs and outputs.
 
 ``autocast``, ``custom_fwd`` and ``custom_bwd`` take the arguments of ``torch.autocast`` and ``torch.amp``;
-``apply`` stands in front of a model's call, so that it opens its region itself, rules for modules included;
-``compile`` is ``torch.compile`` of that; ``cast_floating`` casts the tensors in any nesting of containers.
+``apply`` makes every call of a model open the policy's region and follow its rules for modules; ``compile``
+is ``torch.compile`` of a model that computes by a policy; ``cast_floating`` casts the tensors in any nesting
+of containers.
 """
 
 from narrowcast.casting._torch_internals import skipped_by_dynamo, traced_only_inline
@@ -36,6 +37,7 @@ from narrowcast.casting.regions._autocast import (
 )
 from narrowcast.casting.regions._policy_region import PolicyRegion
 from narrowcast.casting.regions._scopes import PROMOTING, rule_that_casts
+from narrowcast.casting.regions._warnings import stacklevel_outside
 from narrowcast.casting.regions._weight_casts import drop_casts
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "recomputed_while_traced",
     "rule_that_casts",
     "skipped_by_dynamo",
+    "stacklevel_outside",
     "tensors_inside",
     "traced_only_inline",
     "undo_on_error",

@@ -209,7 +209,7 @@ class _Replaced:
 class Replacements:
     """Names of torch as functions of ours wrap them, in place while there are users.
 
-    What another library puts in front of ours stays, and ours then only calls what is below.
+    What another library puts in front of ours stays, and ours below it: ours must be harmless without users.
 
     Args:
         names: of each the object that has it, the name, and the function that wraps what it stands for.
@@ -241,17 +241,19 @@ class Replacements:
 
 
 # Module.load_state_dict has no hook that sees every module. Replacing the method for each region would empty
-# Python's method caches of every module class (measured: 7 microseconds a region with 2,000 classes). So the
-# constructor is replaced of the record that it makes after writing each module: a class without subclasses.
+# Python's method caches of every module class (measured: 7 microseconds a region with 2,000 classes). So
+# this replaces the constructor of the record that load_state_dict makes after writing each module; its class
+# has no subclasses.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
 LOADED_KEYS = (vars(torch.nn.modules.module)["_IncompatibleKeys"], "__new__")
 # torch.autograd.backward and torch.autograd.grad look this name up at each call, whoever imported the two.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/__init__.py
 ENGINE = (torch.autograd, "_engine_run_backward")
 NODE_OF_FUNCTION: Any = torch.autograd.function.BackwardCFunction
-"""The class of which each custom Function has a subclass for its contexts, which are nodes of the graph.
+"""The base class of the contexts of custom Functions; each Function has a subclass of it.
 
-PyTorch makes one at each call of the Function, and calls its ``apply`` in the backward pass:
+A context is a node of the graph: PyTorch makes one at each call of the Function, and calls the context's
+``apply`` in the backward pass:
 """
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_function.cpp
 
@@ -324,7 +326,7 @@ def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
 
 @constant_while_tracing
 def let_dynamo_trace_autocast() -> None:
-    """Have Dynamo put these calls into graphs, which 2.11 breaks there; for traced code, ahead of a call."""
+    """Have Dynamo keep these calls in the graph, which 2.11 breaks at them; traced code calls this first."""
     # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/trace_rules.py
     for function in (set_autocast_dtype, torch.clear_autocast_cache):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
@@ -363,7 +365,9 @@ def keep_graphs_with_regions() -> None:
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/_aot_autograd/autograd_cache.py
     config: Any = sys.modules.get("torch._inductor.config")
-    for name in ("_enter_autocast", "_exit_autocast") if config is not None else ():
+    if config is None:
+        return
+    for name in ("_enter_autocast", "_exit_autocast"):
         config.unsafe_marked_cacheable_functions[f"torch.amp.autocast_mode.{name}"] = "narrowcast"
 
 
@@ -442,7 +446,7 @@ def dynamo_error() -> type[Exception]:
 def stand_for(compiled: Callable[..., Any], function: Callable[..., Any]) -> None:
     """Have Dynamo take ``compiled`` for ``function``, in code around it and if it is compiled again.
 
-    As it takes what ``torch.compile`` returns for what it was given.
+    Dynamo treats what ``torch.compile`` returns in the same way.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
     marked: Any = compiled
@@ -450,7 +454,7 @@ def stand_for(compiled: Callable[..., Any], function: Callable[..., Any]) -> Non
     marked._torchdynamo_wrapper_id = id(compiled)
 
 
-def module_that_is_traced_as_called(compiled: Any) -> None:
+def trace_as_called(compiled: Any) -> None:
     """Have Dynamo trace ``compiled.forward``, where it would trace the model that was compiled.
 
     ``compiled`` is a module that ``torch.compile`` returned; its class becomes one of ours.

@@ -61,7 +61,8 @@ def doctor(
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
-        # doctor is the verb for this: torch may be missing, or a library that it needs.
+        # To find out why torch does not work is what doctor is for: torch may be missing, or a library that
+        # it needs.
         talk(f"torch cannot be imported ({error}). To install it: pip install --upgrade torch")
         return CHECK_FAILED
     from narrowcast.machine import require_torch

@@ -117,9 +117,12 @@ def explain(
         _show_differences(found, second, as_json=as_json, every=every)
     elif locked is not None:
         code = _check(found, locked, str(check), as_json=as_json, every=every)
-    elif lock is not None and not _keep(found, lock):
-        code = CHECK_FAILED  # _keep has said why it wrote nothing
-    else:  # also when --lock has written its file
+    elif lock is not None:
+        if _keep(found, lock):
+            _show(found, as_json=as_json, whole=whole, every=every)
+        else:
+            code = CHECK_FAILED  # _keep has said why it wrote nothing
+    else:
         _show(found, as_json=as_json, whole=whole, every=every)
     for page in filter(None, pages):
         talk(f"report: {page}")

@@ -95,7 +95,7 @@ class _Verb(TyperCommand):
         behind = self._own_options_in(of_script)
         # With "--" before the script's name, the user says whose options these are.
         script_index = len(words) - len(of_script) - 1
-        is_meant = words[:script_index][-1:] == ["--"]
+        is_meant = script_index > 0 and words[script_index - 1] == "--"
         rank = rank_here()
         if behind and not is_meant and not ctx.resilient_parsing and rank == 0:
             names, script = " and ".join(behind), ctx.params["script"]
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text += f" To run a script: narrowcast run {words[0]}"
         talk(text)
         return int(getattr(error, "exit_code", COMMAND_FAILED))
-    except typer.Abort:  # Control-C, or the input ended at a question
+    except typer.Abort:  # at a question: Control-C, or the end of the input
         return INTERRUPTED
     except NarrowcastError as error:
         talk(str(error))

@@ -130,6 +130,7 @@ def run(
     rules = len(with_fp32_weights(policy).rules)
     writer.write(start_event(found.argv, policy, rules=rules, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
+    # main calls what is returned, so that typer is not on the script's stack.
     if rank > 0:
         # Rank 0 speaks for all.
         attachment = Attachment(policy, scale, writer=writer, tell=lambda _: None)
@@ -172,12 +173,12 @@ def tell_outputs(folder: Path) -> None:
     of_one = folder / OUTPUTS
     of_several = sorted(folder.glob(f"*/{OUTPUTS}"))
     if of_several:
-        where = f"each run of the script wrote is in its folder, as {of_several[0]}"
+        where = f"what each run of the script wrote is in its folder, as {of_several[0]}"
     elif of_one.is_dir():
-        where = f"the script wrote is in {of_one}"
+        where = f"what the script wrote is in {of_one}"
     else:
         return
-    talk(f"note: files are as before (but for those of other programs and native code), and what {where}")
+    talk(f"note: files are as before (but for those of other programs and native code), and {where}")
 
 
 def check_seed(seed: int | None) -> None:
@@ -226,7 +227,7 @@ def _command_of_ranks(policy: str, loss_scale: str | None, folder: Path, seed: i
 
 
 def rank_here() -> int:
-    """Return the rank of this process; Lightning's launcher sets that on its machine alone."""
+    """Return the rank of this process. Lightning's launcher sets only LOCAL_RANK, that on its machine."""
     return launched("RANK", launched("LOCAL_RANK", 0))
 
 

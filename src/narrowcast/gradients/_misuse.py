@@ -1,6 +1,7 @@
-"""Loops that misuse a scaler, as far as it sees them: they are warned of once, with the line to write.
+"""Warn once of a loop that misuses a scaler, with the line to write instead.
 
-Nothing of torch is patched, and nothing here runs in a loop after its first iteration and its skips.
+Nothing of torch is patched. ``StepsByHand`` watches until the first ``update``, and ``SchedulersAfterSkips``
+compares learning rates only in the two steps after a skip.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _INSIDE = ("narrowcast.", "torch.")
 
 
 def warn_at_script(message: str) -> None:
-    """Warn with the first line outside of this package and torch, which wrap the scaler's methods."""
+    """Warn at the first line outside of this package and torch: frames of both may lie between."""
     level = 2
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
@@ -69,13 +70,13 @@ class StepsByHand:
         self._remove = weakref.finalize(self, handle.remove)
 
     def _look_at(self, optimizer: torch.optim.Optimizer, stage: OptState | None) -> None:
-        """Warn if ``optimizer`` steps by itself on gradients of the first scaled loss."""
+        """Warn if ``optimizer`` steps by hand after ``scaler.step``, or on gradients of a scaled loss."""
         if stage is None or stage is OptState.UNSCALED:
             return  # an unscaled step is right if the script checks gradients itself
         name = type(optimizer).__name__
 
-        # After a warning it looks no more. The hook stays until ``end``: torch is iterating over its hooks,
-        # and would raise if one were removed.
+        # Both branches set ``_root`` to None, which ends the watch. The hook stays until ``end``: torch is
+        # iterating over its hooks, and would raise if one were removed.
 
         # The gradients are unscaled, and the weights move twice.
         if stage is OptState.STEPPED:

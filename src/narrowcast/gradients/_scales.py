@@ -285,7 +285,9 @@ def check_clipping(optimizer: Any, name: str, limit: float, order: float = 2.0) 
     if not order > 0:
         raise ScaleError(f"norm_type must be above 0, got {order!r}")
     if isinstance(limit, torch.Tensor):
-        return  # reading it needs a host sync; a NaN there makes every gradient NaN, which skips the step
+        if name == "max_norm":
+            return  # reading it needs a host sync; a NaN there makes every gradient NaN, which skips the step
+        limit = float(limit)  # clamping reads it too, after the check that could skip the step
     if not (isinstance(limit, int | float) and limit >= 0):
         raise ScaleError(f"{name} must be a number of at least 0, got {limit!r}")
 

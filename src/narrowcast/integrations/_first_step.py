@@ -46,11 +46,12 @@ class FirstStep:
                 self._handles.append(module.register_forward_hook(look))
 
     def _look(self, path: str, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        # A frozen part and an evaluation prove nothing about the training.
+        # A call under torch.no_grad, as in an evaluation, proves nothing about the training.
         if not torch.is_grad_enabled():
             return
         self._was_called = True
-        # The message would break the graph. The region of traced code is part of its graph.
+        # Nothing is compared while torch.compile traces: making the message would break the graph. The region
+        # that is open now is compiled into it.
         if torch.compiler.is_compiling():
             self._was_traced = True
             return
@@ -64,8 +65,8 @@ class FirstStep:
         )
 
     def remove(self) -> None:
-        """End the look without a word, as after an error."""
-        # Without its hooks a compiled model would be compiled again.
+        """Stop comparing, and raise nothing, as after an error."""
+        # The hooks stay on a model that was traced: without them torch.compile would compile it again.
         if not self._was_traced:
             for handle in self._handles:
                 handle.remove()

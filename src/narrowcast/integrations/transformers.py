@@ -46,7 +46,8 @@ class NarrowcastMixin(Trainer):
     Raises:
         SettingError: ``bf16``, ``fp16``, ``bf16_full_eval`` or ``fp16_full_eval`` is True in the arguments,
             or a sharding engine is used.
-        PolicyError: as ``narrowcast.integrations.accelerate.prepare``, in ``train``.
+        PolicyError: the policy does not exist, or holds the weights in a low format; in ``train``, for the
+            other reasons of ``narrowcast.integrations.accelerate.prepare``.
     """
 
     skipped_steps = 0

@@ -35,10 +35,16 @@ def examine(
         progress: called with a line that names what is being measured.
 
     Returns:
-        JSON-ready values: ``schema``, ``facts``, ``mismatches``, ``rates`` (``source``: ``"measured"`` or
-        ``"cache"``, ``measured_at_s`` since 1970, ``wall_s``, ``file``, and of each of its ``devices``
-        ``rows`` (fields of ``Rate`` and ``steady``), ``auto`` (the rows that decide it, null if the table
-        does), ``choice`` and ``slow``) and ``notes``, lines about what was not kept.
+        JSON-ready values:
+
+        - ``schema``, ``facts`` (of ``gather_facts``) and ``mismatches``
+        - ``rates``: ``source`` (``"measured"`` or ``"cache"``), ``measured_at_s`` (since 1970), ``wall_s``,
+          ``budget``, ``file`` (null if they are not kept) and ``devices``
+        - ``notes``: lines about rates that were not measured, not kept, or measured anew
+
+        Each of ``devices`` has ``device``, ``device_type``, ``name``, ``rows`` (the fields of ``Rate``, and
+        ``steady``), ``reason`` (why nothing was measured, or null), ``auto`` (the rows that decide ``auto``,
+        null if the table does), ``choice`` and ``slow``.
     """
     progress("what this machine has")
     facts = gather_facts()
@@ -101,7 +107,10 @@ def _rates(
             note = f"{why}: measured anew"
 
     rates = _measured(devices, budget, progress)
-    why = _why_incomplete(rates) or keep_rates(cache, key, rates)
+    # Incomplete rates are not written.
+    why = _why_incomplete(rates)
+    if why is None:
+        why = keep_rates(cache, key, rates)
     if why is not None:
         file = None
         note = f"the rates were not kept for the next time: {why}"

@@ -106,7 +106,7 @@ class Scalers:
         return text if text in self.scalers else None
 
     def is_backward(self, call: ast.Call) -> bool:
-        """Return whether a call is a backward pass, and no method of this file that is called so."""
+        """Return whether a call is a backward pass, not ``self.backward()`` where this file defines it."""
         if method_of(call) != "backward":
             return False
         return "backward" not in self._own_functions or self.source.code(receiver_of(call)) != "self"
@@ -147,7 +147,8 @@ class Scalers:
         if name in self._own_functions and (is_on_self or isinstance(call.func, ast.Name)):
             return True
 
-        # It calls a method that a class of another file may have, not an object such as a model or a loss.
+        # It calls a method of self that this file does not define, so perhaps one of a base class elsewhere.
+        # self.model(x) and self.loss(x) call objects, which do not step.
         text = f"self.{name}"
         is_object = text in self.made or text in self._objects
         return is_on_self and not is_object
@@ -199,7 +200,7 @@ class Scalers:
             is_negated = True
             test = test.operand
         elif isinstance(test, ast.Compare) and is_constant(test.comparators[0], None):
-            is_negated = isinstance(test.ops[0], ast.Is)
+            is_negated = isinstance(test.ops[0], ast.Is | ast.Eq)
             test = test.left
         if not isinstance(test, ast.Name | ast.Attribute):
             return None

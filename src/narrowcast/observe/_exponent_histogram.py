@@ -21,9 +21,9 @@ _FRACTION = (1 << _BITS) - 1
 def _edges() -> list[int]:
     """Return the fractions, as 23-bit integers, at which the outcome of a cast changes in some format.
 
-    It changes at the smallest normal number, and half a unit past zero, the largest subnormal and the largest
-    number. The fractions of these are ones and then zeros. Only where the largest number is 1.1...10, as in
-    FLOAT8_E4M3FN, half a unit past it is 1.1...101: ones, a zero, a one.
+    It changes half a unit past zero, past the largest subnormal and past the largest number. The fractions of
+    these are ones and then zeros. Only where the largest number is 1.1...10, as in OCP_E4M3, half a unit past
+    it is 1.1...101: ones, a zero, a one.
     """
     edges = set()
     for ones in range(_BITS + 1):
@@ -128,7 +128,7 @@ class ExponentHistogram:
 
         Args:
             tensor: any shape and device; float32, float16, bfloat16, fp8 or complex64 (two numbers each). Of
-                a sparse tensor the stored numbers count, of a DTensor those of this rank.
+                a sparse COO tensor the stored numbers count, of a DTensor those of this rank.
 
         Raises:
             SettingError: not a tensor, or of another dtype. float64 has exponents that are not counted.
@@ -222,7 +222,8 @@ class ExponentHistogram:
         bins = [index for index in self._read() if index < _BINS]
         if not bins:
             return None
-        # What takes its exponent to the largest one; less if its digits then round past the largest number.
+        # This shift takes the largest number counted to the format's largest exponent. Where that number then
+        # rounds past the largest of the format, it is too far.
         largest = bins[-1]
         shift = format.max_exponent - (largest // _PLACES + _LOWEST)
         while _outcome(format, largest, shift) == "overflowed":
@@ -247,8 +248,8 @@ def _edges_on(device: torch.device) -> torch.Tensor:
 def _bins_of(values: torch.Tensor) -> torch.Tensor:
     """Return the bin of each float32 number. Integer arithmetic: no mode of the CPU flushes subnormals."""
     magnitude = values.view(torch.int32) & 0x7FFFFFFF
-    # A subnormal is magnitude * 2**-149: that integer, as a float, has its fraction, and its exponent above
-    # -149.
+    # A subnormal is magnitude * 2**-149. Converted to a float, which is exact, the integer has the same
+    # fraction as the subnormal, and an exponent that is larger by 149.
     whole = magnitude.float().view(torch.int32)
     is_subnormal = magnitude >> _BITS == 0
     above_lowest = torch.where(is_subnormal, (whole >> _BITS) - 127, (magnitude >> _BITS) - 127 - _LOWEST)

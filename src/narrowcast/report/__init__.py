@@ -1,4 +1,4 @@
-"""Tables, sentences and pages as pure functions of captures; nothing here imports torch."""
+"""Tables, sentences and pages made from captures, their files, and lock files; nothing here imports torch."""
 
 from narrowcast.report._doctor import doctor_page, doctor_text
 from narrowcast.report._doctor_script import conclusion, diagnosis_page, diagnosis_text

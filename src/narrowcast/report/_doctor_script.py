@@ -35,7 +35,8 @@ _MUCH, _MUCH_CASTING, _MUCH_PYTHON, _SMALL_SHARE = 0.15, 0.08, 0.25, 0.05
 _BUSY = 0.8
 # What dispatch takes of one operator, at most; more is Python of the script itself.
 _LONGEST_DISPATCH_S = 100e-6
-_AS_FAST = 1.1
+# From this speedup on a format is called faster.
+_LEAST_SPEEDUP = 1.1
 # A matmul with so many times fewer operations than one that gains here is small.
 _MUCH_SMALLER = 8
 _MUCH_LONGER = 1.5
@@ -178,7 +179,7 @@ def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
 
 
 def _changes(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
-    """Yield the share of the mixed step that a change is about, and the change."""
+    """Yield changes, each with its priority: about the share of a step that it concerns."""
     mixed = found["mixed"]
     shares, busy = mixed["shares"], mixed["gpu_busy_share"]
     yield from _small_products(found)
@@ -207,9 +208,10 @@ def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
     """Yield that matmuls are too small, where larger ones are faster on this machine."""
     together, share = found["together"], found["mixed"]["shares"]["products"]
     here, best = together["products_speedup"], together["machine_best"]
-    if here is None or best is None or best["speed"] < _AS_FAST:
+    if here is None or best is None or not together["sizes"] or share < _SMALL_SHARE:
         return
-    if share < _SMALL_SHARE or not together["sizes"] or here >= max(_AS_FAST, best["speed"] / 2):
+    # Larger ones are not faster either, or these gain at least half as much already.
+    if best["speed"] < _LEAST_SPEEDUP or here >= max(_LEAST_SPEEDUP, best["speed"] / 2):
         return
     largest = together["sizes"][0]
     # Convolutions have rates of their own.

@@ -53,7 +53,7 @@ def find_capture(path: Path) -> Found:
 
 
 def capture_folders(cache: Path | None) -> list[Path]:
-    """Return the folders of captures in the cache, that whose capture was written last first."""
+    """Return the folders of captures in the cache, the latest capture first."""
     if cache is None:
         return []
     return sorted((cache / "runs").glob("*/"), key=written_s, reverse=True)

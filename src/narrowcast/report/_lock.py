@@ -76,6 +76,7 @@ def decided_sites(found: Mapping[str, Any]) -> list[Decided]:
     decided = []
     for site in found["sites"]:
         columns = columns_of(site)
+        # A backward pass names a rule only where it calls a module again, whose inputs the rule casts.
         if site["kind"] in SILENT or columns.by == NOTHING or site["because"].startswith("backward"):
             continue
         decided.append(
@@ -153,8 +154,10 @@ def lock_of(found: Mapping[str, Any]) -> Lock:
     device, gpu = found["device"], found["versions"].get("gpu")
     if device == "cuda" and gpu:
         device = f"{device}: {gpu}"
+    # As ``read_lock`` returns it: "./a.toml" and an absolute path are then equal to "a.toml".
+    policy = _moved(found["policy"], Path(), Path())
     return Lock(
-        policy=_moved(found["policy"], Path(), Path()),
+        policy=policy,
         torch=str(found["versions"].get("torch", "unknown")),
         device=printable(device),
         format=found["format"],
@@ -203,13 +206,13 @@ def read_lock(path: Path) -> Lock:
         FileError: it cannot be read, is not a lock file, or is of a newer version.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except OSError as error:
         raise FileError(f"cannot read the lock file {path}: {error.strerror}") from error
     not_a_lock = f"{path} is not a lock file"
     try:
-        values = tomllib.loads(text)
-    except ValueError as error:
+        values = tomllib.loads(content.decode())
+    except ValueError as error:  # not UTF-8, or not TOML
         raise FileError(f"{not_a_lock}: {error}; {_ADVICE}") from error
     # Fields of a newer version may be of other types.
     _refuse_newer(values.get("version"), path)

@@ -133,7 +133,11 @@ def _script(argv: Sequence[str]) -> str:
 
 
 def _command(verb: str, start: Mapping[str, Any]) -> str:
-    """Return the command as typed, quoted for a shell; options at their defaults are left out."""
+    """Return the command, quoted for a shell.
+
+    That of compare has the options that differ from their defaults. Captures of run and explain hold no
+    options, and in place of ``-m module`` the file of the module.
+    """
     words = shlex.join([*start.get("options", ()), *start["argv"]])
     return shortened(f"narrowcast {verb} {words}", _LONGEST_FACT)
 

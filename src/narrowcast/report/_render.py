@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# What templates may use of ``_text``, and of the formats of numbers that explain has.
+# The functions of ``_text`` and of ``_explanation`` that templates may use as filters.
 _OF_TEXT = (
     "bold", "bold_red", "cut", "decibels", "duration", "gibibytes", "mebibytes", "milliseconds", "number",
     "percent_change", "plural", "printable", "seconds", "short", "shortened", "speed_interval", "speed_text",
@@ -65,7 +65,7 @@ def _environment(*, html: bool) -> Environment:
         for name in names:
             environment.filters[name] = getattr(module, name)
     environment.filters["bytes_text"] = bytes_text
-    # For the page's own style and paths only.
+    # Skips escaping: only for the page's own style and security policy, and for paths of SVG.
     environment.filters["as_is"] = Markup
     environment.globals |= {"unknown": UNKNOWN, "width": WIDTH}
     return environment

@@ -171,8 +171,8 @@ def _dynamic(source: str, **fields: float | str) -> Dynamic:
 def state_of(scale: LossScale) -> dict[str, Any]:
     """Return the state to save: numbers and strings, which ``torch.load(weights_only=True)`` reads.
 
-    torch's five entries are there if its scaler would go on alike except for hysteresis and limits; it
-    refuses a state without them.
+    A ``Dynamic`` scale also has torch's five entries, from which torch's scaler goes on, without our
+    hysteresis and limits. Torch refuses a state without these entries.
     """
     fields: dict[str, Any] = asdict(scale)  # type: ignore[call-overload]
     state: dict[str, Any] = {"loss_scale": {"kind": type(scale).__name__, **fields}}
@@ -189,8 +189,9 @@ def state_of(scale: LossScale) -> dict[str, Any]:
 def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) -> LossScale | None:
     """Return the loss scale of a saved state; one of torch gets the limits and hysteresis of ``present``.
 
-    Returns None, with a warning, for the empty state of a disabled ``torch.amp.GradScaler``, and if one of
-    the saved scale and the present one that is ``in_force`` is off: a state must not turn scaling on or off.
+    Returns None, with a warning, where the scaler keeps its own: for the empty state of a disabled
+    ``torch.amp.GradScaler``; and for a state of ours if the scaler is enabled (``in_force``) and just one of
+    the two scales is ``Off``, since a state must not turn scaling on or off.
     """
     if not isinstance(state, Mapping):
         raise ScaleError(f"expected what state_dict() of a scaler returned, got {type(state).__name__}")

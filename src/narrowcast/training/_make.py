@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.casting import cast_floating
+from narrowcast.casting import cast_floating, stacklevel_outside
 from narrowcast.errors import PolicyError, SettingError
 from narrowcast.gradients import GradScaler, check_apart, lost_eps, parameters_of
 from narrowcast.machine import best_format
@@ -51,7 +51,7 @@ def warn_of_other_format(device: str, before: str) -> None:
     now = best_format(device)
     warnings.warn(
         f"resumed in {before} on {device}, as saved; auto would now choose {now.format} ({now.because})",
-        stacklevel=4,
+        stacklevel=stacklevel_outside("narrowcast."),
     )
 
 

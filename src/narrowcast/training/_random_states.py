@@ -11,9 +11,10 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of torch (CPU and devices in use), of ``random``, and of NumPy if it is imported.
+    """Return the states of torch (CPU and accelerators), of ``random``, and of NumPy if it is imported.
 
-    A device that this process has not used yet has no state, and is not initialized for it.
+    Once this process has initialized its accelerators, each of the machine has a state, used or not. Before
+    that none has, and none is initialized for it.
     """
     device_states = {}
     for device in _devices_in_use():
@@ -76,7 +77,7 @@ def _devices() -> list[str]:
 
 
 def _devices_in_use() -> list[str]:
-    """Return the accelerators that this process has initialized."""
+    """Return all accelerators of this machine if this process has initialized them, else none."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []

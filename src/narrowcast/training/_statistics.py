@@ -66,10 +66,11 @@ class Statistics:
             else:
                 group.restore()
         for buffer, before in zip(self._others, self._other_values, strict=True):
-            if isinstance(skipped, torch.Tensor):
+            # torch.where takes neither sparse nor quantized buffers: for those the host waits for the flag.
+            has_where = buffer.layout == torch.strided and not buffer.is_quantized
+            if isinstance(skipped, torch.Tensor) and has_where:
                 buffer.copy_(torch.where(_on(skipped, buffer.device), before, buffer))
-            else:
-                # Sparse and quantized buffers too, which torch.where does not take.
+            elif skipped:
                 buffer.copy_(before)
 
     def forget(self) -> None:

@@ -57,7 +57,8 @@ def hold(
 
     Each low parameter is replaced in ``optimizer.param_groups`` by a float32 working parameter, to which its
     optimizer state is moved. A step converts the low gradients to float32, updates the working parameters,
-    and writes the result into the low parameters, in place. Between two steps, of the float32 values is kept:
+    and writes the result into the low parameters, in place. What is kept of the float32 values between two
+    steps:
 
     - ``"masters"``: the float32 parameters; the low ones are their nearest numbers. 4 bytes an element.
     - ``"kahan"``: a residual in the low format; low plus residual is the float32 value to 16 significant
@@ -210,7 +211,8 @@ class HeldWeights:
         Call it once before the gradients are unscaled, clipped or checked, or after each backward to
         accumulate micro-batches in float32. Values are converted, exact, and not unscaled. The next step uses
         them up; ``optimizer.zero_grad()`` clears them, ``model.zero_grad()`` does not. Where masters are on
-        the CPU, the next step uses their memory again (4 bytes an element), unless something else holds it.
+        the CPU, the memory of these float32 gradients is kept for the next step (4 bytes an element), unless
+        something else holds it.
 
         Raises:
             UnsupportedError: a gradient is sparse. Nothing was taken.

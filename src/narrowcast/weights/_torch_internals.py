@@ -20,7 +20,7 @@ _STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code_
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its target, in few kernels, rounded to nearest even if it is narrower."""
+    """Copy each source into its target, in few kernels, rounding to nearest where that is narrower."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/asgd.py
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
@@ -64,7 +64,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the step inside the wrapper of torch that calls step hooks; other wrappers remain."""
+    """Return the step inside torch's wrapper that calls step hooks; wrappers inside that one remain."""
     step: Callable[..., Any] = type(optimizer).step
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__

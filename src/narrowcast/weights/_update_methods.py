@@ -14,7 +14,8 @@ from narrowcast.weights._lower import LOW_DTYPES, round_stochastically
 from narrowcast.weights._torch_internals import copy_all, local, version_of
 
 # In float16 a residual would soon be subnormal. It is at most half a unit of a number with 11 significant
-# bits, so 2**11 times the residual is in range for every number and never subnormal.
+# bits. Times 2**11, that half unit is in range for every number and never subnormal; much smaller residuals
+# may still be.
 _RESIDUAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**11}
 
 # One seed everywhere, so that replicas of a parameter round alike on every rank.

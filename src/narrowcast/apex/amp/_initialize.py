@@ -43,8 +43,9 @@ def initialize(
 
     O0, O2 and O3 cast floating inputs of the models to their type and outputs to float32, in any nesting, and
     their ``state_dict()`` is in float32. O1 casts in each call of a model, in any thread. In this thread it
-    also casts calls outside of models, on the models' device types. A second ``initialize`` replaces the
-    casts outside of models and leaves the models of the first as they are. Nothing undoes ``initialize``.
+    also casts calls outside of models, on the models' device types. A second ``initialize`` with O1 replaces
+    the casts outside of models; with another level it leaves them. Neither changes the models of the first.
+    Nothing undoes ``initialize``.
     Backward passes cast nothing. Move models to their device before, and wrap them in DDP after. Casts of
     weights are kept from one backward pass to the next and follow every write, except those through ``.data``
     between two forward passes: call ``nc.drop_casts()`` after them.
@@ -76,10 +77,11 @@ def initialize(
 
     Raises:
         AmpError: a level or setting that does not exist or does not go with the level; a model that is half
-            or wrapped already; an optimizer that was initialized before.
+            or wrapped already; what is no optimizer, or one that was initialized before.
         OrderError: a region of autocast is open in this thread.
-        TypeError: models or optimizers of another kind.
-        PolicyError: a name on ``amp.lists`` for which PyTorch has no operator.
+        TypeError: ``models`` is neither a module nor a list of modules.
+        PolicyError: ``amp.lists`` names what PyTorch has no operator for, or contradicts itself; or a model
+            has a policy already.
     """
     process_state.verbosity = verbosity
     model_list = _list_of_models(models)
@@ -92,7 +94,8 @@ def initialize(
         process_state.opt_properties, process_state.loss_scalers = DISABLED, []
         return _as_given(models, optimizers)
 
-    # Whatever can be refused is refused before anything is changed.
+    # Settings, models and optimizers are checked before anything is changed. ``lower`` and ``hold``, below,
+    # may still refuse a weight or an optimizer.
     wanted = properties(
         opt_level,
         cast_model_type=cast_model_type,
@@ -124,7 +127,9 @@ def initialize(
 
     process_state.opt_properties = wanted
     process_state.loss_scalers = scalers
-    process_state.handle = handle
+    # The casts of an earlier O1 stay in force under another level.
+    if handle is not None:
+        process_state.handle = handle
     return _as_given(models, optimizers)
 
 

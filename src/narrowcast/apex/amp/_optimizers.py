@@ -240,7 +240,8 @@ class BlockGradients:
                 "Give blocks that accumulate with delay_unscale=True one loss_id, or leave delay_unscale out"
             )
 
-        # After a delayed block the earlier gradients are kept apart already, and this block adds to its own.
+        # After a delayed block the unscaled gradients are apart already, and its scaled ones stay in place:
+        # the gradients of this block are added to them.
         if self.delayed_scale is None:
             self._drop_taken_gradients()
             if self.masters is not None:
@@ -346,7 +347,7 @@ class BlockGradients:
         self._taken = []
 
     def _follow_cleared_gradients(self) -> None:
-        """Clear the gradients of masters if those of their weights were cleared since."""
+        """Clear gradients of masters where their weights' were cleared; say once if others changed."""
         kept = []
         for taken in self._taken:
             if taken.low.grad is None:

@@ -15,7 +15,7 @@ class AmpState:
     Attributes:
         opt_properties: the settings of the latest ``initialize``; None before it.
         loss_scalers: the loss scalers of the latest ``initialize``, by ``loss_id``.
-        handle: the casts that O1 put in force; None under the other levels and before ``initialize``.
+        handle: the casts of the latest ``initialize`` with O1; None before it.
         verbosity: 0 turns the messages off.
         allow_incoming_model_not_fp32: True lets ``initialize`` take models in half.
     """

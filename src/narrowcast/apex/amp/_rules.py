@@ -110,7 +110,7 @@ def _listed() -> tuple[dict[Key, str], dict[Key, str]]:
             asked = casts_now.get(name, [AS_IS])
 
             # Who adds a name to a second list need not take it off the first: the new list counts.
-            moved_to = [cast for cast in asked if cast not in before]
+            moved_to = [cast for cast in dict.fromkeys(asked) if cast not in before]
             if len(moved_to) > 1:
                 words = " and ".join(_WORDS[cast] for cast in moved_to)
                 raise PolicyError(f"expected {name!r} of {module} on one list of amp.lists, got {words}")
@@ -169,7 +169,8 @@ def plan(
     rules: dict[str, str] = {}
     if not all("_cudnn_rnn" in native_table(device) for device in devices):
         rules.update(dict.fromkeys(_RECURRENT_LAYERS, HALF))
-    rules |= _rules(edited) | _rules(registered)
+    rules |= _rules(edited, "amp.lists asks", "put both on one list")
+    rules |= _rules(registered, "what was registered asks", "register both for the same type")
     casts |= registered
 
     # Rules of a policy name operators only; the rest is cast function by function.
@@ -190,7 +191,7 @@ def plan(
     return policy.with_rules(*edits), whole
 
 
-def _rules(casts: Mapping[Key, str]) -> dict[str, str]:
+def _rules(casts: Mapping[Key, str], who_asks: str, advice: str) -> dict[str, str]:
     """Return the cast of each operator that these functions call; refuse functions that disagree."""
     rules: dict[str, str] = {}
     asked_by: dict[str, Key] = {}
@@ -199,9 +200,8 @@ def _rules(casts: Mapping[Key, str]) -> dict[str, str]:
             other = asked_by.setdefault(operator, key)
             if casts[other] != cast:
                 raise PolicyError(
-                    f"amp.lists asks for {_WORDS[casts[other]]} for {'.'.join(other)} and for {_WORDS[cast]} "
-                    f"for {'.'.join(key)}, which both call PyTorch's operator {base_of(operator)!r}: put "
-                    "both on one list"
+                    f"{who_asks} for {_WORDS[casts[other]]} for {'.'.join(other)} and for {_WORDS[cast]} "
+                    f"for {'.'.join(key)}, which both call PyTorch's operator {base_of(operator)!r}: {advice}"
                 )
             rules[operator] = FLOAT if cast == BANNED else cast
     return rules

@@ -339,6 +339,7 @@ def _prepared_optimizers(optimizers: Any) -> list[PreparedOptimizer] | None:
 
 
 def _scaler_for(named: Sequence[PreparedOptimizer], loss_id: int) -> Any:
+    # Each amp.initialize has scales of its own. If a block names optimizers of two, those of the last count.
     scalers = named[-1].loss_scalers
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
         raise AmpError(

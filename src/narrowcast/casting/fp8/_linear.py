@@ -99,7 +99,8 @@ class Fp8Linear(torch.nn.Linear):
 
     def _multiply(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            # torchao's tensors lack operators in inference mode; outside of it autograd takes those apart.
+            # In inference mode composite operators reach torchao's tensors whole, which lack them; outside of
+            # it they are decomposed first.
             with torch.inference_mode(False), torch.no_grad():
                 return self._multiply(input)
         output = _product(input, self.weight, self.fp8_recipe, emulated=self.fp8_emulated)

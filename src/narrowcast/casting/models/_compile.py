@@ -25,8 +25,8 @@ from narrowcast.casting._torch_internals import (
     dynamo_error,
     is_exporting,
     model_of,
-    module_that_is_traced_as_called,
     stand_for,
+    trace_as_called,
     traced_only_inline,
 )
 from narrowcast.casting.kernels._kernels import region_of
@@ -135,7 +135,7 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
     ruled.follow(model)
     compiled: Any = torch.compile(model, **settings)
     compiled.forward = _in_region(compiled.forward, _Compiled(model, policy, ruled))
-    module_that_is_traced_as_called(compiled)
+    trace_as_called(compiled)
     # A copy or a pickle compiles its own model.
     again = functools.partial(compile, **settings)
     compiled.__dict__["__reduce_ex__"] = lambda _protocol: (again, (model, policy))

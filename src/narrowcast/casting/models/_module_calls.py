@@ -54,8 +54,8 @@ from narrowcast.machine import check_device
 from narrowcast.policy import CASTS_TO, Policy, ResolvedPolicy, Rule, Scope, dtype_of
 
 _EXPORTED = (
-    "expected a model without a policy for torch.export, got one with that of nc.apply, which no program "
-    "keeps: export it before nc.apply or after remove()"
+    "expected a model without a policy for torch.export, got one with a policy, which no program keeps: "
+    "export it before it is given the policy, or after the policy has ended"
 )
 _keys = itertools.count()
 _calls: weakref.WeakValueDictionary[int, ModuleCall] = weakref.WeakValueDictionary()
@@ -166,7 +166,7 @@ class ModuleCall:
         for rule in rules:
             if rule.op is None:
                 self._has_rule_for_all = True
-                # The format of such a rule is found at each call.
+                # "promote" finds its format at each call, from the inputs.
                 self._may_promote = self._may_promote or depends_on_inputs(rule.compute)
         self._module = weakref.ref(module)
         self._begin()
@@ -247,8 +247,8 @@ class ModuleCall:
             below = functools.partial(getattr(type(module), CALL), module)
         if self.shared.removed:
             return below(*args, **kwargs)
-        # Export is refused where a policy opens a region; the calls of nc.compile do nothing outside its
-        # region, so they may be exported.
+        # Export is refused while a model has a policy. The calls of nc.compile stay on the model that it was
+        # given and do nothing outside its region, so that model may be exported.
         if is_exporting() and not self.shared.compiled:
             raise UnsupportedError(_EXPORTED)
         if torch.compiler.is_dynamo_compiling():

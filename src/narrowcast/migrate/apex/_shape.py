@@ -173,9 +173,10 @@ def _read_setup(source: Source) -> Setup:
     statement = source.statement(call)
     assigned = source.code(statement).partition("=")[0].strip(" ()")
     names = [name.strip() for name in assigned.split(",")]
-    is_assigned = isinstance(statement, ast.Assign) and names == [model, optimizer]
-    is_alone = isinstance(statement, ast.Expr) or is_assigned
-    if not is_alone or statement.value is not call or not source.stands_alone(statement):  # type: ignore[attr-defined]
+    is_assigned = isinstance(statement, ast.Assign) and len(statement.targets) == 1
+    is_to_own_names = is_assigned and names == [model, optimizer]
+    is_removable = isinstance(statement, ast.Expr) or is_to_own_names
+    if not is_removable or statement.value is not call or not source.stands_alone(statement):  # type: ignore[attr-defined]
         refuse(
             call,
             f"expected {model}, {optimizer} = amp.initialize({model}, {optimizer}, ...) alone on its line",
@@ -192,9 +193,11 @@ def _check_level(source: Source, call: ast.Call, level: ast.expr | None) -> None
     """Refuse every level but O1, written out or as the one value of a name."""
     # As in apex's documentation: opt_level = "O1", and then opt_level=opt_level.
     if isinstance(level, ast.Name):
-        values = []
+        values: list[ast.AST | None] = []
         for node in source.nodes:
-            if isinstance(node, ast.Name) and node.id == level.id and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.arg) and node.arg == level.id:
+                values.append(None)  # a parameter: its value is the caller's
+            elif isinstance(node, ast.Name) and node.id == level.id and isinstance(node.ctx, ast.Store):
                 values.append(getattr(source.parents[node], "value", None))
         if len(values) == 1 and isinstance(values[0], ast.Constant):
             level = values[0]
@@ -235,7 +238,7 @@ def _read_block(source: Source, setup: Setup) -> Block:
     block = source.parents[item]
     if not isinstance(item, ast.withitem) or not isinstance(block, ast.With):
         refuse(call, "amp.scale_loss outside a with statement")
-    if len(block.items) > 1 or not source.stands_alone(block) or is_one_line(block):
+    if len(block.items) > 1 or not source.stands_alone(block) or is_one_line(source, block):
         refuse(call, "amp.scale_loss shares its line or with statement: split it first")
 
     arguments = _arguments(call, _SCALE_LOSS_ORDER)
@@ -275,7 +278,8 @@ def _check_body(source: Source, block: ast.With, scaled: str) -> None:
 
 def _surroundings(source: Source, setup: Setup, block: Block) -> list[_Surrounding]:
     """Return the suite of the block, and that around the ``if`` for mixed precision in which it stands."""
-    # Without mixed precision the if passes the block by, but the step behind it is taken.
+    # The if skips the block where mixed precision is off; the step may stand behind the if, in the suite
+    # around it.
     statements: list[ast.stmt] = [block.statement]
     outer = source.parents[block.statement]
     if isinstance(outer, ast.If):
@@ -358,7 +362,8 @@ def _check_flow(source: Source, shape: Shape) -> None:
         if isinstance(node, _JUMPS):
             reason = "this may leave between the backward pass and the step, which a scaler refuses"
             refuse(node, f"{reason}: step in an if instead")
-    # A caller that catches the exception ends this loop with it, and a new one starts afresh.
+    # Callers are not read. A try there is safe if this function makes the scaler; one that is made outside
+    # keeps its state, and refuses to unscale in the next loop.
     for outer in source.around(shape.block.statement):
         if isinstance(outer, Function):
             break
@@ -399,7 +404,8 @@ def _check_cleared(source: Source, shape: Shape, surroundings: list[_Surrounding
             if _clears(source, shape.setup, statement):
                 return
         for statement in surrounding.after:
-            # Behind the step, what may leave the loop may leave gradients to the next backward pass.
+            # A jump between the step and zero_grad skips zero_grad: the next backward pass would add to old
+            # gradients.
             if any(isinstance(node, _JUMPS) for node in ast.walk(statement)):
                 break
             if statement not in shape.between and _clears(source, shape.setup, statement):

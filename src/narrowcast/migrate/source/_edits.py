@@ -165,7 +165,7 @@ def _indentation(source: Source) -> str:
         if not isinstance(node, ast.If | ast.For | ast.With | ast.FunctionDef | ast.ClassDef):
             continue
         outer, inner = source.indent(node), source.indent(node.body[0])
-        if not is_one_line(node) and inner.startswith(outer) and inner != outer:
+        if not is_one_line(source, node) and inner.startswith(outer) and inner != outer:
             return inner[len(outer) :]
     return _INDENTATION
 
@@ -173,7 +173,7 @@ def _indentation(source: Source) -> str:
 def unwrap(source: Source, changes: Changes, statement: ast.With) -> None:
     """Replace a ``with`` by its body, which stands on lines of its own."""
     # The lines of the header go, and those of the body move to the left.
-    whole_begin, whole_end = source.lines(statement)
+    whole_begin, _ = source.lines(statement)
     begin, end = source.lines(statement.body[0], statement.body[-1])
 
     # Comments right above the body stay.
@@ -188,7 +188,6 @@ def unwrap(source: Source, changes: Changes, statement: ast.With) -> None:
         # A line that continues another may stand further left.
         if source.text.startswith(inner, start):
             changes.replace((start, start + len(inner)), outer)
-    changes.replace((end, whole_end), "")
 
 
 def _is_comment(source: Source, line: int) -> bool:
@@ -221,9 +220,13 @@ def _lines_in_strings(source: Source) -> set[int]:
     return lines
 
 
-def is_one_line(statement: ast.If | ast.For | ast.With | ast.FunctionDef | ast.ClassDef) -> bool:
-    """Return whether the suite of a compound statement stands on the line of its header."""
-    return statement.body[0].lineno == statement.lineno
+def is_one_line(
+    source: Source, statement: ast.If | ast.For | ast.With | ast.FunctionDef | ast.ClassDef
+) -> bool:
+    """Return whether the suite of a compound statement begins on the line on which its header ends."""
+    first = statement.body[0]
+    line_begins = source.lines(first)[0]
+    return bool(source.text[line_begins : source.start(first)].strip())
 
 
 def between_statements(source: Source, statement: ast.stmt) -> str:
@@ -232,8 +235,11 @@ def between_statements(source: Source, statement: ast.stmt) -> str:
 
 
 def insert_before(source: Source, changes: Changes, statement: ast.stmt, code: str) -> None:
-    """Insert a line before a statement, indented as it is."""
-    changes.insert(source.lines(statement)[0], source.indent(statement) + code + source.newline)
+    """Insert a line before a statement and its decorators, indented as it is."""
+    first = statement
+    for decorator in getattr(statement, "decorator_list", [])[:1]:
+        first = decorator
+    changes.insert(source.lines(first)[0], source.indent(statement) + code + source.newline)
 
 
 def insert_after(source: Source, changes: Changes, statement: ast.stmt, code: str) -> None:

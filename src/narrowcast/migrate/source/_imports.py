@@ -22,7 +22,8 @@ def move_imports(
     """Rewrite the imports that bind the names in ``moved``; return the statements that the caller removes.
 
     Args:
-        home: maps an old full name to the new one, to ``GONE`` if the import goes, to None if it stays.
+        home: maps an old full name to the new one, whose last part is the same; to ``GONE`` if the import
+            goes, to None if it stays.
     """
     new_names: dict[ImportStatement, dict[ast.alias, str]] = defaultdict(dict)
     for imported in source.imports:
@@ -63,7 +64,12 @@ def _new_imports(source: Source, statement: ImportStatement, news: dict[ast.alia
         else:
             # "import torch.cuda.amp" binds torch, which may be imported on its own too.
             package = new.partition(".")[0]
-            is_imported = any(other.full == other.name == package for other in source.imports)
+            is_imported = False
+            for other in source.imports:
+                # One in a function or a try may not be run.
+                is_run = other.statement is statement or other.statement in source.tree.body
+                if is_run and other.full == other.name == package:
+                    is_imported = True
             if not is_imported and f"import {package}" not in lines:
                 lines.append(f"import {package}")
     for module, names in from_modules.items():
@@ -97,7 +103,7 @@ def replace_names(
     for index, alias in enumerate(names):
         if alias in kept:
             continue
-        # With the comma behind it, or with that before it where no name follows that stays.
+        # Remove the name with the comma after it; if no kept name follows, with the comma before it.
         if names.index(kept[-1]) > index:
             changes.replace((source.start(alias), source.start(names[index + 1])), "")
         else:

@@ -24,7 +24,8 @@ from narrowcast.observe.profiling import is_product, seconds_between, stamp
 from narrowcast.policy import Rule, format_name
 
 FORWARD, BACKWARD, OPTIMIZER, OUTSIDE = "forward", "backward", "optimizer", "outside"
-_CASTS = ("aten::_to_copy", "aten::to.dtype", "aten::_to_copy.default")
+# ``to`` arrives here in inference mode; elsewhere it was decomposed before.
+_CASTS = ("aten::_to_copy", "aten::to.dtype", "aten::to.device", "aten::to.dtype_layout")
 
 
 # ---- modules
@@ -49,7 +50,7 @@ class _ModuleCall(NamedTuple):
 
     Attributes:
         task: the backward pass that recomputes it, as ``graph_task_id`` has it.
-        hook: handle of the hook that ends it.
+        hook: handle of the hook that ends it; None if a call of the same module around it has the hook.
     """
 
     module_id: int
@@ -106,13 +107,15 @@ class ModulePaths:
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
         while self._running.stack:
-            self._running.stack.pop().hook.remove()
+            call = self._running.stack.pop()
+            if call.hook is not None:
+                call.hook.remove()
 
     def here(self) -> Place:
         """Return the place of a call that this thread makes now."""
         calls, task = self._running.stack, graph_task_id()
-        # In a backward pass a call is the place only if that pass recomputes it; otherwise it waits for the
-        # pass.
+        # Inside a backward pass the innermost call counts only if this pass recomputes it, for a checkpoint
+        # of activations. Otherwise that call started the pass, and waits for its end.
         if calls and task in (calls[-1].task, NO_GRAPH_TASK):
             return calls[-1].place
         if task != NO_GRAPH_TASK:
@@ -127,8 +130,11 @@ class ModulePaths:
         fp8_rule = vars(module).get("fp8_rule")
         place = calls[-1].place if name is None else Place(*name, FORWARD, fp8_rule)
         self._called.add(module)
-        # Registered now, it runs after the module's other hooks: those that cast its output run inside.
-        hook = module.register_forward_hook(self._after_forward, always_call=True)
+        # Registered now, it runs after the module's other hooks: those that cast its output run inside. A
+        # module that calls itself gets one hook, since torch runs all of its hooks at the end of each call.
+        hook = None
+        if not any(call.module_id == id(module) for call in calls):
+            hook = module.register_forward_hook(self._after_forward, always_call=True)
         calls.append(_ModuleCall(id(module), place, graph_task_id(), hook))
 
     def _after_forward(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
@@ -138,7 +144,8 @@ class ModulePaths:
         # Also takes off the calls inside it that an exception ended.
         while True:
             ended = calls.pop()
-            ended.hook.remove()
+            if ended.hook is not None:
+                ended.hook.remove()
             if ended.module_id == id(module):
                 return
 
@@ -190,7 +197,9 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         written = tensors_inside(result)
         inputs, outputs = formats_of(read), formats_of(written)
-        is_view = _is_view(func)
+        is_cast = name in _CASTS and len(inputs) == len(outputs) == 1 and inputs != outputs
+        # By its schema ``to`` may return its input; where the format changes, it copies.
+        is_view = _is_view(func) and not is_cast
         moved_bytes = 0
         if not is_view:
             moved_bytes = sum(map(_bytes, read)) + sum(map(_bytes, written))
@@ -205,7 +214,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 stamps=(began, ended),
                 moved_bytes=moved_bytes,
                 is_view=is_view,
-                is_cast=name in _CASTS and len(inputs) == len(outputs) == 1 and inputs != outputs,
+                is_cast=is_cast,
                 inputs=inputs,
                 outputs=outputs,
                 rule=rule_that_casts(),

@@ -65,7 +65,7 @@ def certify(
     FP32 and in mixed precision on each batch, in fp16 once more for each halving of the loss scale, and on
     the first one with every op rounded only once, which measures FP32's own rounding noise. No optimizer
     steps. Afterwards weights, ``.grad``, buffers, modes and the random states of torch, Python and NumPy are
-    as before, also when ``loss_fn`` raises. Keeps copies of the gradients in CPU memory: eight for four
+    as before, also when ``loss_fn`` raises. Keeps copies of the gradients in CPU memory: nine for four
     batches, 17 at most.
 
     Args:
@@ -89,7 +89,7 @@ def certify(
         SettingError: ``model`` is not a module or has nothing to train; there is no batch; the loss is not a
             tensor of one element.
         OrderError: inside an autocast region; the loss has no graph.
-        PolicyError: no such policy, or one that keeps master weights.
+        PolicyError: no such policy, or one that holds the weights in a low format.
         ScaleError: ``loss_scale`` is not a scale.
         UnsupportedError: the model is wrapped for several processes, or has bf16 or fp16 weights.
 
@@ -164,7 +164,9 @@ class _Passes:
         cannot_tell: str | None = None
         for batch in batches:
             fp32 = self._gradients(batch)
-            after_fp32, next_states = random_state(), random_states()
+            # A hash, to compare with that after the mixed pass; and the states, for the next batch.
+            hash_after_fp32 = random_state()
+            next_states = random_states()
             if self.draws.made_narrow:
                 cannot_tell = _NOT_FP32
             # FP32's own rounding is the same for all batches; it is measured on the first one.
@@ -175,10 +177,11 @@ class _Passes:
             mixed, scale = self._mixed_gradients(batch, fp32, scale, searches=searches_scale)
             for name, gradient in mixed.items():
                 sums[name].add(fp32[name], gradient, scale=scale or 1.0)
-            if random_state() != after_fp32:
+            if random_state() != hash_after_fp32:
                 cannot_tell = cannot_tell or _OTHER_NUMBERS
-            # The next batch has other masks.
+            # The mixed pass has set it; the next FP32 pass is judged anew.
             self.draws.made_narrow = False
+            # The next batch has other masks.
             self.states = next_states
 
         measured = []

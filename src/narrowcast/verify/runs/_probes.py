@@ -149,6 +149,7 @@ class TimedProbe(StepProbe):
 
     def boundary(self) -> None:
         self._numbers[STEPS] += 1
+        # 0: go on to the end of the script. Below 0: end now, but not before there are a few steps.
         until = self._numbers[UNTIL]
         if until < 0 and self._numbers[STEPS] >= _FEWEST_STEPS:
             self.attachment.stop()
@@ -162,7 +163,7 @@ class TimedProbe(StepProbe):
         """
         began = time.perf_counter()
         on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        share = _resident_bytes() / (memory_bytes() or math.inf)
+        share = _peak_resident_bytes() / (memory_bytes() or math.inf)
         if on_gpu:
             torch.cuda.synchronize()
             _, gpu_bytes = torch.cuda.mem_get_info()
@@ -180,7 +181,7 @@ class TimedProbe(StepProbe):
         self.attachment.recorder.paused(time.perf_counter() - stopped, waited_s)
 
 
-def _resident_bytes() -> int:
+def _peak_resident_bytes() -> int:
     """Return the most memory that this process had so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
@@ -226,9 +227,9 @@ class GradientProbe(Probe):
     - ``MIXED``: under the policy, the same four;
     - ``EXACT``: in FP32 by ops that round only their result, the first batch.
 
-    ``MIXED`` and ``EXACT`` load the weights of ``REFERENCE``. Between two compared steps all three train in
-    mixed precision on the same batches. At the end ``REFERENCE`` and ``MIXED`` take a few steps more, and
-    keep how these move the weights.
+    ``MIXED`` and ``EXACT`` load the weights of ``REFERENCE``. Between two compared steps all three train on
+    the same batches in mixed precision, or in FP32 where the CPU only emulates the format. At the end
+    ``REFERENCE`` and ``MIXED`` take a few steps more, and keep how these move the weights.
     """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
@@ -281,7 +282,8 @@ class GradientProbe(Probe):
                 parameter.grad = None
 
         self._exact.paused = False
-        # ``_train_on`` goes on with the scale that training has reached.
+        # For the FP32 runs, which ``_train_on`` sets back to the scale that training has reached. The mixed
+        # run goes on at the scale that it has then.
         self._scale = self.attachment.scale.value
         if self._role != Purpose.MIXED:
             self.attachment.continue_in_fp32()
@@ -289,7 +291,7 @@ class GradientProbe(Probe):
             self.attachment.continue_at_scale(min(self._scale.scale, self.settings.start_scale))
 
     def _train_on(self) -> None:
-        """Train in mixed precision up to the next step at which updates are held back."""
+        """Train up to the next step at which updates are held back: by the policy, or in FP32 if emulated."""
         if self._role != Purpose.MIXED:
             self.attachment.continue_by_policy(self._scale)
         if self.settings.fp32_because:
@@ -331,9 +333,10 @@ class GradientProbe(Probe):
                 self._facts.rounded_columns[format_name(dtype)] = column
 
     def _first_call(self, module: torch.nn.Module) -> None:
-        """Load the reference's weights into a module that is called for the first time; keep its buffers.
+        """Save the weights of a module at its first call, or load the reference's; keep its buffers.
 
-        Tensors that it shares with an earlier module stay: they were loaded then, and may be in use.
+        Tensors that it shares with an earlier module are left out: they were saved or loaded then, and may be
+        in use.
         """
         file = self._reference / f"weights-{len(self._modules)}.pt"
         self._modules.append(module)
@@ -468,7 +471,9 @@ class GradientProbe(Probe):
             if self._steps >= self._at_step:
                 self._begin_to_hold()
         elif self._before is not None:
-            self._moves += optimizer is next(iter(self._counts))
+            held_back_first = next(iter(self._counts))
+            if optimizer is held_back_first:
+                self._moves += 1
             if self._moves == MOVES:
                 self._keep_moves(self._before)
                 self.attachment.stop()
@@ -495,7 +500,7 @@ class GradientProbe(Probe):
         for own_name, tensor in self._tensors.values():
             if tensor.is_floating_point():
                 name = names.get(id(tensor), own_name)
-                weights[name] = tensor.detach().cpu().float() + 0
+                weights[name] = tensor.detach().to("cpu", torch.float32, copy=True)
         return weights
 
     def _keep_moves(self, before: dict[str, torch.Tensor]) -> None:
