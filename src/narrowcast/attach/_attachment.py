@@ -45,7 +45,8 @@ class Attachment:
         stop_after: end the script after so many optimizer steps, skipped ones included; 0: it ends by
             itself. Without an optimizer, or if a compiled function hides the steps, backwards are counted;
             without backwards, outermost calls of modules.
-        is_training: the script is known to train: calls of modules before that are not counted as steps.
+        is_training: the script is known to train, so calls of modules before its first backward are not
+            counted as steps.
         observer: called while the script runs.
         seed_shift: added to every seed that the script sets for Python's, NumPy's or torch's random numbers.
 
@@ -131,6 +132,7 @@ class Attachment:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         Attachment._in_force = None
+        # ``leave_for_good`` keeps the deadline: the script's exit handlers may still go on for ever.
         if not self._left_for_good:
             self._stopping.cancel()
         undo: tuple[Callable[[], None], ...] = (
@@ -182,7 +184,10 @@ class Attachment:
         self.scale.value = scale
 
     def pause_regions(self, paused: bool) -> None:
-        """Open no region while ``paused``; modules called first meanwhile never get their rules."""
+        """Open no region while ``paused``.
+
+        Modules called first meanwhile get their rules only by ``continue_by_policy``.
+        """
         self._regions.in_fp32 = paused
 
     def continue_at_scale(self, scale: float) -> None:
@@ -326,7 +331,8 @@ def _entered(attachment: Attachment) -> Iterator[None]:
         attachment.exit_code = _INTERRUPTED
         raise
     except (RuntimeError, ValueError, ArithmeticError) as error:
-        # Perhaps a check of numbers, as torch's for binary_cross_entropy, that NaN of the low format failed.
+        # The cause may be a NaN of the low format, where a function checks its input, as binary_cross_entropy
+        # does.
         low = {device["format"] for device in attachment.recorder.devices.values()} - {"fp32"}
         if low and not isinstance(error, NarrowcastError):
             also = "--policy fp32 shows whether it does so in FP32 too"
@@ -336,7 +342,7 @@ def _entered(attachment: Attachment) -> Iterator[None]:
 
 # ---- processes that a script starts
 
-# Started by libraries to load data or to serve objects; they do not train.
+# Started by libraries to load data, to serve objects or to compile; they do not train.
 _OF_LIBRARIES = ("torch.utils.data.", "multiprocessing.managers", "torch._inductor.")
 
 
@@ -382,7 +388,7 @@ class _ChildProcesses:
             return
         counts = multiprocessing.RawArray("q", 2)  # steps taken and skipped
         self._counts.append(counts)
-        # None of a plain ``Process`` means the default of the platform.
+        # A plain ``Process`` has None there: it starts by the method that the script set, or by the default.
         start_method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
         if start_method == "fork":
             before = self._recorder.shared

@@ -110,7 +110,8 @@ class ScriptRegions:
         # By id: leaves that a reentrant checkpoint made of its inputs.
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
 
-        # Dynamo calls it while it traces, so that operators promote in that trace already.
+        # Dynamo calls this while it traces, and keeps the result. The first call makes the region, whose
+        # promotion is then there for the operators of that same trace.
         @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
         def dtype_while_traced(device_type: str) -> torch.dtype | None:
             return self._dtype_on(device_type)
@@ -312,12 +313,13 @@ class ScriptRegions:
         parameter = next(module.parameters(), None)
         if self._recorder.left_alone is not None or parameter is None:
             return original(module, *args, **kwargs)
-        # Torch's own regions are what Dynamo can trace. That for PROMOTING tells of ours.
+        # Torch's own regions are what Dynamo can trace. The autocast state of PROMOTING says two things: it
+        # is on while ``call_compiled`` calls a compiled model, and its dtype makes operators promote.
         device_type = parameter.device.type
         if torch.is_autocast_enabled(device_type):
             if not torch.is_autocast_enabled(PROMOTING[0]):
                 return original(module, *args, **kwargs)
-            # The whole of a compiled model, which the script calls.
+            # The whole of a compiled model, which the script calls; off inside, for the modules in it.
             begin_traced_model()
             with torch.autocast(*PROMOTING, enabled=False):
                 output = original(module, *args, **kwargs)
@@ -392,7 +394,7 @@ class ScriptRegions:
         self._called[module] = kind if number == 1 else f"{kind}-{number}"
 
     def note_formats_in_backward(self, error: Exception) -> None:
-        """Add to an error about formats that a backward pass raised which models ran in a low format."""
+        """Add a note to an error about formats in a backward pass: which models ran in a low format."""
         names = sorted({format_name(dtype) for dtype in self._dtypes.values() if dtype is not None})
         if not names or not _is_about_formats(error):
             return
@@ -475,8 +477,8 @@ class ScriptRegions:
         if not torch.is_autocast_enabled(device) or not _entered_by_the_script(frame):
             return result
         in_call = bool(self._thread.depth) and self.in_low_format
-        # Nothing has computed in our region yet, so the host's may take its place. Not where calls of modules
-        # that are running would set back the rules of ours.
+        # Nothing has computed in our region yet, so the host's may take its place. Not under rules for
+        # modules: the calls that are running would restore the rules of our region when they end.
         if in_call and not self._policy.names_modules and _in_wrapper_of_host(frame):
             region.__exit__(None, None, None)
             self._make_way()
@@ -578,7 +580,10 @@ def _in_wrapper_of_host(frame: Any) -> bool:
 
 
 def _entered_by_the_script(frame: Any) -> bool:
-    """Return whether code of neither torch nor narrowcast entered a region."""
+    """Return whether code outside of torch entered a region.
+
+    Functions of narrowcast, and torch's own of autocast, count as their callers.
+    """
     while frame is not None:
         if frame.f_code.co_name == "_enter_autocast":
             return False  # a compiled graph enters the regions that were traced

@@ -286,11 +286,11 @@ def make_run_folder(
     asked: Path | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Create and return the folder of one run: ``asked``, or a new one in the cache that ``name`` names.
+    """Create and return the folder of one run: ``asked``, or a new one in the cache, named after ``name``.
 
     The cache is the folder that ``NARROWCAST_CACHE_DIR`` names, else ``~/.cache/narrowcast``. If the latter
     cannot be written, or if the former is read-only or full, the run has a temporary folder: it should not
-    fail because of a folder that no option named. ``tell`` is called where that is not the named cache.
+    fail because of a folder that no option named. ``tell`` gets a note if it replaces the former.
 
     Raises:
         FileError: ``asked`` cannot be written, or what ``NARROWCAST_CACHE_DIR`` names cannot be a folder.
@@ -320,14 +320,16 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
     Raises:
         FileError: one cannot be deleted.
     """
-    stale = [folder / EXPLANATION, *folder.glob("capture-process*.jsonl")]
+    # The page first: it must not be mistaken for that of this run, should it be killed. The capture of a
+    # comparison goes too, since ``find_capture`` would take it before that of this run.
+    stale = [folder / name for name in (PAGE, COMPARISON, EXPLANATION)]
+    stale += folder.glob("capture-process*.jsonl")
     for path in folder.glob("capture-rank*.jsonl"):
         rank = _OF_A_RANK.match(path.name)
         if rank is not None and int(rank[1]) >= from_rank:
             stale.append(path)
     if from_rank == 0:
-        # The page first: it must not be mistaken for that of this run, should it be killed.
-        stale[:0] = [folder / name for name in (PAGE, RUN, "stdout.txt", "stderr.txt")]
+        stale += [folder / name for name in (RUN, "stdout.txt", "stderr.txt")]
     for path in stale:
         try:
             path.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from narrowcast.gradients._check import GradientCheck, check_gradients, known_to_be_finite, unscale_by
 from narrowcast.gradients._optimizer_gradients import (
-    NonfiniteFlags,
     check_apart,
     lost_eps,
     nonfinite_flags,
@@ -42,7 +41,6 @@ __all__ = [
     "GradScaler",
     "GradientCheck",
     "HostCopies",
-    "NonfiniteFlags",
     "SkipStep",
     "SkipsInARow",
     "StepResult",

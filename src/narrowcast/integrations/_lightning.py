@@ -48,12 +48,15 @@ class Plugin:
         self.last_result: StepResult | None = None
         self._formats: dict[str, torch.dtype] = {}
         self._regions: list[ModelRegion] = []
-        # The models that the host set up: those without a region; of those that are trained the ones that
-        # did not compute in it yet, and the ones whose first step is looked at.
+        # Whether the host has set up a model at all.
         self._was_set_up = False
+        # Models that the host set up and that have no region yet.
         self._new_models: list[torch.nn.Module] = []
+        # Models to train that were not called in the region yet.
         self._unproven: list[torch.nn.Module] = []
+        # Models to train whose first step is not over, each with what watches it.
         self._looks: list[tuple[torch.nn.Module, FirstStep]] = []
+        # id of a parameter -> its name, of all models.
         self._names: dict[int, str] = {}
         # The optimizers whose gradients are unscaled now, and whether one stepped since the scale moved.
         self._unscaled: set[torch.optim.Optimizer] = set()
@@ -101,6 +104,7 @@ class Plugin:
                 first_step = FirstStep(model, self.policy, self._formats, switch=self._switch)
                 self._looks.append((model, first_step))
             self._unproven.clear()
+        # The last one covers the devices of all models; rules for modules hold in any region of the policy.
         return self._regions[-1] if self._regions else nullcontext()
 
     def _end_first_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -185,6 +189,7 @@ class Plugin:
                 returned = evaluate()
                 result = self.scaler.step(optimizer, **kwargs)
         except ScaleCollapseError:
+            # The gradients were checked, so the scale moves, as after any skipped step.
             self._stepped = True
             self._unscaled.discard(optimizer)
             raise

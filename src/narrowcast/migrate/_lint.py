@@ -2,8 +2,8 @@
 
 Only mistakes that train on wrong numbers in silence are looked for: torch raises for the others, such as
 ``unscale_`` twice or no ``update``, at the first steps. Conditions on mixed precision, such as
-``if self.use_amp:``, are taken to hold; under any other condition a mistake is reported only if it holds
-whichever way that goes.
+``if self.use_amp:``, are taken to hold. What a branch under any other condition changes is unknown after it,
+so that a mistake after it is reported only if it holds whichever way the condition went.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _USES_AMP = re.compile(r"GradScaler|autocast|unscale_|\.scale\(")
 _SCALED_ELSEWHERE = re.compile(r"scal|accelerat|fabric|stepper|deepspeed|apex", re.IGNORECASE)
 _IGNORE = re.compile(r"#\s*narrowcast:\s*ignore(?:\[([\w\s,-]*)\])?")
 
-# Name in kebab case: why it is a mistake, and what to write; ``{code}`` is the text of the call.
+# Name in kebab case: why it is a mistake, and what to write; ``{code}`` is the text of the call, for
+# backward-in-region the first line of its statement.
 RULES = {
     "clip-before-unscale": (
         "the gradients are still multiplied by the loss scale, so that a limit on their norm "

@@ -41,15 +41,16 @@ class _State:
     """What is known of the gradients at one point of a function.
 
     Attributes:
-        scaled: the scaler of the last backward pass since the last step; None if that is not certain.
+        scaled: the scaler of the last scaled backward pass since the last step; None if that is not certain.
         mixed: whether gradients may have come in another way too.
-        may_be_unscaled: whether the gradients may have been unscaled since.
-        unscaled: optimizers that ``unscale_`` was called for since the last backward pass, step of the scaler
-            or update. A step of the optimizer itself does not count: the scaler does not see it.
+        may_be_unscaled: whether the gradients may have been unscaled since that backward pass.
+        unscaled: optimizers that ``unscale_`` was called for since the last scaled backward pass, step of the
+            scaler or update. A step of the optimizer itself does not count: the scaler does not see it.
         stepped: whether the scaler stepped since the last backward pass.
         updated: the update since that step.
-        may_skip: the scaler that stepped earlier in this iteration of the innermost loop, so that the step
-            may have been skipped; None if none did.
+        may_skip: the scaler that stepped since the last backward pass, in this iteration of the innermost
+            loop, so that the step may have been skipped; None if none did, or inside a branch, whose
+            condition may ask for it.
     """
 
     scaled: str | None = None
@@ -61,7 +62,7 @@ class _State:
     may_skip: str | None = None
 
     def forget(self) -> None:
-        """Set everything to unknown, so that nothing is reported until the next scaled backward pass."""
+        """Set everything to unknown: nothing is reported that depends on what came before."""
         self.use_gradients()
         self.stepped = False
         self.updated = self.may_skip = None
@@ -164,10 +165,10 @@ class Order:
         elif self._scalers.is_clip(node):
             if state.scaled and not state.may_be_unscaled and not state.mixed:
                 self._report("clip-before-unscale", node, state.scaled)
-        elif method_of(node) == "step":
-            self._read_step(node, state)
         elif self._scalers.may_hide_steps(node) or self._unscales_by_hand(node):
             state.forget()
+        elif method_of(node) == "step":
+            self._read_step(node, state)
 
     def _unscales_by_hand(self, call: ast.Call) -> bool:
         """Return whether the scale is read to compute with it, and not only printed or compared."""

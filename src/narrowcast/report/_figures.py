@@ -77,7 +77,7 @@ class Axis:
         # Values that are all the same stand in the middle.
         size = max(abs(low), abs(high))
         if high - low <= 1e-9 * size:
-            half = 0.5 if log else (size / 10 or 1.0)  # 1.0: all are 0
+            half = size / 10 or 1.0  # 1.0: all are 0
             low, high = low - half, high + half
 
         # Lines at the ends of the range are not cut by the frame.
@@ -97,14 +97,14 @@ class Axis:
             values = _round_values(self._low, self._high)
         else:
             values = self._powers()
-            # Within one decade there are not enough powers of ten.
+            # Less than two decades may hold a single power of ten.
             if len(values) < 2:
                 values = _round_values(10**self._low, 10**self._high)
         return tuple((label, round(100 * self.at(value), 2)) for label, value in values)
 
     def _powers(self) -> list[tuple[str, float]]:
         powers = range(math.ceil(self._low), math.floor(self._high) + 1)
-        every = math.ceil(len(powers) / _MOST_TICKS) or 1
+        every = max(1, math.ceil(len(powers) / _MOST_TICKS))
         return [(f"{10.0**power:g}", 10.0**power) for power in powers[::every]]
 
 
@@ -115,11 +115,13 @@ def _round_values(low: float, high: float) -> list[tuple[str, float]]:
     steps = (size, 2 * size, 5 * size, 10 * size)
     step = next(step for step in steps if (high - low) / step <= 6)
 
-    # As many decimals as the step has, unless they are too many.
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    form = f".{decimals}f"
-    if step < 1e-4 or max(abs(low), abs(high)) >= 1e6:
-        form = ".3g"
+    # As many decimals as the step has; of very small or large values as many digits as tell neighbours apart.
+    power_of_step = math.floor(math.log10(step) + 1e-9)
+    form = f".{max(0, -power_of_step)}f"
+    largest = max(abs(low), abs(high))
+    if step < 1e-4 or largest >= 1e6:
+        digits = math.floor(math.log10(largest)) - power_of_step + 1
+        form = f".{max(3, digits)}g"
     places = range(math.ceil(low / step), math.floor(high / step) + 1)
     return [(f"{place * step:{form}}", place * step) for place in places]
 
@@ -360,7 +362,7 @@ def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
         errors.parameters += 1
         errors.lost += parameter["lost"]
         state = "lost" if parameter["lost"] else "kept"
-        # Never for a lost one, and without noise there is no limit that it could be beyond.
+        # ``exemption`` has no reason for a lost one. Without limits there is none that it could be beyond.
         why = exemption(parameter, certificate)
         if why is not None and limits:
             state = "exempt"
@@ -382,7 +384,8 @@ class _Errors:
         parameters, lost: how many were judged, and how many of these are lost.
         single: the error of each parameter, and ``"kept"``, ``"lost"``, or ``"exempt"``: beyond the limit,
             but not counted.
-        why_total: why the total is not counted although it is beyond its limit; None if it is within it.
+        why_total: why the total is not counted although it is beyond its limit; None if it is within it, or
+            counts.
         why_single: each parameter that is not counted although it is beyond its limit, and why.
     """
 
@@ -442,8 +445,8 @@ def _error_figure(errors: _Errors) -> Figure:
         marks=marks,
         legend=legend,
         facts={
-            "what": errors.of,
-            "of": errors.key.replace("_", " "),
+            "of": errors.of,
+            "error": errors.key.replace("_", " "),
             "total": errors.total,
             "limits": errors.limits,
             "count": errors.parameters,
@@ -475,5 +478,5 @@ def _axis_of_errors(errors: Iterable[float]) -> Axis:
     decades = [1e-3, 1.0]
     for error in errors:
         decade = 10.0 ** math.floor(math.log10(error))
-        decades += [decade, 10 * decade]
+        decades += [decade, min(10 * decade, _HIGHEST_ERROR)]
     return Axis(decades, log=True, margin=0)

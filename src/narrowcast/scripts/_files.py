@@ -104,9 +104,9 @@ class ChangedPath:
 class FileWatch:
     """Copy each file before this process changes it, and log it in a journal for ``restore_files``.
 
-    So do processes that it starts by fork or multiprocessing. It sees the files that Python opens for
-    writing, truncates, renames, links and removes, databases of sqlite3, and what torch and safetensors
-    save. It does not see files that other native code (h5py) or other programs open. Caches, devices and
+    It also watches processes that this one starts by fork or multiprocessing. It sees the files that Python
+    opens for writing, truncates, renames, links and removes, databases of sqlite3, and what torch and
+    safetensors save. It does not see files that other native code (h5py) or other programs open. Caches, devices and
     locks stay.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
@@ -158,7 +158,7 @@ class FileWatch:
             if isinstance(flags, int) and flags & _WRITES:
                 self._keep(path)
         elif event == "os.truncate":
-            self._keep(args[0])  # of a descriptor nothing: it was opened before
+            self._keep(args[0])  # ignores a descriptor: its file was kept when it was opened
         elif event in _CHANGES:
             for path_at, folder_at in _CHANGES[event]:
                 self._keep(args[path_at], args[folder_at], follow=False, whole=event == "os.rename")
@@ -400,7 +400,7 @@ def bring_back(folder: Path) -> None:
 
 
 def _bring_back(entry: ChangedPath) -> None:
-    """Exchange what was there before the run for what the run has there, unless that is nothing."""
+    """Move what was there before the run to its copy again, and what the run has there to its place."""
     if entry.was == "file" and not os.path.lexists(entry.copy):
         os.rename(entry.path, entry.copy)
     if os.path.lexists(entry.own):
@@ -408,7 +408,7 @@ def _bring_back(entry: ChangedPath) -> None:
 
 
 def restore_files(folder: Path) -> list[str]:
-    """Move what the run in ``folder`` wrote to its ``outputs``, and put back what was there before.
+    """Move what the run wrote to ``narrowcast-outputs`` in ``folder``; put back what was there before.
 
     After a kill it can be called again: a copy is deleted once its file is back, the journal last.
 
@@ -456,7 +456,7 @@ def restore_files(folder: Path) -> list[str]:
 
 
 def _is_as_before(entry: ChangedPath) -> bool:
-    """Return whether there is what was there before the run; its copy, if it has one, is still kept."""
+    """Return whether a path is as it was before the run, after removing an empty folder where nothing was."""
     path, copy = entry.path, entry.copy
     if entry.was == "nothing":
         with suppress(OSError):
@@ -486,7 +486,9 @@ def _put_back(entry: ChangedPath) -> None:
     path, copy = Path(entry.path), entry.copy
     if entry.was == "folder":
         assert entry.mode is not None
-        path.mkdir(mode=entry.mode, parents=True, exist_ok=True)
+        if not path.is_dir():
+            path.mkdir(parents=True)
+            path.chmod(entry.mode)  # ``mkdir`` would apply the umask
         return
     if entry.was == "nothing" or not os.path.lexists(copy):
         return

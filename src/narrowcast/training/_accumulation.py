@@ -41,7 +41,8 @@ class WeightCasts:
     def keep(self) -> None:
         """Keep casts beyond the regions of this thread from now on; drop those of changed weights.
 
-        A write through ``.data`` changes no version and is not seen. Casts of sharded weights are not kept.
+        A write through ``.data`` changes no version and is not seen. If a weight is sharded, no casts are
+        kept.
         """
         if self._sharded:
             return
@@ -85,9 +86,12 @@ class WeightCasts:
 
 
 def _leave(thread: int) -> None:
-    # The count of another thread is out of reach. At 1 and more another Stepper may be using casts.
-    if threading.get_ident() != thread or torch.autocast_decrement_nesting() == 0:
-        drop_casts()
+    # The garbage collector may call this in another thread, which cannot lower the nesting of the first.
+    if threading.get_ident() == thread:
+        nesting = torch.autocast_decrement_nesting()
+        if nesting != 0:
+            return  # an open region or another Stepper may be using casts
+    drop_casts()
 
 
 class Synchronization:

@@ -112,7 +112,7 @@ class OptimizerGroup:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The model's own parameters, in which gradients accumulate."""
+        """The model's own parameters, which get the gradients of a backward pass; not their masters."""
         low_by_working: dict[torch.Tensor, torch.Tensor] = {}
         for held in self.held:
             for low, working in held.parameters:
@@ -177,9 +177,8 @@ class OptimizerGroup:
             # zero_grad(set_to_none=False) leaves zeros; values are read only in this case.
             if any(bool(gradient.detach().any()) for gradient in not_taken or gradients):
                 raise OrderError(
-                    "there are gradients before the first backward pass of the step: loss.backward() was "
-                    "called by hand, which stepper.step(loss) does, or they are left over: call "
-                    "optimizer.zero_grad()"
+                    "there are gradients that no stepper.step(loss) made: loss.backward() was called by "
+                    "hand, which stepper.step(loss) does, or they are left over: call optimizer.zero_grad()"
                 )
         elif _versions(gradients) != self._versions_after_backward:
             what = "changed" if gradients else "gone"
@@ -258,8 +257,8 @@ class OptimizerGroup:
 
     def _clip_by_joint_norm(self, max_norm: float) -> torch.Tensor:
         """Clip unscaled gradients by the norm of those of all optimizers."""
-        # At a largest norm of infinity nothing is clipped. The norm is that over all ranks, and one that
-        # overflows skips the step, which clipping by it would take on zeros.
+        # With a largest norm of infinity this only measures, over all ranks. A norm that overflows also skips
+        # the step: clipping by it would set all gradients to zero, and the step would be taken.
         norms = [self.scaler.clip_grad_norm_(optimizer, math.inf) for optimizer in self.optimizers]
         norm = functools.reduce(torch.hypot, norms)  # squares nothing that could overflow
         torch.nn.utils.clip_grads_with_norm_(parameters_of(*self.optimizers), max_norm, norm)
@@ -370,7 +369,7 @@ def claim(group: OptimizerGroup) -> list[RemovableHandle]:
 
 
 def release(groups: list[OptimizerGroup], handles: list[RemovableHandle]) -> None:
-    """A Stepper was deleted: discard its unfinished gradients, which are scaled."""
+    """Undo ``claim``, when a Stepper is deleted or making it fails; discard unfinished, scaled gradients."""
     for handle in handles:
         handle.remove()
     for group in groups:

@@ -1,4 +1,4 @@
-"""The live objects of a run: saved, compared with what is live, and loaded."""
+"""The live objects of a run: their states are saved, compared with those of a checkpoint, and loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HOW_TO_GIVE = {
 
 @dataclass
 class Fit:
-    """Compares a saved state with the objects it is loaded into; collects the notes."""
+    """What loading a state has to say: it refuses in the name of ``source``, and collects notes."""
 
     source: Any
     notes: list[str] = field(default_factory=list)
@@ -289,9 +289,10 @@ class Run:
         return {name_without_wrappers(self.model, name): value for name, value in state.items()}
 
     def layouts(self) -> dict[tuple[Any, ...], Any]:
-        """Return, by place in the tree of a checkpoint, the live tensor that says how one there is sharded.
+        """Return the live tensors whose sharding saved tensors take, by place in the tree of a checkpoint.
 
-        A state of an optimizer is sharded like its parameter, if it has the parameter's shape.
+        States of an optimizer take that of their parameter, which stands at the place above theirs, if they
+        have its shape.
         """
         layouts: dict[Any, Any] = {}
         for name, value in self._model_state().items():
@@ -361,6 +362,8 @@ class Run:
             model_state = {}
             for name in self.model.state_dict():
                 model_state[name] = tree["model"][name_without_wrappers(self.model, name)]
+            # All names were compared. Not strict, since a hook may keep out of state_dict() what loading
+            # expects.
             self.model.load_state_dict(model_state, strict=False)
 
             # With the model alone, as for an evaluation, no run continues.

@@ -127,8 +127,8 @@ def round_stochastically(
     number of ``dtype`` does not change. The probability is exact for bfloat16. For float16 it is exact for
     multiples of 2**-55 and otherwise off by less than 2**-31: values below 2**-55 become zero.
 
-    ``values`` are float32, in any shape and strides, which the result has too; ``generator`` is of their
-    device, by default torch's own.
+    ``values`` are float32, in any shape and strides; the result has those of ``values.to(dtype)``.
+    ``generator`` is of their device, by default torch's own.
 
     The sign is kept, also of zero. Subnormals are rounded like other numbers. Infinities and NaNs remain.
     Between the largest finite number and the next power of two the far neighbour is infinity; above that the
@@ -157,8 +157,9 @@ def rounded_with(values: torch.Tensor, dtype: torch.dtype, noise: torch.Tensor) 
 
     ``noise`` is int32, with 16 bits for bfloat16 and 31 for float16.
     """
-    # Noise in the bits to drop carries into the kept ones with a probability of their fraction; the mask
-    # drops them. bfloat16 drops 16 bits of a float32, float16 drops 13: of 31 bits of noise 18 are left out.
+    # Noise is added to the bits to drop. It carries into the kept bits with a probability equal to the
+    # dropped fraction; the mask then clears the dropped bits. bfloat16 drops 16 bits of a float32, float16
+    # drops 13: of 31 bits of noise 18 are left out.
     bits = values.view(torch.int32)
     if dtype == torch.bfloat16:
         rounded = ((bits + noise) & -0x10000).view(torch.float32)

@@ -304,7 +304,7 @@ def serve(resolved_policy: ResolvedPolicy) -> None:
         need(resolved_policy, _Need(resolved_policy.device_type, ops, by_rules=True))
 
 
-def region_of(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | None]:
+def dtype_and_scope(policy: Policy, device_type: str) -> tuple[torch.dtype, Scope | None]:
     """Return the dtype of a region of ``policy``, and its scope or None if it has no rules."""
     # A region is opened at each step, with the same dtype and scope each time.
     kept = kept_for(policy).regions

@@ -22,7 +22,7 @@ import torch
 from narrowcast.casting._devices import device_types
 from narrowcast.casting._torch_internals import is_compiling_a_frame
 from narrowcast.casting.fp8 import apply_fp8, is_fp8, policy_has_fp8, unconverted
-from narrowcast.casting.kernels._kernels import region_of
+from narrowcast.casting.kernels._kernels import dtype_and_scope
 from narrowcast.casting.models._module_calls import MOVES_AND_COPIES, ModuleCall, Shared, calls_on
 from narrowcast.casting.models._tree import (
     all_paths,
@@ -89,11 +89,10 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
             "which has none: call nc.apply on the modules in it that are called, or open "
             '"with nc.autocast(...)" around their calls'
         )
-    # Layers in fp8 need no region.
-    needs_region = not policy_has_fp8(resolved_policy)
     _warn_at_exit()
     applied = Applied(model, resolved_policy)
-    applied.warns_if_not_called = needs_region
+    # Layers in fp8 follow the policy without a region too, so a warning that nothing was cast would be false.
+    applied.warns_if_not_called = not policy_has_fp8(resolved_policy)
     return applied
 
 
@@ -515,7 +514,7 @@ def refuse_in_torchscript(policy: Policy, model: torch.nn.Module) -> None:
     if policy.is_plain or not graphs:
         return
     for device in device_types(model, (), {}):
-        _, root = region_of(policy, device)
+        _, root = dtype_and_scope(policy, device)
         assert root is not None
         scopes = scopes_by_path(model, policy, root)
         cast_to_low = [op for op, kind in root.resolved.native.items() if kind == LOWER]

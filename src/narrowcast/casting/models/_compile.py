@@ -29,7 +29,7 @@ from narrowcast.casting._torch_internals import (
     trace_as_called,
     traced_only_inline,
 )
-from narrowcast.casting.kernels._kernels import region_of
+from narrowcast.casting.kernels._kernels import dtype_and_scope
 from narrowcast.casting.models._apply import RuledModules, compiled_rules, missed_rules, refuse_missed
 from narrowcast.casting.models._module_calls import TracedState, traced_state
 from narrowcast.casting.models._tree import tensors_inside
@@ -83,7 +83,7 @@ class _Compiled:
 
     def region_on(self, device: str) -> tuple[str, torch.dtype, bool, Scope | None]:
         check_device(device)
-        dtype, scope = region_of(self.policy, device)
+        dtype, scope = dtype_and_scope(self.policy, device)
         return device, dtype, dtype != torch.float32 or scope is not None, scope
 
 

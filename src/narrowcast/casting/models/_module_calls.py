@@ -35,7 +35,7 @@ from narrowcast.casting._torch_internals import (
     trace_backward_outside_of_regions,
     traced_only_inline,
 )
-from narrowcast.casting.kernels._kernels import region_of
+from narrowcast.casting.kernels._kernels import dtype_and_scope
 from narrowcast.casting.kernels._operators import LOW, compute_dtype, depends_on_inputs, widest
 from narrowcast.casting.models._module_casts import Casts, Copies, cast_arguments, cast_outputs, wants
 from narrowcast.casting.models._tree import cast_where, tensors_inside
@@ -119,7 +119,7 @@ class Shared:
     def region_on(self, device: str) -> PolicyRegion:
         """Return the policy's region on ``device``, made at the first call."""
         if device not in self._region_on:
-            dtype, _ = region_of(self.policy, device)
+            dtype, _ = dtype_and_scope(self.policy, device)
             self._region_on[device] = PolicyRegion(self.policy, {device: dtype}, warnings.warn)
         return self._region_on[device]
 

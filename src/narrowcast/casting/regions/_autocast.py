@@ -20,7 +20,7 @@ from narrowcast.casting._torch_internals import (
     skipped_by_dynamo,
     without_autocast,
 )
-from narrowcast.casting.kernels._kernels import region_of, root_scope
+from narrowcast.casting.kernels._kernels import dtype_and_scope, root_scope
 from narrowcast.casting.models import _apply
 from narrowcast.casting.models._tree import cast_where
 from narrowcast.casting.regions import _regions, _scopes, _weight_casts
@@ -96,7 +96,7 @@ class autocast:  # noqa: N801 (torch's spelling)
             check_device_type(device_type, enabled=enabled)
             _check_one_format(dtype, policy)
             self._policy = as_policy(policy)
-            dtype, self._rules = region_of(self._policy, device_type)
+            dtype, self._rules = dtype_and_scope(self._policy, device_type)
         # The names that torch.autocast gives them, which other libraries read.
         self.device, self.fast_dtype, self._enabled, self._cache_enabled = _checked(
             device_type, dtype, enabled, cache_enabled

@@ -1,4 +1,4 @@
-"""The lines that warnings name, and one of a low sigmoid in front of ``binary_cross_entropy``.
+"""The ``stacklevel`` of warnings, and the warning of a low-precision sigmoid before ``binary_cross_entropy``.
 
 bf16 rounds sigmoid(7) to 1. If the target is 0, the gradient of the sigmoid is 0, and training stops without
 an error. Only calls on a CPU are checked; regions on CUDA refuse them.
@@ -63,7 +63,10 @@ def _lost(probabilities: torch.Tensor, target: torch.Tensor) -> int:
 
 
 def _is_of_low_sigmoid(probabilities: torch.Tensor) -> bool:
-    """Return whether they come from a sigmoid in a low format, perhaps through a few views and casts."""
+    """Return whether they come from a sigmoid in a low format, perhaps through up to five other operators.
+
+    These may be any, as views. A cast among them is taken for one from a low format.
+    """
     is_low = probabilities.dtype.itemsize == 2
     node = probabilities.grad_fn
     for _ in range(6):

@@ -16,6 +16,7 @@ import torch
 
 from narrowcast.capture import ENOUGH_ELEMENTS, OUTPUT_LIMIT
 from narrowcast.errors import ScriptError, few
+from narrowcast.scaling import Static, parse
 from narrowcast.verify.certificate._certificate import CANNOT_TELL, FAIL, PASS, Certificate
 from narrowcast.verify.certificate._sums import FEWEST_BATCHES, Batches, Measured, Sums, compared
 from narrowcast.verify.certificate._verdict import certificate_of
@@ -178,8 +179,11 @@ def no_certificate(reason: str, **fields: Any) -> dict[str, Any]:
 
 def _run_mixed(runs: ScriptRuns, asked: dict[str, Any]) -> Path:
     """Make the mixed run, again while a compared batch overflows, as at a dynamic scale's start."""
+    # Training under a fixed scale goes on at that scale, and is judged by it.
+    given = runs.settings.loss_scale
+    is_fixed = given is not None and isinstance(parse(given), Static)
     scale: float | None = None
-    for tried in range(_MOST_TRIES):
+    for tried in range(1 if is_fixed else _MOST_TRIES):
         folder = runs.start(Purpose.MIXED, _TRAINS_IN, Purpose.MIXED, start_scale=scale, **asked)
         good_scales = [facts.good_scale for facts in _all_facts(folder) if facts.good_scale is not None]
         if not good_scales:
