@@ -248,6 +248,18 @@ KEPT = {
         INITIALIZE + LOOP.replace("    with", "    if x:\n     with"),
         10, "in an if, whose condition",
     ),
+    "a second pair of names": (
+        INITIALIZE.replace("optimizer =", "optimizer = self.model, self.optimizer =", 1) + LOOP,
+        6, "expected model, optimizer = amp.initialize",
+    ),
+    "a level that is a parameter": (
+        "opt_level = 'O1'\ndef train(opt_level):\n    "
+        + INITIALIZE.replace('"O1"', "opt_level") + textwrap.indent(LOOP, "    "), 8, "when the script runs"
+    ),
+    "a block that begins on the second line of its header": (
+        INITIALIZE + LOOP.replace("(loss, optimizer) as scaled_loss:\n        ", "(loss,\n     optimizer) as s: ")
+        .replace("scaled_loss", "s"), 10, "shares its line"
+    ),
     "a block that shares its line": (
         INITIALIZE + LOOP.replace("scaled_loss:\n        ", "scaled_loss: "), 10, "shares its line"
     ),

@@ -391,6 +391,33 @@ class Trainer(Base):
         self.scaler.step(self.optimizer)
         self.scaler.update()
 """,
+    "a method of this file that is called step": """\
+class Trainer:
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def train_step(self, x, y):
+        self.scaler.scale(self.model(x).sum()).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.step()
+        self.scaler.scale(self.model(y).sum()).backward()
+        self.step()
+""",
+    "a scaler that is compared with None by ==": """\
+def train_step(x, scaler=None):
+    loss = model(x).sum()
+    if scaler == None:
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    else:
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        STEP
+""",
     "clipping by narrowcast's scaler": """\
 own = nc.GradScaler(device)
 for x in loader:

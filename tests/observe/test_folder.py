@@ -86,11 +86,12 @@ def test_a_cache_that_is_read_only_or_full_stops_nothing(tmp_path, monkeypatch, 
     ("from_rank", "stays"),
     [
         (0, {"capture-rankx.jsonl", "other.txt"}),
+        # ``report`` would show the comparison and its page in place of this run's.
         (2, {"capture-rankx.jsonl", "other.txt", "capture.jsonl", "capture-rank1.jsonl", "stdout.txt"}),
     ],
 )
 def test_what_an_earlier_run_left_is_deleted_and_nothing_else(tmp_path, from_rank, stays):
-    names = ["capture.jsonl", "explain.jsonl", "capture-process0.jsonl"]
+    names = ["capture.jsonl", "explain.jsonl", "comparison.jsonl", "report.html", "capture-process0.jsonl"]
     names += [f"capture-rank{rank}.jsonl" for rank in (1, 2, 30)]
     for name in [*names, "capture-rankx.jsonl", "stdout.txt", "other.txt"]:
         (tmp_path / name).write_text("")

@@ -281,3 +281,39 @@ def test_what_a_layer_in_fp8_computes_is_by_its_rule(recipe):
     assert (found["calls"], found["computes"], found["because"]) == (2, recipe, f"linear: {recipe}")
     assert not of(events, "unreached")
     assert any(site["kind"] == "product" for site in sites(events, phase="backward"))
+
+
+class Tree(nn.Module):
+    """A module that calls itself, as a network over trees does."""
+
+    def __init__(self):
+        super().__init__()
+        self.at_leaf = nn.Linear(16, 16)
+
+    def forward(self, x, depth):
+        if depth == 0:
+            return self.at_leaf(x)
+        return torch.softmax(self(x, depth - 1), -1)
+
+
+def test_a_module_that_calls_itself_keeps_its_place_to_the_end():
+    model, x = Tree(), torch.randn(3, 16)
+    events = watched("bf16", lambda: model(x, 2), model)
+    found = only(events, op="softmax.int", phase="forward")
+    assert (found["path"], found["calls"]) == ("", 2)
+    assert not sites(events, op="softmax.int", phase="outside")
+
+
+def test_casts_in_inference_mode_are_counted():
+    model, x = nn.Linear(16, 16), torch.randn(3, 16)
+    with torch.inference_mode():
+        inside = watched("bf16", lambda: model(x), model)
+    outside = watched("bf16", lambda: model(x), model)
+    casts = [only(events, op="linear", phase="forward")["casts"] for events in (inside, outside)]
+    assert casts[0] == casts[1] > 0
+
+
+def test_what_writes_in_place_says_why_it_is_not_cast():
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True)), torch.randn(3, 16)
+    found = only(watched("bf16", lambda: model(x), model), op="relu_")
+    assert found["because"] == "it writes to its argument, which autocast never casts"
