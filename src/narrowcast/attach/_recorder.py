@@ -129,7 +129,7 @@ class EventRecorder:
                 self.flush()
 
     def paused(self, seconds: float, waited_s: float) -> None:
-        """Record that the process stood still for ``seconds``, which count in no time.
+        """Record that the process stood still for ``seconds``, which are left out of all durations.
 
         ``waited_s``: how long it waited before that for the device to finish the steps so far; this counts as
         their time.

@@ -153,7 +153,7 @@ class Iteration:
         node = getattr(scaled, "grad_fn", None)
         for state in self.states.values():
             if state["stage"] is OptState.UNSCALED and state.check is not None and node is not None:
-                # Those before the first loss: the next one may come after its backward pass.
+                # Only at the first such loss: by the time of the next, its backward pass may have run.
                 if not state.later_losses:
                     state.unscaled_versions = versions_of(state.check.gradients)
                 state.later_losses.append(node)
@@ -208,9 +208,9 @@ class Iteration:
         return flags
 
     def may_lack_checks(self) -> bool:
-        """Return whether ``update`` may find no flags without an error.
+        """Return whether ``update`` may go on although no flags were recorded.
 
-        An optimizer had gradients before, and only this batch gave none.
+        It may if an optimizer had gradients in an earlier iteration, and only this batch gave none.
         """
         return any(key in self._trained for key in self.states)
 
@@ -412,8 +412,8 @@ class Iteration:
     def _defers_unscaling(self, optimizer: torch.optim.Optimizer, scaling: Scaling) -> bool:
         """Return whether to leave the division by the scale to the step of the optimizer, if it can divide.
 
-        Not if the scale is always 1, since torch's kernels would write all gradients back for nothing. On a
-        CPU, torch's own optimizers are faster with unscaled gradients; but these equal torch's to the bit
+        Not if the scale may be below 1, since the division may then overflow after the check. Not if the
+        scale is always 1, since torch's kernels would write all gradients back for nothing. On a CPU, torch's own optimizers are faster with unscaled gradients; but these equal torch's to the bit
         only if the scale is a power of 2.
         """
         if scaling.below_one or not scaling.scales:

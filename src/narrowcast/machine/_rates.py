@@ -59,8 +59,8 @@ class Rate:
         kind, size, shape: ``Work.kind``, ``Shape.size``, and the shape of the first operand.
         format: ``"fp32"`` (exact, without TF32), ``"tf32"``, ``"bf16"`` or ``"fp16"``.
         rounds, calls_per_round: how often it was timed; 0 and None if it was not measured.
-        expected_time_s: the time of a call that was not measured, estimated from one or two calls or from a
-            smaller size; None if none was made.
+        expected_time_s: the time of a call that was not timed in rounds, from single calls or scaled up from
+            a smaller size; None if it is not known, or torch cannot make the call.
         out_of_time: whether it was not measured because the time for the device was used up.
         time_s_median, time_s_low, time_s_high: time of one call, the median over rounds and its quartiles.
         rate_flop_per_s: floating-point operations a second; None for ``add``.
@@ -109,7 +109,7 @@ class Rate:
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether a low format was not measured because one call takes too long."""
+        """Whether a format other than fp32 was not measured because one call takes too long."""
         is_left_out = self.rounds == 0 and not self.out_of_time
         return is_left_out and self.expected_time_s is not None and self.format != "fp32"
 
@@ -450,8 +450,8 @@ def _measured(work: Work, shape: Shape, name: str, series: _Series, fp32: _Serie
 
     if fp32 is None:
         return rate
-    # Round by round, since both were as fast as the machine was then; the last round may be incomplete.
-    pairs = zip(fp32.times_s, series.times_s, strict=False)
+    # Round by round, since both were as fast as the machine was then.
+    pairs = zip(fp32.times_s, series.times_s, strict=True)
     low, median, high = _quartiles([fp32_s / own_s for fp32_s, own_s in pairs])
     return replace(rate, speed_against_fp32=median, speed_against_fp32_low=low, speed_against_fp32_high=high)
 

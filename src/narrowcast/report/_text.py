@@ -83,7 +83,7 @@ def bold_red(text: str) -> str:
 
 
 def wrapped(text: str, first: str = "", then: str | None = None, *, whole_words: bool = False) -> str:
-    """Make ``text`` safe to show, in lines of at most 79 columns; a number stays with its unit.
+    """Make ``text`` safe to show, in lines of at most 79 columns; ``12 %``, ``3 s)`` and ``2 x 3`` stay whole.
 
     The first line begins with ``first`` and the others with ``then``, by default two spaces more. With
     ``whole_words``, words such as paths stay whole if they are longer than a line.
@@ -104,7 +104,10 @@ def wrapped(text: str, first: str = "", then: str | None = None, *, whole_words:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
-    """Format a table of at most 79 columns in bold type; those at places in ``left`` are aligned there."""
+    """Format a table of at most 79 characters a line, its head in bold type.
+
+    Columns whose index is in ``left`` are aligned left, the others right.
+    """
     # Slow to import, and the end of a run has no table.
     from rich import box
     from rich.console import Console
@@ -169,7 +172,7 @@ def decibels(value: float) -> str:
 
 
 def two_digits(value: float) -> str:
-    """Format ``0.0098``, ``0.37``, ``4.1``, ``12``, ``174``: never an exponent."""
+    """Format ``0.010``, ``0.37``, ``4.1``, ``12``, ``174``: never an exponent."""
     for least, decimals in ((10, 0), (1, 1), (0.1, 2)):
         if value >= least:
             return f"{value:.{decimals}f}"
@@ -177,7 +180,7 @@ def two_digits(value: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Format a time to at least three digits, and at most two decimals."""
+    """Format a time: below 1 to three significant digits, below 100 to two decimals, else to one."""
     if value < 1:
         return f"{value:.3g}"
     return f"{value:.2f}" if value < 100 else f"{value:.1f}"

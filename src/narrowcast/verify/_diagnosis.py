@@ -347,7 +347,10 @@ def _best_matmul(speeds: Mapping[_Size, float]) -> dict[str, Any] | None:
 
 
 class Phase(NamedTuple):
-    """A few steps for one purpose. Ends after ``steps``, or after the one that is over ``seconds``."""
+    """A few steps for one purpose.
+
+    Ends after ``steps``, or with the first step that ends more than ``seconds`` after the phase began.
+    """
 
     name: str
     steps: int
@@ -436,7 +439,7 @@ class ProfileProbe(StepProbe):
         self._at += 1
         if self._at == len(self._phases) or self._problem is not None:
             self.done = True
-            self.attachment.stop()
+            self.attachment.stop()  # raises SystemExit
         self._enter()
 
     @property

@@ -84,7 +84,7 @@ class TimedProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, profile: dict[str, Any]) -> Self:
-        """Return what ``summarize`` returned, with what ``TimedPairs.plain_times`` did."""
+        """Convert a profile of ``summarize``, merged with the times of ``TimedPairs.plain_times``."""
         return msgspec.convert(profile, cls)
 
     @property

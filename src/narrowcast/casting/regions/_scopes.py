@@ -31,7 +31,7 @@ from narrowcast.errors import UnsupportedError
 from narrowcast.policy import ResolvedPolicy, Rule, Scope, dtype_of
 
 _NO_SCOPE = torch.float16
-"""The autocast dtype of a carrier while no rules are in force, which is torch's own default."""
+"""The autocast dtype that a carrier gets when no rules are in force."""
 PROMOTING = ("xla", torch.float64)
 """The autocast state in which operators of a thread promote where formats meet."""
 _lock = threading.Lock()
@@ -70,7 +70,8 @@ class OpenRegion:
             their casts, and the backward pass warns.
         propagates: whether checkpoints must restore it, since PyTorch does not.
         scope: the rules inside; referenced here, since the autocast state holds no reference.
-        promotion: operators promote inside; called with each that runs otherwise, and how.
+        promotion: None: operators do not promote inside. Else called with the name of each operator that
+            runs otherwise than in the low format, and with how and why.
         caching: whether weight casts are kept.
     """
 
@@ -290,7 +291,7 @@ def _free_marks(meanings: dict[torch.dtype, _Meaning]) -> None:
         if policies_in_use.isdisjoint(scope.resolved for scope in scopes):
             freed.append(mark)
 
-    # The graphs of these scopes would be taken for those of the ones that come.
+    # Drop compiled graphs first: those of the old scopes would be used for the scopes that get their dtypes.
     if freed and reset_compiled_code():
         for mark in freed:
             for scope in meanings.pop(mark)[1]:

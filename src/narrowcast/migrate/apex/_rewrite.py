@@ -217,10 +217,10 @@ def _free_name(source: Source) -> str:
 def _device_type(source: Source) -> str:
     """Return the device type of a script for apex, as an expression.
 
-    apex ran only on CUDA. The script uses another device only if it checks for CUDA, or names the CPU and no
-    other device.
+    The script's own device is not used: torch.autocast and GradScaler take a device type, and scripts have a
+    torch.device or an option of their own. apex ran only on CUDA, so the script uses another device only if it
+    checks for CUDA, or names the CPU and no other device.
     """
-    # The new names take a type, and scripts have a torch.device or an option of their own.
     if "cuda.is_available" in source.text:
         return '"cuda" if torch.cuda.is_available() else "cpu"'
     names_cpu = re.search(r"""["']cpu["']""", source.text)
