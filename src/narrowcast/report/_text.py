@@ -83,7 +83,7 @@ def bold_red(text: str) -> str:
 
 
 def wrapped(text: str, first: str = "", then: str | None = None, *, whole_words: bool = False) -> str:
-    """Make ``text`` safe to show, in lines of at most 79 columns; ``12 %``, ``3 s)`` and ``2 x 3`` stay whole.
+    """Make ``text`` safe to show, in lines of at most 79 columns; ``12 %`` and ``2 x 3`` stay whole.
 
     The first line begins with ``first`` and the others with ``then``, by default two spaces more. With
     ``whole_words``, words such as paths stay whole if they are longer than a line.

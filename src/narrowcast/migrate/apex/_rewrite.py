@@ -218,8 +218,8 @@ def _device_type(source: Source) -> str:
     """Return the device type of a script for apex, as an expression.
 
     The script's own device is not used: torch.autocast and GradScaler take a device type, and scripts have a
-    torch.device or an option of their own. apex ran only on CUDA, so the script uses another device only if it
-    checks for CUDA, or names the CPU and no other device.
+    torch.device or an option of their own. apex ran only on CUDA, so the script uses another device only if
+    it checks for CUDA, or names the CPU and no other device.
     """
     if "cuda.is_available" in source.text:
         return '"cuda" if torch.cuda.is_available() else "cpu"'
