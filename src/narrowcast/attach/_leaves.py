@@ -178,7 +178,7 @@ class Leaves:
     """The leaves that scaled backward passes reach.
 
     Attributes:
-        factors: number of each backward pass of the autograd engine that runs now -> its loss scale.
+        factors: graph task id of each backward pass that the autograd engine runs now -> its loss scale.
         optimizers: those that are known: made, stepped or zeroed since the attachment was entered.
     """
 
@@ -562,9 +562,9 @@ class Leaves:
         self._owned_leaves = []
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that an optimizer begins a step."""
+        """Record that an optimizer begins a step; unscale what it would use, if a pass still runs."""
         self.optimizers.add(optimizer)  # perhaps made before the attachment
-        self.unscale_arrived()
+        self.unscale_arrived()  # an optimizer may step in the middle of a pass, from a hook
 
     def step_ended(self) -> None:
         """Record that a step has ended. Not when it begins: a pass in its closure may still be run again."""
@@ -607,8 +607,8 @@ class Leaves:
         before = self._watched.get(leaf)
         if before is None:
             return False
-        # If the gradient is the same, it was no update by hand, after which scripts drop or change it: an
-        # embedding renormalised in a forward (``max_norm``) changes so.
+        # After an update by hand, a script drops or changes the gradient. If that is the same, something else
+        # wrote to the leaf, as a forward does that renormalises an embedding (``max_norm``).
         if leaf.grad is not None and before.gradient is not None:
             gradient, version = before.gradient
             if gradient() is leaf.grad and leaf.grad._version == version:

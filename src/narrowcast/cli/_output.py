@@ -29,10 +29,11 @@ _LONGEST_LINE = 66  # and "narrowcast: "
 
 
 def show(text: str) -> None:
-    """Print ``text`` on stdout; lines become hyphens, other characters "?", where its encoding lacks them.
+    """Print ``text`` on stdout.
 
-    If it cannot be written, the command ends with a message and exit code 2. A reader that closed the pipe,
-    as ``head`` does, is not an error.
+    Drawn lines become hyphens, and other characters "?", where its encoding lacks them. If it cannot be
+    written, the command ends with a message and exit code 2. A reader that closed the pipe, as ``head`` does,
+    is not an error.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:

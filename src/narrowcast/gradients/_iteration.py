@@ -413,9 +413,9 @@ class Iteration:
         """Return whether to leave the division by the scale to the step of the optimizer, if it can divide.
 
         Not if the scale may be below 1, since the division may then overflow after the check. Not if the
-        scale is always 1, since torch's kernels would write all gradients back for nothing. On a CPU, torch's
-        own optimizers are faster with unscaled gradients; but these equal torch's to the bit only if the scale
-        is a power of 2.
+        scale is always 1, since torch's kernels would write all gradients back for nothing. On a CPU,
+        torch's own optimizers are faster with unscaled gradients; but these equal torch's to the bit only if
+        the scale is a power of 2.
         """
         if scaling.below_one or not scaling.scales:
             return False

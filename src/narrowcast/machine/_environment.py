@@ -51,7 +51,7 @@ def require_torch() -> None:
 
 
 def versions() -> dict[str, str | int | None]:
-    """Return Python, torch, operating system, processor or GPU, and thread count, as JSON-ready values."""
+    """Return Python, torch, CUDA, operating system, processor, GPU and thread count, as JSON-ready values."""
     return read_each(
         {
             "python": lambda: sys.version.split()[0],
@@ -176,8 +176,9 @@ def _cpu_instructions(format_name: str) -> str | None:
 def table_format(device_type: str) -> Choice:
     """Return what ``auto`` is where no rates are kept: the narrowest safe format computed natively.
 
-    CUDA and ROCm: bf16 where the device has it (not emulated), else fp16. CPU: bf16 with AMX or Arm bf16
-    instructions, or with AVX512-BF16 on other CPUs than Intel's; else fp32. Others: their autocast's default.
+    CUDA and ROCm: bf16 where the device has it (not emulated), else fp16. CPU: bf16 with AMX, AVX10.2 or Arm
+    bf16 instructions, or with AVX512-BF16 on other CPUs than Intel's; else fp32. Others: their autocast's
+    default.
     """
     if device_type == "cpu":
         instructions = _cpu_instructions("bf16")

@@ -31,7 +31,8 @@ from narrowcast.verify.runs._runs import (
 )
 
 _NOTHING = "the script called no module with parameters: nothing to explain"
-_FIRST_ONLY = "the script ended before its second {unit}: only the first is shown, which sets much up"
+_FIRST_ONLY = "the script ended before its second step: only the first is shown, which sets much up"
+_ALL_CALLS = "the script made too few calls to leave the first out: all are shown, and the first sets much up"
 _COMPILED = "torch.compile was set aside while watching; compiled code fuses operators and makes fewer casts"
 _SCHEMA = 1
 
@@ -47,7 +48,7 @@ class Explanation:
     found: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """``found``."""
+        """Return everything, JSON-ready, as ``narrowcast explain --json`` writes it."""
         return self.found
 
     def __repr__(self) -> str:
@@ -234,11 +235,13 @@ class ExplainProbe(StepProbe):
             # Of a script that only calls modules, the first call may be the only one of some modules.
             seen = together(counted, also=self._parts[0] if by_calls else None)
         else:
+            # Of calls all are shown, since what came last may be the only call of some modules. What came after
+            # the only step is no part of it.
             parts = list(self._parts)
             if by_calls or not parts:
                 parts.append(rest)
             seen = together(parts)
-            self._notes.append(_FIRST_ONLY.format(unit=self.unit))
+            self._notes.append(_ALL_CALLS if by_calls else _FIRST_ONLY)
         if self._compiled:
             self._notes.append(_COMPILED)
         self._events = _watched_events(

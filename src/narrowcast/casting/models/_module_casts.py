@@ -101,7 +101,11 @@ Copies = tuple[_TensorCopy | _ListCopy, ...]
 
 
 def _copies_in(cast: Any, original: Any) -> Copies:
-    """Return the tensors, lists and dicts in ``cast`` that are not those of the caller."""
+    """Return the tensors, lists and dicts in ``cast`` that are not those of the caller.
+
+    Only those inside tuples, lists and dicts: what a module writes to casts inside other containers, such as
+    dataclasses, is lost.
+    """
     if cast is original:
         return ()
     if isinstance(cast, torch.Tensor):

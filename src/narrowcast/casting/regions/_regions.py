@@ -60,8 +60,9 @@ class _Process:
         with self.lock:
             if not self.had_a_region:
                 self.prepare_compiler()
-            # torch.autocast outside may have filled the cache with its own dtype, unseen. Note that dtype
-            # first, so that ours is recognised as another one.
+            # A torch.autocast between an outer region of ours and this one may have filled the cache with its
+            # own dtype, unseen, while ``dtype_of_casts`` still names the outer region's. Set it to that of
+            # torch.autocast, so that those casts are dropped below if this region's dtype is another.
             if region.enabled_before and region.cache_before:
                 self.drop_casts_unless_of(region.dtype_before)
             # Beside a thread that keeps casts of another dtype, this one casts at each use.

@@ -9,7 +9,6 @@ import hashlib
 import pickle
 import re
 import sys
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,8 +77,7 @@ def read(path: Path, classes: Sequence[Any] = ()) -> dict[str, Any]:
 
     try:
         # Protocol 2 of pickle writes b"" as a call of bytes.
-        with warnings.catch_warnings(), torch.serialization.safe_globals([bytes, *classes]):
-            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+        with torch.serialization.safe_globals([bytes, *classes]):
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise damaged(path, "it is not a file of torch.save without code") from error
@@ -150,13 +148,13 @@ def _storable_tensor(value: torch.Tensor, place: Place, *, sharded: bool) -> tor
         layout = str(tensor.layout).removeprefix("torch.")
         raise CheckpointError(
             f"a checkpoint holds {_ALLOWED}, and {name_of(place)} is a tensor on {tensor.device} with layout "
-            f"{layout}: make it dense, with memory"
+            f"{layout}: make it dense, with memory and not quantized"
         )
     if hasattr(tensor, "device_mesh"):
         if sharded:
             return tensor
         tensor = value.full_tensor().detach()  # type: ignore[attr-defined]
-    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    elif type(tensor) is not torch.Tensor:
         raise CheckpointError(
             f"a checkpoint holds plain tensors and DTensors, and {name_of(place)} is a "
             f"{type(tensor).__name__}: save what it is made from"

@@ -143,7 +143,7 @@ def certificate_of(
         **fields,
     )
 
-    # What passes says for which batches, which only a finished certificate knows.
+    # The reason of a pass also says for which batches it holds, which only a finished certificate can tell.
     holds_for = up_to(certificate)
     passes_for_step = (certificate.holds_up_to or 0) >= minibatches
     if judgment.verdict != PASS or holds_for is None or not passes_for_step:
@@ -241,20 +241,20 @@ def _whether_judged(totals: Totals, parameter: Measured) -> tuple[bool, str | No
     if math.isinf(totals.noise):
         return True, _NOT_FINITE_OTHER
 
-    no_gradient = totals.gradient == 0 and not totals.noise > 0
+    zero_in_all_batches = totals.gradient == 0 and not totals.noise > 0
     if totals.gradient == 0 == totals.error:
-        return False, _ZERO_GRADIENT if no_gradient else _ZERO_FP32
-    return True, _why_a_number_is_none(totals, parameter, no_gradient=no_gradient)
+        return False, _ZERO_GRADIENT if zero_in_all_batches else _ZERO_FP32
+    return True, _why_a_number_is_none(totals, parameter, zero_in_all_batches=zero_in_all_batches)
 
 
-def _why_a_number_is_none(totals: Totals, parameter: Measured, *, no_gradient: bool) -> str | None:
+def _why_a_number_is_none(totals: Totals, parameter: Measured, *, zero_in_all_batches: bool) -> str | None:
     """Return what to know of a parameter that is judged; None: all of its numbers are defined."""
     reason = None
     if parameter.error.missing == "second":
         reason = _MISSING_MIXED
     elif parameter.error.missing == "first":
         reason = _MISSING_FP32
-    elif no_gradient:
+    elif zero_in_all_batches:
         reason = "its gradient is zero in FP32 and not in mixed precision"
     elif parameter.noise is None:
         reason = "there was no second batch to measure noise by"
@@ -453,15 +453,16 @@ def _of_step(
     total = moments.at(gradients_averaged)
     single = _in_step(parameters, gradients_averaged)
     over = [(estimate, name) for estimate, name in single if estimate.value > PARAMETER_LIMIT]
-    lost = [name for estimate, name in over if estimate.low > PARAMETER_LIMIT]
+    lost = [(estimate, name) for estimate, name in over if estimate.low > PARAMETER_LIMIT]
     measured = (
         f"In a step of {minibatches} minibatches mixed precision moves the gradient by {number(total.value)} "
         f"of the noise ({number(total.low)} to {number(total.high)})"
     )
     if lost:
-        worst_estimate, _ = over[0]
+        worst_estimate, _ = lost[0]
+        names = few([name for _, name in lost])
         reason = (
-            f"{measured}, and the gradient of {few(lost)} by {number(worst_estimate.value)}, where "
+            f"{measured}, and the gradient of {names} by {number(worst_estimate.value)}, where "
             f"{PARAMETER_LIMIT} is the limit for a single parameter."
         )
         return _Verdict(FAIL, reason)
