@@ -334,8 +334,9 @@ class Leaves:
 
         inverse = 1.0 / self._together_factor
         for device, _, _, members in groups:
-            bad = torch.zeros((), device=device)
-            multiply_and_check(members, bad, torch.full((), inverse, device=device))
+            bad = torch.zeros((), dtype=torch.float32, device=device)
+            inverse_there = torch.full((), inverse, dtype=torch.float32, device=device)
+            multiply_and_check(members, bad, inverse_there)
             found_inf.append(bad)
         return PassGradients(leaves, gradients, found_inf)
 

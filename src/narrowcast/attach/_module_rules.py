@@ -61,7 +61,9 @@ def note_on_sharded(policy: Policy, model: nn.Module) -> str | None:
             continue
         rules = rules_for(policy, path, class_names(type(module)))
         if any(rule.op is None and rule.compute == "fp32" for rule in rules):
-            by_rules.append(f"{kind}.{path}" if path else kind)
+            where = f"{kind}.{path}" if path else kind
+            if where not in by_rules:  # a wrapper has the path of what it wraps
+                by_rules.append(where)
 
     low = {dtype for dtype in dtypes.values() if dtype in _LOW}
     if not low or not (by_rules or policy.compute == "fp32"):
@@ -84,7 +86,7 @@ class ModuleRules:
         self._applied: dict[nn.Module, Applied] = {}
 
         # For the notes at the end.
-        self._models: list[str] = []  # the class of each model, some of which may be gone
+        self._models: list[str] = []  # the class of each model, also of parts that a whole has replaced
         self._misses: dict[Rule, int] = {}  # in how many of them the rule matched no module
         self._guesses: dict[Rule, str] = {}  # what the rule may have meant
         self._left_out: dict[str, list[str]] = {}  # reason -> layers that do not multiply in fp8

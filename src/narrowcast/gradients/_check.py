@@ -35,7 +35,7 @@ _GRAD, _VERSION, _NBYTES = attrgetter("grad"), attrgetter("_version"), attrgette
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-_LARGEST_DIVISOR = 2.0**127  # of a deferred division; the inverse of infinity would be 0
+_LARGEST_DIVISOR = 2.0**127  # of a deferred division: to divide by infinity would train on zeros
 
 _IN_PLACE_BYTES = 64 * 2**20
 """Gradients on an accelerator of at most this size together are checked in place, and may be held after the
@@ -87,7 +87,8 @@ class GradientCheck:
     Attributes:
         found_inf: 0-dim float32 on the scale's device, above 0 if a gradient is not finite.
         overflowed: the same as a bool; None if only the device knows, and reading it would be a host sync.
-        any_checked: whether there was a gradient to check, on this rank or another.
+        any_checked: whether there was a gradient to check. True if several ranks decide, since another may
+            have had one.
         one_rank: whether no other rank decides on these gradients too.
         flags: which gradients are not finite, if that is already known.
         norm: norm of the unscaled gradients before clipping, 0-dim; None without clipping.
@@ -228,7 +229,8 @@ def unscale_by(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
 
     Returns:
         0-dim float32 on the device of the first gradient (the CPU if there is none), above 0 if a gradient
-        was or became NaN or infinite, on any rank. No host sync on a GPU.
+        was or became NaN or infinite: of DTensors on any rank, of plain tensors on this one. No host sync on
+        a GPU.
     """
     gradients = gradients_of(optimizer, allow_fp16=True)
     check = check_finite if scale == 1.0 else unscale
@@ -250,9 +252,10 @@ def known_to_be_finite(optimizer: torch.optim.Optimizer) -> bool:
     if classes != {torch.Tensor} or gradients[0].device.type != "cpu" or any(map(_REQUIRES_GRAD, gradients)):
         return False
 
-    found_inf = torch.zeros((), device="cpu")
+    found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
     with suppress(RuntimeError):  # it takes neither sparse nor expanded gradients, nor those on other devices
-        _torch_internals.multiply_and_check(gradients, found_inf, torch.ones((), device="cpu"))
+        factor_of_one = torch.ones((), dtype=torch.float32, device="cpu")
+        _torch_internals.multiply_and_check(gradients, found_inf, factor_of_one)
         return not found_inf
     return False
 
@@ -282,12 +285,12 @@ def scaled_by(scale: float, gradients: OptimizerGradients) -> Scaling:
 def _multiply_and_check(gradients: OptimizerGradients, factor: torch.Tensor) -> torch.Tensor:
     """Multiply gradients in place, one kernel for each device and dtype; return 1.0 if one was not finite."""
     device = factor.device
-    found_inf = torch.zeros((), device=device)
+    found_inf = torch.zeros((), dtype=torch.float32, device=device)
     for group_device, _, _, members in gradients.groups:
         if group_device == device:
             _torch_internals.multiply_and_check(members, found_inf, factor)
             continue
-        found_there = torch.zeros((), device=group_device)
+        found_there = torch.zeros((), dtype=torch.float32, device=group_device)
         factor_there = factor.to(group_device, non_blocking=True)
         _torch_internals.multiply_and_check(members, found_there, factor_there)
         # maximum, not a sum: torch's fused steps skip only if the flag is exactly 1.
@@ -374,7 +377,7 @@ def _clip_on_host(
     clip_factor = float(clipping)
     is_finite = norm_is_finite and clip_factor >= 0.0  # a max_norm in a tensor may be NaN or negative
     check = GradientCheck(
-        torch.full((), float(not is_finite), device="cpu"),
+        torch.full((), float(not is_finite), dtype=torch.float32, device="cpu"),
         overflowed=not is_finite,
         any_checked=bool(gradients.values or groups),
         gradients=gradients,
@@ -386,8 +389,8 @@ def _clip_on_host(
     if not scaling.scales and clip_factor == 1.0:
         return check
 
-    # Deferred, the gradients of a step that will be skipped stay as they are; otherwise they are multiplied
-    # too.
+    # The divisor of a step that will be taken must not overflow. That of a step that will be skipped is not
+    # used, so its gradients stay as they are; without deferring they are multiplied too.
     divisor_is_small = clip_factor > 0.0 and scaling.number() / clip_factor < _LARGEST_DIVISOR
     may_defer = not is_finite or divisor_is_small
     if defer and may_defer:
@@ -403,7 +406,7 @@ def _clip_on_device(
 ) -> GradientCheck:
     """Clip without reading anything from the device."""
     # The kernel that unscales gradients also unscales their norm, and checks it.
-    found_inf = torch.zeros((), device=scaling.factor.device)
+    found_inf = torch.zeros((), dtype=torch.float32, device=scaling.factor.device)
     inverse = scaling.inverse()
     norm = total.norm
     _torch_internals.multiply_and_check([norm], found_inf, inverse)
@@ -468,7 +471,7 @@ def clip_unscaled(
     # On the host gradients are multiplied only if that changes them.
     clip_factor = float(clipping)
     if not (math.isfinite(total.norm) and clip_factor >= 0.0):
-        total.found_inf = torch.ones((), device="cpu")
+        total.found_inf = torch.ones((), dtype=torch.float32, device="cpu")
         total.flags = gradients.flags()  # before they are multiplied by NaN
     if clip_factor != 1.0:
         _multiply(gradients, clipping)
@@ -548,7 +551,7 @@ def _multiply(gradients: OptimizerGradients, factor: torch.Tensor) -> None:
         if dtype.itemsize >= 4:
             _torch_internals.multiply(members, factor_there)
         else:  # multiplies in fp32 and rounds once; _foreach_mul_ would round the factor first
-            ignored = torch.zeros((), device=device)
+            ignored = torch.zeros((), dtype=torch.float32, device=device)
             _torch_internals.multiply_and_check(members, ignored, factor_there.float())
 
 

@@ -18,7 +18,7 @@ _SAME = 1e-3  # norms of copies agree to rounding; norms of different gradients 
 def norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
     """Return the norm of norms, which are 1-dim tensors on any device."""
     if not stacks:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     on_device = [stack.to(device, non_blocking=True) for stack in stacks]
     norms = on_device[0]
     if len(on_device) > 1:

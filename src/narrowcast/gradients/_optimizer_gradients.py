@@ -45,7 +45,7 @@ class NonfiniteFlags:
     def any(self, device: torch.device) -> torch.Tensor:
         """Return 1.0 if any flag is set, else 0.0: 0-dim, float32, on ``device``, without a host sync."""
         if not self.norms_by_group:
-            return torch.zeros((), device=device)
+            return torch.zeros((), dtype=torch.float32, device=device)
         any_in_group = []
         for _, norms in self.norms_by_group:
             is_bad = ~torch.isfinite(norms)

@@ -216,7 +216,10 @@ def specificity(rule: Rule) -> tuple[bool, bool, bool, bool]:
 
 
 def _class_name(cls: Any) -> str | None:
-    """Return the full name of a module class, where it is defined, not where it is re-exported."""
+    """Return the full name of a module class, where it is defined, not where it is re-exported.
+
+    A str that names a class outside torch is returned as it is, since the class may not be imported yet.
+    """
     if cls is None:
         return None
     import torch
@@ -224,7 +227,7 @@ def _class_name(cls: Any) -> str | None:
     if isinstance(cls, str):
         name = _full_name(cls)
         if not name.startswith("torch."):
-            return name  # of a class that need not be imported yet
+            return name
         cls = _class_in_torch(name, written=cls)
         if cls is None:
             return name  # of a part of torch that is not imported yet
@@ -277,7 +280,8 @@ def _check_word(what: str, value: Any, known: Collection[str]) -> None:
     word = str(value).removeprefix("torch.")
     if word in OTHER_FORMAT_NAMES:
         raise PolicyError(f'unknown {what} {value!r} of a rule. Did you mean "{OTHER_FORMAT_NAMES[word]}"?')
-    if word in ("fp64", "float64", "double"):  # a similar name with the opposite meaning
+    # near_names would suggest "fp16" for "fp64", the opposite of what was meant.
+    if word in ("fp64", "float64", "double"):
         raise PolicyError(
             f"unknown {what} {value!r} of a rule: autocast casts nothing from fp64 or to it. "
             f"Known: {', '.join(known)}."

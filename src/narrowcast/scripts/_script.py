@@ -103,18 +103,30 @@ def _spec_of(module: str) -> ModuleSpec | None:
     torch has to be replaced before.
     """
     spec = None
-    path = None
+    path: Any = None
     parts = module.split(".")
-    for count in range(1, len(parts) + 1):
-        if count > 1 and path is None:
-            return None  # in what is no package
-        spec = _found_by_finders(".".join(parts[:count]), path)
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations
-    if path is not None and parts[-1] != "__main__":
-        return _spec_of(f"{module}.__main__")
-    return spec
+    # The finder of a folder without __init__.py inside a package reads the path of its parent in sys.modules.
+    stand_ins: list[str] = []
+    try:
+        for count in range(1, len(parts) + 1):
+            if count > 1 and path is None:
+                return None  # in what is no package
+            name = ".".join(parts[:count])
+            spec = _found_by_finders(name, path)
+            if spec is None:
+                return None
+            path = spec.submodule_search_locations
+            if path is not None and name not in sys.modules:
+                package = types.ModuleType(name)
+                package.__path__ = path
+                sys.modules[name] = package
+                stand_ins.append(name)
+        if path is not None and parts[-1] != "__main__":
+            return _spec_of(f"{module}.__main__")
+        return spec
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
 
 
 def _found_by_finders(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -255,7 +267,8 @@ def _trim(error: BaseException) -> None:
             frames.clear()  # what comes after is the script
         trace = trace.tb_next
 
-    # A mistake of narrowcast is shown whole. What it refuses is none, nor is a call with wrong arguments.
+    # An internal error of narrowcast is shown whole. A NarrowcastError is a refusal, and a TypeError mostly a
+    # call with wrong arguments: these are not internal errors.
     by_mistake = bool(frames) and _is_ours(frames[-1])
     if not by_mistake or isinstance(error, NarrowcastError | TypeError):
         frames = [frame for frame in frames if not _is_ours(frame)]

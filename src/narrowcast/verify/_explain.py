@@ -235,8 +235,8 @@ class ExplainProbe(StepProbe):
             # Of a script that only calls modules, the first call may be the only one of some modules.
             seen = together(counted, also=self._parts[0] if by_calls else None)
         else:
-            # Of calls all are shown, since what came last may be the only call of some modules. What came after
-            # the only step is no part of it.
+            # Of calls all are shown, since what came last may be the only call of some modules. What came
+            # after the only step is no part of it.
             parts = list(self._parts)
             if by_calls or not parts:
                 parts.append(rest)

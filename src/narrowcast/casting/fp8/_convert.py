@@ -38,8 +38,8 @@ class Fp8Handle:
         """Make the layers ``torch.nn.Linear`` again: the same objects with their parameters and hooks.
 
         Layers in copies of the model, and those whose class ``fully_shard`` or another library changed since,
-        keep their class and compute as ``torch.nn.Linear``; those in a copy until a policy with fp8 rules is
-        next applied to the copy. Nothing happens the second time.
+        compute as ``torch.nn.Linear`` but keep their class. Those in a copy become ``torch.nn.Linear`` when a
+        policy with fp8 rules is next applied to the copy. Nothing happens the second time.
         """
         self.use.removed = True
         while self.layers:

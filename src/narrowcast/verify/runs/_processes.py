@@ -21,7 +21,8 @@ from typing import Protocol
 
 _FRESH, _SERVER = "narrowcast.verify.runs._child", "narrowcast.verify.runs._server"
 _LINE_BYTES = 4096
-_PATIENCE_S = 1.0
+# After so long without a line from the server, see whether the process still exists.
+_CHECK_AFTER_S = 1.0
 
 # OpenMP threads spin for about 50 us and then sleep: those that spin on make a step take sixty times as long
 # as soon as something else needs a core, and those that sleep at once make one of many small operators take
@@ -115,7 +116,8 @@ class _Server:
     def _next_started(self) -> int | None:
         """Wait for the number of the process that was asked for; None: the server has ended.
 
-        One that could not become a run, as on a full disk, has ended without telling its number.
+        A process that cannot become a run, as on a full disk, sends no line at its start: its number is that
+        in the line of its end.
         """
         running = set(self._running)
         while (words := self.read_line()) is not None:
@@ -176,11 +178,13 @@ class _ForkedProcess:
         while self.pid not in self._server.codes:
             left_s = max(0.0, until_s - time.monotonic())
             try:
-                line = self._server.read_line(min(left_s, _PATIENCE_S))
+                line = self._server.read_line(min(left_s, _CHECK_AFTER_S))
             except TimeoutError:
-                if left_s <= _PATIENCE_S:
+                if left_s <= _CHECK_AFTER_S:
                     raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
-                if was_gone:  # an interrupt lost the line with its exit code
+                # The line with its exit code may come just after it is gone. If it does not come, an interrupt
+                # lost it.
+                if was_gone:
                     return -signal.SIGKILL
                 was_gone = self._is_gone()
                 continue

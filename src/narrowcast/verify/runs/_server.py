@@ -19,8 +19,8 @@ from typing import NoReturn
 
 from narrowcast.verify.runs._child import end_with_parent, main
 
-# Else the collections at the end of a run take half a second, for objects of torch. Not those of the
-# compiler: Triton's bindings complain at the end of objects that were never collected.
+# Else the garbage collections at the end of a run take half a second, for objects of torch. The compiler is
+# imported only after this, since Triton's bindings complain at exit about objects that were not collected.
 gc.freeze()
 # torch imports its compiler when the first optimizer is made, which takes a second.
 import torch._dynamo  # noqa: E402, F401
@@ -28,11 +28,12 @@ import torch._dynamo  # noqa: E402, F401
 
 def _serve(connection: socket.socket) -> str | None:
     """Return the settings file in each process that is forked for a run; None: there are no more runs."""
-    # The parents of runs are reaped by the system.
+    # Each run takes two forks. The first makes its parent, which waits for the run and tells its exit code
+    # while the server reads the next request; the second makes the run. The system reaps the parents.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with connection, connection.makefile("r") as requests:
         for line in requests:
-            if _fork() != 0:
+            if _fork() != 0:  # in the server
                 continue
             end_with_parent()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -42,7 +43,7 @@ def _serve(connection: socket.socket) -> str | None:
                 sys.stderr.write(f"{error}\n")
                 connection.sendall(f"{os.getpid()} 1\n".encode())
                 os._exit(1)
-            if pid != 0:
+            if pid != 0:  # in the parent, which ends there
                 _tell_end(connection, pid)
             settings_file: str = json.loads(line)
             _become_run(Path(settings_file).parent)
