@@ -65,13 +65,20 @@ def world(workshop):
     workshop.write("look.py", LOOK)
     workshop.write("package/__init__.py", "print('the package is imported')")
     workshop.write("package/module.py", LOOK)
+    workshop.write("package/without_init/module.py", LOOK)
     workshop.write("package/inner/__init__.py", "from .. import beside")
     workshop.write("package/inner/__main__.py", LOOK.replace(b"import beside", b"from .. import beside"))
     (workshop.folder / "folder/link.py").symlink_to(workshop.folder / "look.py")
     return workshop
 
 
-WAYS = ("look.py", "folder/link.py", "-m package.module", "-m package.inner")
+WAYS = (
+    "look.py",
+    "folder/link.py",
+    "-m package.module",
+    "-m package.without_init.module",
+    "-m package.inner",
+)
 
 
 @pytest.mark.parametrize(

@@ -299,3 +299,20 @@ def test_gradients_that_are_conjugated_lazily(kind, one_process):
     assert type(parameter.grad) is type(gradient)
     found = parameter.grad.to_local() if kind == "sharded" else parameter.grad
     assert found.tolist() == [0.5 - 1j, 1.5 + 2j]
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_flags_are_fp32_whatever_the_default_dtype_is(default):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        optimizer, (parameter,) = optimizer_with(torch.tensor([1.0, torch.inf], dtype=torch.float32))
+        found = unscale_by(optimizer, 2.0)
+        assert (found.dtype, found.item()) == (torch.float32, 1.0)
+        scaler = nc.GradScaler("cpu", init_scale=4.0)
+        parameter.grad = None
+        scaler.scale(parameter.square().sum()).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        assert not scaler.step(optimizer).skipped
+    finally:
+        torch.set_default_dtype(before)

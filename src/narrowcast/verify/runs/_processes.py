@@ -182,8 +182,8 @@ class _ForkedProcess:
             except TimeoutError:
                 if left_s <= _CHECK_AFTER_S:
                     raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
-                # The line with its exit code may come just after it is gone. If it does not come, an interrupt
-                # lost it.
+                # The line with its exit code may come just after it is gone. If it does not come, an
+                # interrupt lost it.
                 if was_gone:
                     return -signal.SIGKILL
                 was_gone = self._is_gone()
