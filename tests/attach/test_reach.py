@@ -408,6 +408,58 @@ def test_autograd_grad_leaves_true_gradients_where_they_are_kept(scale):
     assert_as_in_fp32(kept, scale, 2.0**-7)
 
 
+def test_autograd_grad_takes_and_returns_a_dict():
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("torch takes a dict of inputs from 2.13 on")
+
+    def slopes():
+        model, (x, y) = network(), data()
+        parameters = dict(model.named_parameters())
+        found = torch.autograd.grad(F.mse_loss(model(x), y), parameters)
+        assert list(found) == list(parameters)
+        return list(found.values())
+
+    assert_as_in_fp32(slopes)
+
+
+@pytest.mark.parametrize(("retain", "frees"), [(None, True), (False, True), (True, False)])
+def test_autograd_grad_frees_the_graph_as_in_fp32(retain, frees):
+    model, (x, y) = network(), data()
+    with Attachment("fp16", Static(scale=2.0**8)):
+        loss = F.mse_loss(model(x), y)
+        torch.autograd.grad(loss, model[0].weight, retain_graph=retain)
+        if frees:
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                torch.autograd.grad(loss, model[0].weight)
+        else:
+            torch.autograd.grad(loss, model[0].weight)
+
+
+def test_a_pass_in_a_hook_starts_from_true_gradients():
+    def gradients():
+        (model, (x, y)), other = (network(), data()), nn.Linear(4, 1)
+        with torch.no_grad():
+            other.weight.fill_(0.25)
+        hidden = model[:2](x)
+        hidden.register_hook(lambda gradient: other(x[:, :4]).square().mean().backward())
+        F.mse_loss(model[2:](hidden), y).backward()
+        return [other.weight.grad, model[0].weight.grad]
+
+    assert_as_in_fp32(gradients)
+
+
+def test_a_hook_of_an_fp64_tensor_gets_its_gradient_in_fp64():
+    seen = []
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with Attachment("fp16", Static(scale=2.0**8)):
+        model, (x, y) = network(), data()
+        middle = weight * 1.0000000001
+        middle.register_hook(seen.append)
+        (F.mse_loss(model(x), y).double() + middle.sum()).backward()
+    assert [gradient.dtype for gradient in seen] == [torch.float64]
+    assert torch.equal(weight.grad, torch.full_like(weight, 1.0000000001))
+
+
 def test_autograd_grad_inside_a_model_is_true():
     class Slopes(torch.nn.Linear):
         def forward(self, x):

@@ -65,6 +65,7 @@ class Backward:
         self._stopping = run.stopping
         self._regions = regions
         self._nesting = Nesting()
+        self.in_hook = Nesting()
         self._returning: dict[int, float] = {}  # number of each pass of ``grad`` -> its loss scale
         self._retained: list[weakref.ref[torch.Tensor]] = []
         self._nested_leaves: list[torch.Tensor] = []
@@ -139,8 +140,9 @@ class Backward:
         roots = _as_tuple(tensors)
         enclosing = graph_task_id()
         if enclosing != NO_GRAPH_TASK:
-            # The pass that encloses this one has scaled the gradients that it starts from.
-            factor = self._factor_of(enclosing)
+            # The pass that encloses this one has scaled the gradients that it starts from, but not in a hook
+            # of the script, which sees true gradients.
+            factor = None if self.in_hook.depth else self._factor_of(enclosing)
             if factor is None:
                 as_in_fp32()
                 return
@@ -202,11 +204,12 @@ class Backward:
         else:
             left = run_pass(facts.factor, retain_graph)
 
-        # Only now has DDP reduced what it reduces, so that every rank sees the same.
+        # Passes inside this one have left the check of their leaves to it.
         if self._nested_leaves:
             by_id = {id(leaf): leaf for leaf in [*leaves, *self._nested_leaves]}
             leaves = list(by_id.values())
             self._nested_leaves = []
+        # Only now has DDP reduced what it reduces, so that every rank sees the same.
         self.leaves.backward_ended(leaves, facts, left)
 
     # ---- passes that are run again
@@ -215,8 +218,8 @@ class Backward:
         """Return whether a pass may be run again at a lower scale, if its gradients overflow.
 
         Only before the first optimizer step, or where the script retains the graph: it may then read
-        ``p.grad`` itself, which should be finite. Never where Python code would run twice that may rely on
-        running once: custom Functions, checkpoints, compiled graphs.
+        ``p.grad`` itself, which should be finite. Never where checkpoints would run Python code twice that
+        may rely on running once; the caller excludes custom Functions and compiled graphs.
         """
         if not self.leaves.may_run_again(leaves, retained=retained) or self._regions.checkpoints:
             return False
@@ -379,15 +382,30 @@ class Backward:
             self._retained_unscaled(None, factor) as retained,
         ):
             scaled = self._torch_grad(roots, inputs, seeds, True, *rest, **options)
+            gradients = _as_tuple(scaled)  # of a dict of inputs it is a dict
             # Under vmap over this function, all rows are checked together.
-            found = [without_layers(gradient) for gradient in scaled if gradient is not None]
+            found = [without_layers(gradient) for gradient in gradients if gradient is not None]
             overflowed = any(nonfinite_flags(found).read())
             if overflowed:
                 for tensor in retained:
                     tensor.grad = None
         if overflowed:
             return as_in_fp32()
-        return tuple(_true(gradient, factor) for gradient in scaled)
+        self._free_after_grad(roots, inputs, retain_graph, rest[0] if rest else options.get("create_graph"))
+        unscaled = tuple(_true(gradient, factor) for gradient in gradients)
+        if isinstance(scaled, dict):
+            return dict(zip(scaled, unscaled, strict=True))
+        return unscaled
+
+    def _free_after_grad(
+        self, roots: Sequence[torch.Tensor], inputs: Any, retain_graph: bool | None, create_graph: bool | None
+    ) -> None:
+        """Free the graph where the script's call of ``grad`` would have; ours retained it to run again."""
+        if create_graph if retain_graph is None else retain_graph:
+            return
+        _, runs_python = self.leaves.reached_from([root.grad_fn for root in roots])
+        if not runs_python:  # else Python code would run a second time
+            self._free_graph(roots, inputs)
 
     # ---- gradients in the middle of a graph
 
@@ -521,7 +539,7 @@ def _taken_from(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, tor
 
 
 class TrueView:
-    """A hook that receives true gradients in fp32; its result is scaled like the argument that it replaces.
+    """A hook that receives true gradients, low ones in fp32; its result is scaled like what it replaces.
 
     Args:
         hook: the script's.
@@ -548,9 +566,10 @@ class TrueView:
         if backward.frees_graph:
             return None  # this pass only frees the graph
         factor = backward.factor_at_hook(self.at_leaf)
-        if factor is None:
-            return self.hook(*args)
-        result = self.hook(*_true_arguments(args, factor))
+        with backward.in_hook:
+            if factor is None:
+                return self.hook(*args)
+            result = self.hook(*_true_arguments(args, factor))
         if result is None:
             return None
         return _scaled_like(result, args[self.replaces], factor)
@@ -566,7 +585,7 @@ def _true_arguments(value: Any, factor: float) -> Any:
         return tuple(_true_arguments(part, factor) for part in value)
     if not isinstance(value, torch.Tensor):
         return value
-    if value.is_floating_point():
+    if value.dtype in (torch.float16, torch.bfloat16):
         value = value.float()
     return value / factor
 

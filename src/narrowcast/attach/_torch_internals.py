@@ -20,6 +20,7 @@ torch offers no public name.
 """
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/engine.cpp
 
+# By ``vars``, since torch.jit does not export the name for type checkers:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_trace.py
 is_jit_tracing: Callable[[], bool] = vars(torch.jit)["is_tracing"]
 

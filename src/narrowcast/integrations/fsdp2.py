@@ -145,7 +145,9 @@ def _groups(
     group_of: dict[str, str] = {}
     holders: dict[torch.nn.Parameter, str] = {}
     for path, module in modules_by_path(model):
-        group = group_of.get(path, group_of.get(path.rpartition(".")[0]))
+        # What a wrapper wraps has the wrapper's path, and begins in its group; others in that of the parent.
+        parent, _, _ = path.rpartition(".")
+        group = group_of.get(path, group_of.get(parent))
         begins_group = group is None or module in blocks or formats[path] != formats[group]
         has_weights = any(True for _ in module.parameters())
         if begins_group and has_weights and not isinstance(module, _LISTS):

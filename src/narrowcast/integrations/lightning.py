@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # no
 __all__ = ["FabricPrecision", "NarrowcastPrecision"]
 
 
-# The Trainer's own class is one of Fabric's too, whose ``optimizer_step`` takes less.
+# The ignore: the Trainer's Precision derives from Fabric's, whose ``optimizer_step`` takes fewer arguments.
 class NarrowcastPrecision(TrainerPlugin, _TrainerPrecision):  # type: ignore[misc]
     """Train a ``LightningModule`` with a policy of narrowcast::
 

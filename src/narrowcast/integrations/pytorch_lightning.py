@@ -1,7 +1,7 @@
 """narrowcast in the ``Trainer`` of ``pytorch_lightning`` and in the Fabric of ``lightning_fabric``.
 
-The classes of ``narrowcast.integrations.lightning``, built on the packages of the other name, which refuse
-those.
+The classes of ``narrowcast.integrations.lightning`` again, for packages that refuse plugins built on
+``lightning``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy  # no
 __all__ = ["FabricPrecision", "NarrowcastPrecision"]
 
 
-# The Trainer's own class is one of Fabric's too, whose ``optimizer_step`` takes less.
+# The ignore: the Trainer's Precision derives from Fabric's, whose ``optimizer_step`` takes fewer arguments.
 class NarrowcastPrecision(TrainerPlugin, _TrainerPrecision):  # type: ignore[misc]
     """Train a ``LightningModule`` of ``pytorch_lightning`` with a policy of narrowcast::
 

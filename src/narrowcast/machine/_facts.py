@@ -193,7 +193,9 @@ def installed_gpu_driver() -> str | None:
 
 
 def mismatches(facts: dict[str, Any]) -> list[dict[str, str]]:
-    """Return what makes a device unusable (``"error"``) or slower (``"note"``), by ``gather_facts``.
+    """Return what makes a device unusable (``"error"``), or slower or unused (``"note"``).
+
+    ``facts`` are those of ``gather_facts``.
 
     Returns:
         JSON-ready values: ``severity``, ``device`` (``"cpu"``, ``"cuda"``, ``"cuda:0"`` ...), ``text`` and
@@ -272,6 +274,8 @@ def _cpu(facts: dict[str, Any]) -> Iterator[_Mismatch]:
     """Find what keeps torch from using all cores, or the CPU's vector instructions."""
     cores = facts["cpu"]["cores"]
     threads = facts["cpu"]["torch_threads"]
+    # By default torch uses one thread a physical core, perhaps half of the cores that the system counts. Four
+    # threads or more are taken for a choice.
     if cores and threads * 2 < cores and threads < 4:
         text = f"torch uses {threads} of {cores} cores"
         yield "note", "cpu", text, "unset OMP_NUM_THREADS, or call torch.set_num_threads"

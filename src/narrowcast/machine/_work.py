@@ -1,4 +1,4 @@
-"""What is measured: matmuls, convolutions and additions in several sizes, forward and backward."""
+"""What is measured: matmuls and convolutions, forward and backward, and additions, in several sizes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Work:
         return [shape.numbers[0]] * 2
 
     def prepare(self, shape: Shape, format_name: str, device: str) -> Callable[[], object]:
-        """Make the operands and return a call that does the work once, forward and backward."""
+        """Make the operands and return a call that does the work once, as ``Work`` describes it."""
         dtype = DTYPES[format_name]
         operand_dtype = torch.float32 if self.kind == _CAST_MATMUL else dtype
         random = torch.Generator(device=device).manual_seed(0)

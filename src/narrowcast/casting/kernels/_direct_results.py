@@ -74,8 +74,8 @@ class _Result:
     """
 
     __slots__ = (
-        "__weakref__", "below", "dim", "input", "input_version", "name", "nbytes", "node", "source",
-        "storage", "stride", "version", "wide",
+        "below", "dim", "input", "input_version", "name", "nbytes", "node", "source", "storage", "stride",
+        "version", "wide",
     )  # fmt: skip
 
     def __init__(self, op: str, value: torch.Tensor, dim: Any, below: Any) -> None:
@@ -100,6 +100,12 @@ class _Result:
         if self.below is None:
             return getattr(below, "variable", None) is self.input
         return below is self.below
+
+    def was_dropped(self) -> bool:
+        """Return whether something that it was computed from is no longer kept."""
+        if self.input is None:
+            return True
+        return self.source is not None and self.source.result.was_dropped()
 
     def in_fp32(self, recorded: bool) -> torch.Tensor:
         """Return the result in fp32; kept, as a model may return several views. ``recorded``: by autograd."""
@@ -276,15 +282,17 @@ class DirectResults:
         kept[key] = noted
 
     def _make_room(self) -> None:
-        """Before another result: drop what was the latest input if large, and the oldest if they are many."""
+        """Before another result: drop the inputs that are large, and the oldest if they are many."""
         if self._traced or not self._kept:
             return
         keys = list(self._kept)
         for key in keys[: max(0, len(keys) - _MOST_EARLIER)]:
             self._drop(key)
-        latest = self._kept.get(keys[-1])
-        if latest is not None and latest.nbytes > _MOST_EARLIER_BYTES:
-            self._drop(keys[-1])
+        # Not the latest alone: a gather may have been noted after a large one.
+        for key in keys:
+            result = self._kept.get(key)
+            if result is not None and result.nbytes > _MOST_EARLIER_BYTES:
+                self._drop(key)
 
     def _drop(self, key: int) -> None:
         """Keep the input of a result no longer."""
@@ -307,7 +315,7 @@ class DirectResults:
         """Return why ``tensor`` cannot be computed again; "": it is no longer a result; None: it can."""
         if _version(tensor) != result.version:
             return ""
-        if result.input is None:
+        if result.was_dropped():
             return f"its input of {result.nbytes / 2**20:.0f} MB was not kept until then"
         if not result.is_kept():
             return "its input was overwritten"
@@ -318,7 +326,7 @@ def _what_stands_between(tensor: torch.Tensor, result: _Result) -> str | None:
     """Return what the gradient of ``tensor`` meets that a new computation of ``result`` would pass by."""
     if has_hooks(tensor):  # those of FSDP gather the weights for the backward
         return "a hook waits for its gradient"
-    # In the same memory there are only views between torch's own nodes.
+    # The tensor is in the memory of the result, so torch's own nodes between the two can only be views.
     node = tensor.grad_fn
     while node is not None and _TORCH_NODE.fullmatch(node.name()):
         if result.is_computed_by(node):

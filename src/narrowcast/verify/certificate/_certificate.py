@@ -130,9 +130,10 @@ class Certificate:
 
     @property
     def holds_up_to(self) -> int | None:
-        """Return the largest k that is right: total below 0.05, each parameter of 16 elements below 0.25.
+        """Return the largest k that is right: total below 0.05, and each larger parameter below 0.25.
 
-        At most 65,536; 0: not even one minibatch. None below four batches, or without noise.
+        Larger ones have 16 elements or more. At most 65,536; 0: not even one minibatch. None below four
+        batches, or without noise.
         """
         if self._moments is None or math.isnan(self.at(1).value):
             return None

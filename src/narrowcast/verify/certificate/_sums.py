@@ -215,13 +215,11 @@ class Moments:
         return Estimate(value, low, high)
 
     def most(self, limit: float) -> float:
-        """Return the largest k with ``at(k).value < limit``; below 1 if there is none, perhaps infinite."""
+        """Return the largest k with ``at(k).value < limit``, perhaps infinite or a fraction; 0: none."""
         left = limit**2 * self.squares.noise - self.squares.error
-        if left <= 0:
-            return 0.0
         if self.bias == 0:
-            return math.inf
-        return 1 + left / self.bias
+            return math.inf if left > 0 else 0.0
+        return max(0.0, 1 + left / self.bias)
 
 
 def _added(squares: Sequence[Squares]) -> Squares:
