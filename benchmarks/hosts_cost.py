@@ -207,9 +207,7 @@ def by_trainer(samples: Samples, trainer_class: type, folder: str, policy: str |
     )
     model = Net()
     optimizers = (optimizer_of(model), None)
-    trainer_class(
-        model=model, args=arguments, train_dataset=samples, optimizers=optimizers, **more
-    ).train()
+    trainer_class(model=model, args=arguments, train_dataset=samples, optimizers=optimizers, **more).train()
     forget_accelerators()
 
 

@@ -8,7 +8,7 @@ import narrowcast as nc
 from narrowcast.casting import layer_formats
 
 BF16, FP32 = torch.bfloat16, torch.float32
-KEEPS = nc.Policy(rules=(nc.rule.module("1", compute="fp32"),))
+KEEPS = nc.Policy.preset("bf16").with_rules(nc.rule.module("1", compute="fp32"))
 
 
 def layers():

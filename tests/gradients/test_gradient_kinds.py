@@ -306,7 +306,7 @@ def test_flags_are_fp32_whatever_the_default_dtype_is(default):
     before = torch.get_default_dtype()
     torch.set_default_dtype(default)
     try:
-        optimizer, (parameter,) = optimizer_with(torch.tensor([1.0, torch.inf], dtype=torch.float32))
+        optimizer, (parameter, _) = optimizer_with(torch.tensor([1.0, torch.inf], dtype=torch.float32))
         found = unscale_by(optimizer, 2.0)
         assert (found.dtype, found.item()) == (torch.float32, 1.0)
         scaler = nc.GradScaler("cpu", init_scale=4.0)

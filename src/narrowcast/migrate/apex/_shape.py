@@ -194,7 +194,7 @@ def _check_level(source: Source, call: ast.Call, level: ast.expr | None) -> None
     # As in apex's documentation: opt_level = "O1", and then opt_level=opt_level.
     if isinstance(level, ast.Name):
         values: list[ast.AST | None] = []
-        for node in source.nodes:
+        for node in source.parents:
             if isinstance(node, ast.arg) and node.arg == level.id:
                 values.append(None)  # a parameter: its value is the caller's
             elif isinstance(node, ast.Name) and node.id == level.id and isinstance(node.ctx, ast.Store):
