@@ -8,8 +8,8 @@ within a turn. The row of a host against itself shows what the machine adds.
     python benchmarks/hosts_cost.py                          # five minutes
     python benchmarks/hosts_cost.py --host accelerate --turns 30
 
-Needs the hosts: pip install 'narrowcast[lightning,accelerate,transformers]'. The exit code is 1 if a limit was
-missed.
+Needs the hosts: pip install 'narrowcast[lightning,accelerate,transformers]'. The exit code is 1 if a limit
+was missed.
 """
 
 import argparse
@@ -28,7 +28,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradScalerKwargs
-from host_cost import clock, no_garbage_collection, transformer
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
@@ -36,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments
 
 import narrowcast as nc
+from host_cost import clock, no_garbage_collection, transformer
 from narrowcast.integrations.accelerate import prepare
 from narrowcast.integrations.lightning import FabricPrecision, NarrowcastPrecision
 from narrowcast.integrations.transformers import NarrowcastMixin
@@ -289,10 +289,8 @@ def main() -> int:
         missed = pair.limit is not None and ratio > pair.limit
         too_much |= missed
         limit = "" if pair.limit is None else f"{pair.limit:.2f}{'*' if missed else ''}"
-        print(
-            f"{pair.name:<28} {pair.policy:<6} {before * 1e3:>7.2f} {after * 1e3:>6.2f} {ratio:>6.3f}  {limit}",
-            flush=True,
-        )
+        times = f"{before * 1e3:>7.2f} {after * 1e3:>6.2f} {ratio:>6.3f}"
+        print(f"{pair.name:<28} {pair.policy:<6} {times}  {limit}", flush=True)
     return int(too_much)
 
 

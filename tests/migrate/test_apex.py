@@ -257,8 +257,8 @@ KEPT = {
         + INITIALIZE.replace('"O1"', "opt_level") + textwrap.indent(LOOP, "    "), 8, "when the script runs"
     ),
     "a block that begins on the second line of its header": (
-        INITIALIZE + LOOP.replace("(loss, optimizer) as scaled_loss:\n        ", "(loss,\n     optimizer) as s: ")
-        .replace("scaled_loss", "s"), 10, "shares its line"
+        INITIALIZE + LOOP.replace(", optimizer) as", ",\n     optimizer) as").replace("loss:\n        ", "loss: "),
+        10, "shares its line"
     ),
     "a block that shares its line": (
         INITIALIZE + LOOP.replace("scaled_loss:\n        ", "scaled_loss: "), 10, "shares its line"

@@ -229,7 +229,7 @@ def to_narrowcast(source: Source, target: Target) -> Changes:
         # The import of a name stays while one use of it stays, or other files import it from here.
         if stays or reference.name in source.exported:
             kept.add(reference.name)
-        if stays:
+        if new is None or stays:
             continue
 
         moved.add(reference.name)

@@ -106,8 +106,8 @@ class FileWatch:
 
     It also watches processes that this one starts by fork or multiprocessing. It sees the files that Python
     opens for writing, truncates, renames, links and removes, databases of sqlite3, and what torch and
-    safetensors save. It does not see files that other native code (h5py) or other programs open. Caches, devices and
-    locks stay.
+    safetensors save. It does not see files that other native code (h5py) or other programs open. Caches,
+    devices and locks stay.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
 
