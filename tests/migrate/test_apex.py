@@ -257,7 +257,8 @@ KEPT = {
         + INITIALIZE.replace('"O1"', "opt_level") + textwrap.indent(LOOP, "    "), 8, "when the script runs"
     ),
     "a block that begins on the second line of its header": (
-        INITIALIZE + LOOP.replace(", optimizer) as", ",\n     optimizer) as").replace("loss:\n        ", "loss: "),
+        INITIALIZE
+        + LOOP.replace(", optimizer) as", ",\n     optimizer) as").replace("loss:\n        ", "loss: "),
         10, "shares its line"
     ),
     "a block that shares its line": (

@@ -94,8 +94,8 @@ def test_a_certificate_that_does_not_pass_names_the_column(runs, argv):
     (found,) = certify_script(runs(KELVIN, *argv), format="bf16")
     if argv:
         assert found["verdict"] != "pass"
-        named = r"bf16 rounds the input: column 1 of 3 \(288[.\d]*, give or take \d\.\d+\) loses 6\d % of its spread"
-        assert re.search(named, found["reason"]), found["reason"]
+        column = r"column 1 of 3 \(288[.\d]*, give or take \d\.\d+\) loses 6\d % of its spread"
+        assert re.search(f"bf16 rounds the input: {column}", found["reason"]), found["reason"]
         assert found["input_is_rounded"]
     else:
         assert found["verdict"] == "pass", found["reason"]

@@ -409,12 +409,13 @@ def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, A
         reason = "no backward was seen in its runs"
     certificates = comparison.own.of("certificate")
     if certificates:
-        certificate = dict(decisive_certificate(certificates))
+        certificate = {"input_is_rounded": False} | dict(decisive_certificate(certificates))
         del certificate["event"]
     else:
         certificate = absent | {
             "parameters": [],
             "is_lost": False,
+            "input_is_rounded": False,
             "verdict": "cannot tell",
             "reason": reason,
         }
