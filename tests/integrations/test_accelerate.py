@@ -545,7 +545,8 @@ def test_training_goes_on_after_a_second_optimizers_step_ran_out_of_memory():
     accelerator = Accelerator(cpu=True)
     model = make_net()
     optimizers = torch.optim.SGD(model.up.parameters(), 0.1), OutOfMemory(model.down.parameters(), 0.1)
-    model, first, second = prepare(accelerator, model, *optimizers, policy="fp16")
+    scaler = nc.GradScaler("cpu", init_scale=4.0)
+    model, first, second = prepare(accelerator, model, *optimizers, policy="fp16", scaler=scaler)
 
     def step():
         accelerator.backward(model(torch.ones(2, 8))["outputs"].sum())
