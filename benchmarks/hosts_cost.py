@@ -13,6 +13,8 @@ was missed.
 """
 
 import argparse
+import contextlib
+import io
 import logging
 import random
 import statistics
@@ -27,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import GradScalerKwargs
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
@@ -58,6 +59,7 @@ class Samples(Dataset):
     """Samples that note when they were asked for."""
 
     def __init__(self) -> None:
+        torch.manual_seed(0)
         _, x = transformer()
         self.sample = {"x": x[0], "labels": torch.randn_like(x[0])}
         self.asked_at: list[float] = []
@@ -180,10 +182,11 @@ def accelerate_itself(samples: Samples, policy: str) -> None:
 
 
 def accelerate_with_narrowcast(samples: Samples, policy: str) -> None:
-    scaler = GradScalerKwargs(init_scale=SCALE)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[scaler])
+    accelerator = Accelerator(cpu=True)
     net = Net()
-    prepared = prepare(accelerator, net, optimizer_of(net), DataLoader(samples), policy=policy)
+    scaler = own_scaler() if policy == "fp16" else None
+    objects = net, optimizer_of(net), DataLoader(samples)
+    prepared = prepare(accelerator, *objects, policy=policy, scaler=scaler)
     train_by_accelerate(accelerator, *prepared)
 
 
@@ -251,7 +254,8 @@ PAIRS = [
 def step_seconds(train: Callable[[Samples, str], None], policy: str) -> float:
     """Return the median time of a step in one turn."""
     samples = Samples()
-    train(samples, policy)
+    with contextlib.redirect_stdout(io.StringIO()):  # the Trainer prints what it took
+        train(samples, policy)
     times = [later - earlier for earlier, later in zip(samples.asked_at, samples.asked_at[1:], strict=False)]
     return statistics.median(times[WARM_UP_STEPS:])
 
@@ -278,7 +282,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=25, help="of each way")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("lightning").setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     print(f"{'ms a step':<28} format  itself   this  ratio  limit")
     too_much = False
