@@ -255,6 +255,25 @@ def test_a_model_that_opens_autocast_late_ends_in_our_region(opens):
 # ---- wrappers
 
 
+def test_a_log_softmax_that_fabrics_wrapper_returns_is_in_fp32_with_gradients_too():
+    """Fabric hooks each output of a model; the hook changes no gradient."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    x = batches()[0][0]
+    with Attachment("bf16") as attached:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(FEATURES, 4), nn.LogSoftmax(-1))
+        model = fabric.setup(net)
+        output = model(x)
+        fabric.backward(output[:, 0].sum())
+        with torch.no_grad():
+            evaluated = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = net[0](x)
+    assert torch.equal(output, torch.log_softmax(logits.float(), -1))
+    assert torch.equal(output, evaluated)
+    assert not [note for note in attached.recorder.notes if "log_softmax" in note]
+
+
 def test_paths_of_rules_begin_inside_of_fabrics_wrapper():
     seen = {}
     net = network()

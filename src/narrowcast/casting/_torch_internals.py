@@ -161,9 +161,22 @@ def is_transforming() -> bool:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether a hook of Python, or ``retain_grad``, waits for the gradient of ``tensor``."""
+    """Return whether a hook of Python, or ``retain_grad``, waits for the gradient of ``tensor``.
+
+    Not the hook that Fabric puts on each output of a model: it only tells who calls ``loss.backward()`` in
+    place of ``fabric.backward(loss)``.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_tensor.py (register_hook)
-    return bool(tensor._backward_hooks) or tensor.retains_grad
+    hooks = (tensor._backward_hooks or {}).values()
+    return tensor.retains_grad or not all(map(_is_of_fabric, hooks))
+
+
+def _is_of_fabric(hook: Any) -> bool:
+    # https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.5/src/lightning/fabric/wrappers.py
+    inside = getattr(hook, "__wrapped__", hook)  # narrowcast run wraps hooks
+    function: Any = getattr(inside, "func", None)
+    name, module = getattr(function, "__name__", ""), getattr(function, "__module__", "")
+    return name == "_backward_hook" and module.endswith("fabric.wrappers")
 
 
 def saves_by_hooks() -> bool:
