@@ -239,7 +239,7 @@ def test_a_script_that_uses_autocast_later_is_noted():
             optimizer.step()
         with torch.autocast("cpu", torch.bfloat16):
             model(data()[0])
-    said = "the script uses autocast itself, so narrowcast added nothing from step 3 on"
+    said = "the script or its trainer uses autocast itself, so narrowcast added nothing from step 3 on"
     assert notes_of(attached) == [said]
 
 

@@ -208,7 +208,7 @@ def test_the_first_call_is_left_to_the_hosts_autocast(host, policy, tmp_path):
     writer.write(start_event(["train.py"], "bf16"))
     with Attachment(policy, writer=writer) as attached:
         assert losses_in(host, sigmoid_network()) == expected
-    assert attached.notes[-1] == "the script uses autocast itself, so narrowcast added nothing"
+    assert attached.notes[-1] == "the script or its trainer uses autocast itself, so narrowcast added nothing"
     lines = run_block(read_capture(writer.path)).splitlines()
     assert lines[0] == "narrowcast: left to the script's own mixed precision"
 
@@ -219,7 +219,7 @@ def test_a_rule_for_a_module_keeps_the_first_call_and_says_so(host):
     with Attachment(policy) as attached:
         losses_in(host, sigmoid_network())
     assert attached.notes[-1] == (
-        "the script uses autocast itself, in a call of a module that ran in a region of narrowcast to its "
+        "the script or its trainer uses autocast itself, in a call of a module that ran in a region of narrowcast to its "
         "end, so narrowcast added nothing from then on"
     )
 

@@ -47,7 +47,7 @@ _SOLVER = (
     "as torchdiffeq has), it may take many more steps in a low format than in fp32, as rounding is an error "
     "to it; narrowcast compare counts the calls in both formats"
 )
-_USES_AUTOCAST = "the script uses autocast itself"
+_USES_AUTOCAST = "the script or its trainer uses autocast itself"
 # Their wrappers of a model open an autocast region first of all: Fabric's module, Accelerate's forward,
 # DeepSpeed's engine. What else may stand around them computes nothing either.
 _WRAPPING = frozenset(
