@@ -219,8 +219,8 @@ def test_a_rule_for_a_module_keeps_the_first_call_and_says_so(host):
     with Attachment(policy) as attached:
         losses_in(host, sigmoid_network())
     assert attached.notes[-1] == (
-        "the script or its trainer uses autocast itself, in a call of a module that ran in a region of narrowcast to its "
-        "end, so narrowcast added nothing from then on"
+        "the script or its trainer uses autocast itself, in a call of a module that ran in a region of "
+        "narrowcast to its end, so narrowcast added nothing from then on"
     )
 
 
