@@ -158,8 +158,8 @@ PROBLEMS = {
     ),
     "autocast": (
         "torch.autocast('cpu').__enter__()\n" + textwrap.dedent(TRAINS.format(wide=16, many=MANY)),
-        "the script or its trainer uses autocast itself: diagnose it without that, or look at it with torch's "
-        "own profiler",
+        "the script or its trainer uses autocast itself: diagnose it without that, or look at it with "
+        "torch's own profiler",
     ),
     "profiler": (
         "with torch.profiler.profile():\n"
