@@ -116,14 +116,18 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     return by_lower_case[near[0]] if near else None
 
 
+# A large model has hundreds of modules.
+_MOST_KNOWN = 40
+
+
 def near_names(name: str, known: Iterable[str], *, guess: str | None = None) -> str:
-    """End an error message about an unknown ``name``: ``guess`` or the nearest known name, then all of them.
+    """End an error message about an unknown ``name``: ``guess`` or the nearest known name, then known ones.
 
     >>> near_names("bf61", ["bf16", "fp16", "fp32"])
     'Did you mean "bf16"? Known: bf16, fp16, fp32.'
     """
     names = list(known)
-    listed = f"Known: {', '.join(names)}."
+    listed = f"Known: {few(names, _MOST_KNOWN)}."
     if guess is None:
         guess = nearest_name(name, names)
     if guess is None:

@@ -577,3 +577,31 @@ def test_a_path_with_a_prefix_is_named_without_it():
     hint = r'Paths start at the model itself\. Did you mean "1\.0"\? Known: 0, '
     with pytest.raises(PolicyError, match=hint):
         nc.apply(model, asked)
+
+
+class Stack(nn.Module):
+    """Its layers are in a list, which nothing calls."""
+
+    def __init__(self, count=2):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+        self.classifier = nn.Linear(2, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.classifier(x)
+
+
+def test_a_rule_for_a_list_of_modules_is_refused_since_nothing_calls_it():
+    policy = nc.Policy.preset("bf16").with_rules(nc.rule.module("layers", compute="fp32"))
+    with pytest.raises(PolicyError, match=r'got a ModuleList, .* name the modules in it, as "layers\.\*"'):
+        nc.apply(Stack(), policy)
+    with nc.apply(Stack(), nc.Policy.preset("bf16").with_rules(nc.rule.module("layers*", compute="fp32"))):
+        pass
+
+
+def test_the_name_that_was_meant_is_found_behind_many_modules():
+    policy = nc.Policy.preset("bf16").with_rules(nc.rule.module("clasifier", compute="fp32"))
+    with pytest.raises(PolicyError, match=r'Did you mean "classifier"\? Known: layers, .* and 12 more\.'):
+        nc.apply(Stack(50), policy)

@@ -533,6 +533,24 @@ def test_a_model_that_is_only_evaluated_may_have_low_weights():
     assert outputs.dtype == torch.float32
 
 
+def test_a_rule_for_a_layer_whose_weight_other_code_reads_is_told():
+    class Fused(Net):
+        def body(self, x):
+            return F.linear(self.norm(F.gelu(self.up(x))), self.down.weight, self.down.bias)
+
+    policy = nc.Policy.preset("bf16").with_rules(nc.rule.module("down", compute="fp32"))
+    with pytest.warns(
+        UserWarning, match="the rule for down did nothing in the first step, which did not call it"
+    ):
+        train(*prepared(policy, model=Fused()))
+
+
+def test_a_policy_among_the_objects_is_refused():
+    model = make_net()
+    with pytest.raises(SettingError, match="write policy='bf16'"):
+        prepare(Accelerator(cpu=True), model, optimizer_of(model), "bf16")
+
+
 def test_training_goes_on_after_a_second_optimizers_step_ran_out_of_memory():
     class OutOfMemory(torch.optim.SGD):
         fails = True

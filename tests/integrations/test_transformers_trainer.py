@@ -23,7 +23,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import narrowcast as nc
-from narrowcast.errors import PolicyError, SettingError
+from narrowcast.errors import OrderError, PolicyError, SettingError
 from narrowcast.integrations.transformers import NarrowcastMixin
 
 pytestmark = [
@@ -68,6 +68,11 @@ class PolicyTrainer(NarrowcastMixin, InOrder, Trainer):
 
 class PolicySFTTrainer(NarrowcastMixin, SFTTrainer):
     pass
+
+
+def test_a_mixin_behind_the_trainer_is_refused():
+    with pytest.raises(OrderError, match="expected NarrowcastMixin before the trainer"):
+        type("Wrong", (SFTTrainer, NarrowcastMixin), {})
 
 
 def bert(dropout=0.1):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from narrowcast.casting import layer_formats, modules_by_path
+from narrowcast.casting import layer_formats, modules_by_path, stacklevel_outside
 from narrowcast.errors import PolicyError, few
-from narrowcast.policy import Policy, format_name
+from narrowcast.policy import Policy, class_names, format_name, rules_for
 
 
 class FirstStep:
@@ -38,10 +39,16 @@ class FirstStep:
         self._expected = layer_formats(model, policy, formats)
         self._was_called = False
         self._was_traced = False
+        # Layers that a rule names; it does nothing for those that are not called.
+        self._ruled: set[str] = set()
+        self._called: set[str] = set()
         self._differences: dict[str, str] = {}
         self._handles = []
         for path, module in modules_by_path(model):
             if path in self._expected:
+                rules = rules_for(policy, path, class_names(type(module)))
+                if any(rule.op is None for rule in rules):
+                    self._ruled.add(path)
                 look = functools.partial(self._look, path)
                 self._handles.append(module.register_forward_hook(look))
 
@@ -55,6 +62,7 @@ class FirstStep:
         if torch.compiler.is_compiling():
             self._was_traced = True
             return
+        self._called.add(path)
         if not isinstance(output, torch.Tensor) or output.dtype == self._expected[path]:
             return
         expected = format_name(self._expected[path])
@@ -89,6 +97,16 @@ class FirstStep:
                 "policy, and it called none: give the policy to the model that trains, after its parts are "
                 "replaced"
             )
+        uncalled = [path for path in self._expected if path in self._ruled - self._called]
+        if uncalled and not self._was_traced:
+            warnings.warn(
+                f"the rule for {few(uncalled)} did nothing in the first step, which did not call it: code "
+                "that reads its weight, as a fused loss does, computes by the rest of the policy",
+                stacklevel=stacklevel_outside(_HOSTS),
+            )
+
+
+_HOSTS = ("narrowcast.", "torch.", "lightning", "pytorch_lightning", "accelerate.", "transformers.", "trl.")
 
 
 def _why(layer: torch.nn.Module, expected: torch.dtype, switch: str) -> str:

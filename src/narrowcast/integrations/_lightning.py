@@ -316,7 +316,10 @@ class FabricPlugin(Plugin):
     """The plugin of ``Fabric``, to be put in front of its ``Precision``."""
 
     _how_to_connect = "give it to Fabric(plugins=[...]), and set the model up by fabric.setup"
-    _switch = "call what fabric.setup returned, and delete torch.autocast, .half() and .bfloat16() around it"
+    _switch = (
+        "call what fabric.setup returned, another method than its forward inside 'with fabric.autocast():', "
+        "and delete torch.autocast, .half() and .bfloat16() around it"
+    )
 
     def __init__(
         self, policy: Policy | str, *, scaler: GradScaler | None = None, fp32_outputs: bool = True

@@ -76,6 +76,11 @@ def prepare(
             the optimizer was prepared.
         OrderError: prepared twice, or after an optimizer; at a step: ``accelerator.scaler`` was replaced.
     """
+    for value in objects:
+        if isinstance(value, str | Policy):
+            raise SettingError(
+                f"expected objects to prepare, got {value!r} among them: write policy={value!r}"
+            )
     Attachment(accelerator, policy, scaler, fp32_outputs=fp32_outputs)
     return accelerator.prepare(*objects)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from narrowcast.errors import SettingError
+from narrowcast.errors import OrderError, SettingError
 from narrowcast.gradients import GradScaler
 from narrowcast.integrations._hosts import require
 from narrowcast.integrations.accelerate import Attachment
@@ -52,6 +52,17 @@ class NarrowcastMixin(Trainer):
 
     skipped_steps = 0
     _counting: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        from transformers import Trainer as HostTrainer
+
+        bases = cls.__mro__
+        if HostTrainer in bases and bases.index(HostTrainer) < bases.index(NarrowcastMixin):
+            raise OrderError(
+                f"expected NarrowcastMixin before the trainer, got it behind: write class {cls.__name__}"
+                "(NarrowcastMixin, Trainer)"
+            )
 
     def __init__(
         self,

@@ -454,13 +454,15 @@ def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
 def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
     """Return the rules that select nothing in ``model``, each with an error message.
 
-    A rule for modules must select one, and a rule with an fp8 recipe a linear layer.
+    A rule for modules must select one that is called, and a rule with an fp8 recipe a linear layer.
     """
     modules: list[tuple[str, torch.nn.Module]] = []
     for paths, module in all_paths(model):
         modules += [(path, module) for path in paths]
     named = [(path, class_names(type(module))) for path, module in modules]
     linears = [path for path, module in modules if isinstance(module, torch.nn.Linear)]
+    # A list of modules is never called, so a rule for it would do nothing.
+    lists = {path: type(module).__name__ for path, module in modules if _has_no_forward(module)}
 
     missed = {}
     for rule in policy.rules:
@@ -471,8 +473,14 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
         if rule.is_for_modules and not selected:
             model_name = type(modules[0][1]).__name__
             missed[rule] = f"this {model_name} has no {rule.target}. {_near_modules(rule, modules)}"
+        elif not in_fp8 and set(selected) <= lists.keys():
+            container = selected[0]
+            missed[rule] = (
+                f"expected {rule.target} to be called, got a {lists[container]}, which has no forward, so "
+                f'that a rule for it does nothing: name the modules in it, as "{container}.*"'
+            )
         elif in_fp8 and not _holds_any(selected, linears):
-            known = near_names(rule.module or "", linears[:8]) if linears else "The model has none."
+            known = near_names(rule.module or "", linears) if linears else "The model has none."
             expected = f"expected a torch.nn.Linear for the rule {rule}"
             missed[rule] = f"{expected}, got none in {rule.target}. {known}"
     return missed
@@ -483,7 +491,7 @@ def _near_modules(rule: Rule, modules: list[tuple[str, torch.nn.Module]]) -> str
     if rule.module is None:
         kinds = sorted({type(module).__name__ for _, module in modules})
         return near_names(str(rule.module_type).rpartition(".")[2], kinds)
-    known = [path for path, _ in modules if path][:40]
+    known = [path for path, _ in modules if path]
     named = [(path, class_names(type(module))) for path, module in modules]
     shorter = without_prefix(rule, named)
     if shorter is None:
