@@ -112,8 +112,19 @@ def of_a_table(_):
     return [table.weight.grad.to_dense()]
 
 
+def of_a_tied_table(_):
+    """A dense gradient is added to a sparse one of the same weight."""
+    torch.manual_seed(0)
+    table = nn.Embedding(9, 4, sparse=True)
+    head = nn.Linear(4, 4)
+    words = torch.tensor([[1, 2, 2], [3, 1, 8]])
+    head(table(words)).square().sum().backward()
+    (head(torch.ones(2, 4)) @ table.weight.T).square().sum().backward()
+    return [table.weight.grad]
+
+
 WAYS = [fisher, saliency, accumulated, accumulated_on_zeros, of_named_inputs, twice_through_one_graph,
-        of_a_penalty, seen_by_a_hook, several_roots, of_a_table]  # fmt: skip
+        of_a_penalty, seen_by_a_hook, several_roots, of_a_table, of_a_tied_table]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")

@@ -259,3 +259,19 @@ def test_a_rule_for_operators_that_no_call_reached_is_told():
         Classifier()(torch.ones(2, 8))
     told = [note for note in attached.notes if "reached" in note]
     assert told == [f"the rule for {one.target} was reached by no call inside a model" for one in unreached]
+
+
+def test_a_rule_for_a_list_of_modules_is_noted_with_what_to_write():
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2)])
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    policy = nc.Policy.preset("bf16").with_rules(rule.module("layers", compute="fp32"))
+    with Attachment(policy) as attached:
+        Stack()(torch.ones(1, 2))
+    (note,) = [note for note in attached.notes if "layers" in note]
+    assert 'it is not called itself: name the modules in it, as "layers.*"' in note

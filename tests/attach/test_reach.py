@@ -422,19 +422,6 @@ def test_autograd_grad_takes_and_returns_a_dict():
     assert_as_in_fp32(slopes)
 
 
-@pytest.mark.parametrize(("retain", "frees"), [(None, True), (False, True), (True, False)])
-def test_autograd_grad_frees_the_graph_as_in_fp32(retain, frees):
-    model, (x, y) = network(), data()
-    with Attachment("fp16", Static(scale=2.0**8)):
-        loss = F.mse_loss(model(x), y)
-        torch.autograd.grad(loss, model[0].weight, retain_graph=retain)
-        if frees:
-            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-                torch.autograd.grad(loss, model[0].weight)
-        else:
-            torch.autograd.grad(loss, model[0].weight)
-
-
 def test_a_pass_in_a_hook_starts_from_true_gradients():
     def gradients():
         (model, (x, y)), other = (network(), data()), nn.Linear(4, 1)

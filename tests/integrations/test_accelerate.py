@@ -524,6 +524,25 @@ def test_a_closure_clips_unscaled_gradients_at_each_evaluation():
     assert torch.equal(*results)
 
 
+def test_a_closure_after_the_step_of_another_optimizer():
+    accelerator = Accelerator(cpu=True)
+    model = make_net()
+    optimizers = torch.optim.SGD(model.up.parameters(), 0.1), torch.optim.SGD(model.down.parameters(), 0.1)
+    model, first, second = prepare(accelerator, model, *optimizers, policy="bf16")
+
+    def closure():
+        second.zero_grad()
+        loss = model(torch.ones(2, 8))["outputs"].sum()
+        accelerator.backward(loss)
+        return loss
+
+    for _ in range(2):
+        closure()
+        first.step()
+        second.step(closure)
+        assert not second.result.skipped
+
+
 def test_a_model_that_is_only_evaluated_may_have_low_weights():
     accelerator = Accelerator(cpu=True)
     prepare(accelerator, make_net(), policy="bf16")

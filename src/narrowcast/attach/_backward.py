@@ -52,7 +52,7 @@ class Backward:
 
     Attributes:
         leaves: the leaves that scaled passes reach.
-        before_modules: whether a pass differentiated what no module computed.
+        before_modules: whether a pass began before the script had called any module.
         frees_graph: whether the pass that runs now only frees a graph, and has no gradients.
     """
 
@@ -140,8 +140,8 @@ class Backward:
         roots = _as_tuple(tensors)
         enclosing = graph_task_id()
         if enclosing != NO_GRAPH_TASK:
-            # The pass that encloses this one has scaled the gradients that it starts from, but not in a hook
-            # of the script, which sees true gradients.
+            # This pass starts from gradients that the outer pass has scaled, unless a hook of the script
+            # began it: hooks see true gradients.
             factor = None if self.in_hook.depth else self._factor_of(enclosing)
             if factor is None:
                 as_in_fp32()
@@ -361,7 +361,8 @@ class Backward:
     ) -> Any:
         """``torch.autograd.grad`` from scaled outputs, returning true gradients.
 
-        A scaled pass that overflows is run again unscaled, since no later step could be skipped for it.
+        A scaled pass that overflows is run again unscaled, since no later step could be skipped for it. So
+        the graph stays until the script drops its outputs.
         """
         as_in_fp32 = functools.partial(
             self._torch_grad, outputs, inputs, grad_outputs, retain_graph, *rest, **options
@@ -391,21 +392,10 @@ class Backward:
                     tensor.grad = None
         if overflowed:
             return as_in_fp32()
-        self._free_after_grad(roots, inputs, retain_graph, rest[0] if rest else options.get("create_graph"))
         unscaled = tuple(_true(gradient, factor) for gradient in gradients)
         if isinstance(scaled, dict):
             return dict(zip(scaled, unscaled, strict=True))
         return unscaled
-
-    def _free_after_grad(
-        self, roots: Sequence[torch.Tensor], inputs: Any, retain_graph: bool | None, create_graph: bool | None
-    ) -> None:
-        """Free the graph where the script's call of ``grad`` would have; ours retained it to run again."""
-        if create_graph if retain_graph is None else retain_graph:
-            return
-        _, runs_python = self.leaves.reached_from([root.grad_fn for root in roots])
-        if not runs_python:  # else Python code would run a second time
-            self._free_graph(roots, inputs)
 
     # ---- gradients in the middle of a graph
 
@@ -585,7 +575,7 @@ def _true_arguments(value: Any, factor: float) -> Any:
         return tuple(_true_arguments(part, factor) for part in value)
     if not isinstance(value, torch.Tensor):
         return value
-    if value.dtype in (torch.float16, torch.bfloat16):
+    if value.is_floating_point() and value.dtype.itemsize < torch.float32.itemsize:
         value = value.float()
     return value / factor
 

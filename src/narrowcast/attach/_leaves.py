@@ -205,7 +205,6 @@ class Leaves:
         # them turns out not to be finite. Not kept by leaf: a script may move a gradient to another
         # parameter.
         self._checked: tuple[list[torch.Tensor], list[int]] = ([], [])
-        self._bad_loss = (0, "")  # the latest backward whose loss was not finite itself, and its line
 
         # Leaves of the running pass whose gradients are unscaled together when it ends.
         self._together: list[torch.Tensor] = []
@@ -441,15 +440,14 @@ class Leaves:
 
     def bad_loss(self, parameters: Iterable[torch.Tensor]) -> str | None:
         """Return the line of a backward whose loss was not finite, if these gradients came from it."""
-        number, site = self._bad_loss
         for parameter in parameters:
             overflow = self._overflows.get(parameter)
-            if overflow is not None and overflow.number <= number:
-                return site
+            if overflow is not None and not overflow.loss_was_finite:
+                return overflow.site
         return None
 
     def latest_overflow(self, parameters: Iterable[torch.Tensor]) -> int | None:
-        """Return the number of the latest pass that left an overflow in these; None: none did."""
+        """Return the latest of the passes that first left an overflow in each of these; None: none did."""
         numbers = [self._overflows[p].number for p in parameters if p in self._overflows]
         return max(numbers, default=None)
 
@@ -483,8 +481,6 @@ class Leaves:
                 loss_was_finite = facts.loss_was_finite()
                 if loss_was_finite:
                     self._scale.overflowed(facts.number, facts.factor)
-                else:
-                    self._bad_loss = (facts.number, facts.site)
                 for leaf in overflowed:
                     if leaf not in self._overflows:
                         self._overflows[leaf] = _Overflow(facts.number, facts.site, loss_was_finite)
@@ -688,7 +684,9 @@ def add_to_earlier(earlier: Sequence[tuple[torch.Tensor, torch.Tensor | None]], 
         new = gradient_of(tensor)
         if new is None:
             tensor.grad = before
-        elif makes_graph or (before.layout is not torch.strided and new.layout is torch.strided):
+        elif before.layout is not torch.strided and new.layout is torch.strided:
+            tensor.grad = new + before  # in this order: torch raises for sparse + dense
+        elif makes_graph:
             tensor.grad = before + new
         else:
             with torch.no_grad():

@@ -9,7 +9,16 @@ from narrowcast.attach._torch_internals import fsdp_param_dtype, is_fsdp
 from narrowcast.casting import Applied, modules_by_path
 from narrowcast.errors import few
 from narrowcast.observe.op_trace import near_module
-from narrowcast.policy import Policy, Rule, class_names, format_name, rules_for, unreached
+from narrowcast.policy import (
+    FP8_RECIPES,
+    Policy,
+    Rule,
+    class_names,
+    format_name,
+    names_module,
+    rules_for,
+    unreached,
+)
 
 RULE_NOTE = "the rule for "
 """Beginning of the notes on rules that nothing in the script matched."""
@@ -117,7 +126,13 @@ class ModuleRules:
             self._misses[rule] = self._misses.get(rule, 0) + 1
             if not self._guesses.get(rule):
                 named = [(path, class_names(type(module))) for path, module in modules_by_path(model)]
-                self._guesses[rule] = near_module(rule, named)
+                selected = [path for path, names in named if names_module(rule, path, names)]
+                if selected and rule.compute not in FP8_RECIPES:
+                    inside = f"{selected[0]}.*".lstrip(".")
+                    guess = f' (it is not called itself: name the modules in it, as "{inside}")'
+                else:
+                    guess = near_module(rule, named)
+                self._guesses[rule] = guess
         for path, why in applied.fp8.left_out.items():
             layer = f"{kind}.{path}" if path else kind
             self._left_out.setdefault(why, []).append(layer)

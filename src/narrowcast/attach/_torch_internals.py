@@ -78,9 +78,10 @@ def fsdp_param_dtype(module: Any) -> torch.dtype | None:
     """Return what the mixed precision of FSDP casts the weights of ``module`` to; None: it leaves them."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_init_utils.py
-    policy = (
-        module.mixed_precision if hasattr(module, "mixed_precision") else module._get_fsdp_state()._mp_policy
-    )
+    if hasattr(module, "_get_fsdp_state"):  # of fully_shard: the user's module, with attributes of its own
+        policy = module._get_fsdp_state()._mp_policy
+    else:  # a wrapper of FSDP1
+        policy = module.mixed_precision
     dtype: torch.dtype | None = policy.param_dtype
     return dtype
 

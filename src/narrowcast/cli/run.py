@@ -103,6 +103,7 @@ def run(
 
     from narrowcast.attach import Attachment, run_attached
     from narrowcast.capture import (
+        COMPARISON,
         RUN,
         CaptureWriter,
         discard_captures,
@@ -122,7 +123,7 @@ def run(
             capture = f"capture-rank{rank}.jsonl"
     folder = make_run_folder(name, asked=run_dir, tell=tell)
     if rank == 0:
-        if (folder / RUN).is_file():
+        if (folder / RUN).is_file() or (folder / COMPARISON).is_file():
             tell(f"the capture of the earlier run in {folder} is replaced")
         discard_captures(folder, from_rank=launched("WORLD_SIZE", 1))
 

@@ -53,16 +53,19 @@ class FirstStep:
                 self._handles.append(module.register_forward_hook(look))
 
     def _look(self, path: str, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        # Nothing is compared while torch.compile traces: making the message would break the graph. The region
+        # that is open now is compiled into it.
+        is_traced = torch.compiler.is_compiling()
+        if is_traced:
+            self._was_traced = True
+        else:
+            self._called.add(path)
         # A call under torch.no_grad, as in an evaluation, proves nothing about the training.
         if not torch.is_grad_enabled():
             return
         self._was_called = True
-        # Nothing is compared while torch.compile traces: making the message would break the graph. The region
-        # that is open now is compiled into it.
-        if torch.compiler.is_compiling():
-            self._was_traced = True
+        if is_traced:
             return
-        self._called.add(path)
         if not isinstance(output, torch.Tensor) or output.dtype == self._expected[path]:
             return
         expected = format_name(self._expected[path])
@@ -101,9 +104,10 @@ class FirstStep:
         if uncalled and not self._was_traced:
             warnings.warn(
                 f"the rule for {few(uncalled)} did nothing in the first step, which did not call it: code "
-                "that reads its weight, as a fused loss does, computes by the rest of the policy",
+                "that reads its weight, as a fused loss does, would compute by the rest of the policy",
                 stacklevel=stacklevel_outside(_HOSTS),
             )
+            self._ruled.clear()
 
 
 _HOSTS = ("narrowcast.", "torch.", "lightning", "pytorch_lightning", "accelerate.", "transformers.", "trl.")

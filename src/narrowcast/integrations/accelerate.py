@@ -216,6 +216,11 @@ class Attachment:
                 "scaler=nc.GradScaler(...)"
             )
 
+        if closure is not None:
+            # The closure calls ``backward``, which would make an update that is due; inside a step the scaler
+            # refuses it.
+            self.update()
+
         def evaluate() -> Any:
             assert closure is not None
             # Each evaluation has gradients of its own, which are scaled.

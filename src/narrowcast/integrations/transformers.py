@@ -46,6 +46,7 @@ class NarrowcastMixin(Trainer):
     Raises:
         SettingError: ``bf16``, ``fp16``, ``bf16_full_eval`` or ``fp16_full_eval`` is True in the arguments,
             or a sharding engine is used.
+        OrderError: the mixin stands behind the trainer.
         PolicyError: the policy does not exist, or holds the weights in a low format; in ``train``, for the
             other reasons of ``narrowcast.integrations.accelerate.prepare``.
     """
@@ -60,8 +61,8 @@ class NarrowcastMixin(Trainer):
         bases = cls.__mro__
         if HostTrainer in bases and bases.index(HostTrainer) < bases.index(NarrowcastMixin):
             raise OrderError(
-                f"expected NarrowcastMixin before the trainer, got it behind: write class {cls.__name__}"
-                "(NarrowcastMixin, Trainer)"
+                "expected NarrowcastMixin before the trainer, got it behind: write it first, class "
+                f"{cls.__name__}(NarrowcastMixin, ...)"
             )
 
     def __init__(

@@ -192,7 +192,7 @@ class Order:
     def _read_scaler_call(self, call: ast.Call, scaler: str, state: _State) -> None:
         method = method_of(call)
         if method == "scale":
-            # The loss of the next backward pass, by the new scale.
+            # A new loss is scaled, so a backward pass comes before the next step.
             state.updated = None
         elif method == "update":
             state.updated = call if state.stepped else None

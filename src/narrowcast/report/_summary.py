@@ -113,7 +113,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
             formats=formats,
             was_stopped=was_stopped,
             steps=fp32.numbers["steps"] or 0,
-            input_is_rounded=bool((checks["certificate"] or {}).get("input_is_rounded")),
+            input_is_rounded=_is_for_its_input(right, checks["certificate"]),
         ),
         "worth_it": next_for_speed(worth, start, was_stopped=was_stopped, is_busy=is_busy(by_others)),
     }
@@ -148,6 +148,13 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     return result
 
 
+def _is_for_its_input(right: str, certificate: Mapping[str, Any] | None) -> bool:
+    """Return whether the reason of the answer names a column of the input to standardize."""
+    if certificate is None or not certificate["input_is_rounded"]:
+        return False
+    return certificate["reason"] in right
+
+
 def captures_of(runs: Iterable[TimedRun]) -> list[Capture]:
     return [run.capture for run in runs]
 
@@ -166,6 +173,7 @@ class _Side:
         # In a finished comparison such a run may have done all of its work.
         self.whole = [run for run in self.runs if comparison.finished or run.capture.end is not None]
         self.time = median_of_runs(times_of_runs(self.captures, kind))
+        # By run, of both formats: if a run that was ended early is used, all are cut to the shortest.
         self.losses = losses_of(comparison.runs)
         self.final_losses = final_losses(self.whole, self.losses, name)
         self._totals = [capture.totals() for capture in self.captures]
@@ -462,6 +470,11 @@ def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str
                 reasons[f"{name}.{key}"] = check["reason"]
         if f"{name}.loss_scale" in reasons and check["relative_error"] is not None:
             reasons[f"{name}.loss_scale"] = "losses were not scaled"
+        # The reason of the verdict is not why these two are missing.
+        if f"{name}.times_fp32" in reasons:
+            reasons[f"{name}.times_fp32"] = "only told of one or two seeds, all above ten times FP32's"
+        if f"{name}.seed_spread" in reasons and check["difference"] is not None:
+            reasons[f"{name}.seed_spread"] = "fewer than three seeds have no spread"
     return reasons
 
 

@@ -126,7 +126,7 @@ def _spec_of(module: str) -> ModuleSpec | None:
         return spec
     finally:
         for name in stand_ins:
-            del sys.modules[name]
+            sys.modules.pop(name, None)
 
 
 def _found_by_finders(name: str, path: Sequence[str] | None) -> ModuleSpec | None:

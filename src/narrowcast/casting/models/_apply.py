@@ -463,7 +463,9 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
     named = [(path, class_names(type(module))) for path, module in modules]
     linears = [path for path, module in modules if isinstance(module, torch.nn.Linear)]
     # A list of modules is never called, so a rule for it would do nothing.
-    lists = {path: type(module).__name__ for path, module in modules if _has_no_forward(module)}
+    lists: dict[str, str] = {}
+    if policy.names_modules:
+        lists = {path: type(module).__name__ for path, module in modules if _has_no_forward(module)}
 
     missed = {}
     for rule in policy.rules:
@@ -476,9 +478,10 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
             missed[rule] = f"this {model_name} has no {rule.target}. {_near_modules(rule, modules)}"
         elif not in_fp8 and set(selected) <= lists.keys():
             container = selected[0]
+            inside = f"{container}.*".lstrip(".")
             missed[rule] = (
                 f"expected {rule.target} to be called, got a {lists[container]}, which has no forward, so "
-                f'that a rule for it does nothing: name the modules in it, as "{container}.*"'
+                f'that a rule for it does nothing: name the modules in it, as "{inside}"'
             )
         elif in_fp8 and not _holds_any(selected, linears):
             known = near_names(rule.module or "", linears) if linears else "The model has none."

@@ -70,8 +70,8 @@ class OpenRegion:
             their casts, and the backward pass warns.
         propagates: whether checkpoints must restore it, since PyTorch does not.
         scope: the rules inside; referenced here, since the autocast state holds no reference.
-        promotion: None: operators do not promote inside. Else called with the name of each operator that
-            runs otherwise than in the low format, and with how and why.
+        promotion: called with the name of each operator that runs otherwise than in the low format, and with
+            how and why. None: promotion stays as it is outside.
         caching: whether weight casts are kept.
     """
 

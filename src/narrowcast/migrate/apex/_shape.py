@@ -362,8 +362,9 @@ def _check_flow(source: Source, shape: Shape) -> None:
         if isinstance(node, _JUMPS):
             reason = "this may leave between the backward pass and the step, which a scaler refuses"
             refuse(node, f"{reason}: step in an if instead")
-    # Callers are not read. A try there is safe if this function makes the scaler; one that is made outside
-    # keeps its state, and refuses to unscale in the next loop.
+    # Only this function is read, not its callers. An exception that a caller catches does no harm if this
+    # function makes the scaler. A scaler that was made outside still counts the gradients as unscaled: it
+    # raises at the next unscale_, so nothing trains on wrong numbers.
     for outer in source.around(shape.block.statement):
         if isinstance(outer, Function):
             break
@@ -399,17 +400,20 @@ def _check_rest(source: Source, shape: Shape, surroundings: list[_Surrounding]) 
 
 def _check_cleared(source: Source, shape: Shape, surroundings: list[_Surrounding]) -> None:
     """Refuse gradients that are not cleared for each step: scaled and unscaled ones would add up."""
+    # What runs after the step: the rest of its suite, then what stands behind the if.
+    after: list[ast.stmt] = []
     for surrounding in surroundings:
         for statement in surrounding.before:
             if _clears(source, shape.setup, statement):
                 return
-        for statement in surrounding.after:
-            # A jump between the step and zero_grad skips zero_grad: the next backward pass would add to old
-            # gradients.
-            if any(isinstance(node, _JUMPS) for node in ast.walk(statement)):
-                break
-            if statement not in shape.between and _clears(source, shape.setup, statement):
-                return
+        after += surrounding.after
+    for statement in after:
+        # A jump between the step and zero_grad skips zero_grad: the next backward pass would add to old
+        # gradients.
+        if any(isinstance(node, _JUMPS) for node in ast.walk(statement)):
+            break
+        if statement not in shape.between and _clears(source, shape.setup, statement):
+            return
     reason = f"{shape.setup.optimizer}.zero_grad() does not stand beside this step"
     refuse(shape.step, f"{reason}: clear the gradients once for each step, in its suite")
 

@@ -168,7 +168,10 @@ def _storable_tensor(value: torch.Tensor, place: Place, *, sharded: bool) -> tor
 
 
 def name_of(place: Place) -> str:
-    """Return a place as text: "objects//optimizers/0/state"."""
+    """Return a place as text: "objects//optimizers/0/state".
+
+    The keys of "objects" are tuples themselves: group (here ""), kind and name.
+    """
     parts: list[Any] = []
     for key in place:
         if isinstance(key, tuple):

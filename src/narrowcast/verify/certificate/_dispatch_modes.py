@@ -183,10 +183,10 @@ NO_FLOAT64 = ("mps", "meta")
 class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Make ops on fp32 tensors compute in float64 and round the result to fp32 once.
 
-    What differs from plain FP32 is then FP32's own rounding noise. A bias before a batch norm has a gradient
-    of exactly zero, and FP32 computes 1e-6 or so, depending on the order of its sums. Changing the last bit
-    of the weights changes only 1 % of such a gradient (measured); sums without rounding change 100 % of it,
-    and 1e-5 of a meaningful gradient.
+    What differs from plain FP32 is then FP32's own rounding noise. Take a bias before a batch norm: its
+    gradient is exactly zero, and FP32 computes 1e-6 or so, depending on the order of its sums. To measure
+    that noise by changing the last bit of the weights would miss it: this changes only 1 % of such a gradient
+    (measured). Sums without rounding change 100 % of it, and 1e-5 of a meaningful gradient.
 
     Ops that return views, write in place, draw random numbers or have no float64 kernel run as usual; running
     statistics of a normalization are not updated. Slow: for one step, not for training.

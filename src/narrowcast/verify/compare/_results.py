@@ -154,9 +154,9 @@ def _rounded_column(fp32: GradientFacts, format: str) -> RoundedColumn | None:
 def _of_column(column: RoundedColumn, format: str) -> str:
     """Say how much of the input is lost, and what standardizing it would leave of that."""
     return (
-        f"{format} rounds the input: column {column.column} of {column.columns} ({column.mean:.4g}, give or "
-        f"take {column.spread:.3g}) loses {column.share:.0%} of its spread; standardized, it would lose "
-        f"{column.share_standardized:.1%}. Standardize it, then compare again."
+        f"{format} would round the input: column {column.column} of {column.columns} ({column.mean:.4g}, "
+        f"give or take {column.spread:.3g}) loses {column.share:.0%} of its spread; standardized, it would "
+        f"lose {column.share_standardized:.1%}. Unless the model normalizes it, standardize it and compare again."
     ).replace("%", " %")
 
 

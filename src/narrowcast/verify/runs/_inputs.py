@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import torch
 from narrowcast.attach import is_functorch_wrapped
 from narrowcast.casting import tensors_inside
 
+_MOST_ROWS = 4096
 # Of so few rows the spread of a column says nothing.
 _FEWEST_ROWS = 8
 # A smaller share is within what training tolerates: it is the limit of the gradients' error, too.
@@ -44,9 +46,11 @@ def most_rounded_column(inputs: Any, dtype: torch.dtype) -> RoundedColumn | None
     for tensor in tensors_inside(inputs):
         if tensor.dtype != torch.float32 or tensor.ndim not in (2, 3) or tensor.layout != torch.strided:
             continue
-        if tensor.is_meta or is_functorch_wrapped(tensor):
+        if type(tensor) is not torch.Tensor or tensor.is_meta or is_functorch_wrapped(tensor):
             continue
         rows = tensor.detach().flatten(0, -2)
+        # Evenly spaced ones of very many.
+        rows = rows[:: max(1, math.ceil(len(rows) / _MOST_ROWS))]
         if len(rows) < _FEWEST_ROWS or not rows.shape[1]:
             continue
         found = _most_rounded(rows.cpu().double(), dtype)
