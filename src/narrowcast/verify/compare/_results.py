@@ -156,7 +156,8 @@ def _of_column(column: RoundedColumn, format: str) -> str:
     return (
         f"{format} would round the input: column {column.column} of {column.columns} ({column.mean:.4g}, "
         f"give or take {column.spread:.3g}) loses {column.share:.0%} of its spread; standardized, it would "
-        f"lose {column.share_standardized:.1%}. Unless the model normalizes it, standardize it and compare again."
+        f"lose {column.share_standardized:.1%}. Unless the model normalizes it, standardize it and compare "
+        "again."
     ).replace("%", " %")
 
 
