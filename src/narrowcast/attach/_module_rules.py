@@ -128,8 +128,8 @@ class ModuleRules:
                 named = [(path, class_names(type(module))) for path, module in modules_by_path(model)]
                 selected = [path for path, names in named if names_module(rule, path, names)]
                 if selected and rule.compute not in FP8_RECIPES:
-                    inside = f"{selected[0]}.*".lstrip(".")
-                    guess = f' (it is not called itself: name the modules in it, as "{inside}")'
+                    written = f"{selected[0]}.*".lstrip(".")
+                    guess = f' (it is not called itself: name the modules in it, as "{written}")'
                 else:
                     guess = near_module(rule, named)
                 self._guesses[rule] = guess
