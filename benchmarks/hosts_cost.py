@@ -106,6 +106,20 @@ def by_stepper(samples: Samples, policy: str) -> None:
         stepper.step(loss)
 
 
+def own_precision(policy: str, plugin_class: type) -> dict[str, object]:
+    """Return the settings of Lightning or Fabric for mixed precision of its own."""
+    if policy == "bf16":
+        return {"precision": "bf16-mixed"}
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    return {"plugins": [plugin_class("16-mixed", "cpu", scaler=scaler)]}
+
+
+def by_policy(policy: str, plugin_class: type) -> dict[str, object]:
+    """Return the settings of Lightning or Fabric for a policy of narrowcast."""
+    scaler = own_scaler() if policy == "fp16" else None
+    return {"plugins": [plugin_class(policy, scaler=scaler)]}
+
+
 class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -123,16 +137,11 @@ def by_lightning(samples: Samples, **settings: object) -> None:
 
 
 def lightning_itself(samples: Samples, policy: str) -> None:
-    if policy == "bf16":
-        by_lightning(samples, precision="bf16-mixed")
-    else:
-        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-        by_lightning(samples, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    by_lightning(samples, **own_precision(policy, MixedPrecision))
 
 
 def lightning_with_narrowcast(samples: Samples, policy: str) -> None:
-    scaler = own_scaler() if policy == "fp16" else None
-    by_lightning(samples, plugins=[NarrowcastPrecision(policy, scaler=scaler)])
+    by_lightning(samples, **by_policy(policy, NarrowcastPrecision))
 
 
 def by_fabric(samples: Samples, **settings: object) -> None:
@@ -146,16 +155,11 @@ def by_fabric(samples: Samples, **settings: object) -> None:
 
 
 def fabric_itself(samples: Samples, policy: str) -> None:
-    if policy == "bf16":
-        by_fabric(samples, precision="bf16-mixed")
-    else:
-        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-        by_fabric(samples, plugins=[FabricMixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    by_fabric(samples, **own_precision(policy, FabricMixedPrecision))
 
 
 def fabric_with_narrowcast(samples: Samples, policy: str) -> None:
-    scaler = own_scaler() if policy == "fp16" else None
-    by_fabric(samples, plugins=[FabricPrecision(policy, scaler=scaler)])
+    by_fabric(samples, **by_policy(policy, FabricPrecision))
 
 
 def forget_accelerators() -> None:
