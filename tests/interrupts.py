@@ -60,7 +60,8 @@ class Alarm:
 
     Python runs the handler of a signal between two of its instructions. So the instants are those of a real
     Ctrl-C: after the call of a C function, at the start of a Python function, or at the end of a loop's body.
-    But it waits for lines that open and close regions, whose ``finally`` an interrupt would end.
+    But it waits for lines that open and close regions, whose ``finally`` an interrupt would end. It waits twice
+    as long each time: on a slow machine a wait of one length can end inside this handler again and again.
 
     Attributes:
         where: when it was delivered, and the lines that were running; None if it was not.
@@ -69,12 +70,14 @@ class Alarm:
     def __init__(self):
         self.where = None
         self._seconds = 0.0
+        self._wait_s = 0.0
         self._armed = False
 
     def _ring(self, _number, frame):
         file = frame.f_code.co_filename
         if self._armed and (_REGIONS in file or file == __file__):
-            signal.setitimer(signal.ITIMER_REAL, 1e-5)
+            self._wait_s *= 2
+            signal.setitimer(signal.ITIMER_REAL, self._wait_s)
         elif self._armed:
             self._armed = False
             lines = "".join(traceback.format_stack(frame)[-4:])
@@ -85,6 +88,7 @@ class Alarm:
     def after(self, seconds):
         """Interrupt what runs inside, if it runs so long."""
         self.where, self._seconds = None, seconds
+        self._wait_s = 5e-6
         handler = signal.signal(signal.SIGALRM, self._ring)
         hook, sys.unraisablehook = sys.unraisablehook, _without_interrupts(sys.unraisablehook)
         self._armed = True
