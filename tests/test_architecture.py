@@ -25,6 +25,7 @@ ORDER = [
     "casting",
     "gradients",
     "weights",
+    "replay",
     "training",
     "integrations",
     "observe",

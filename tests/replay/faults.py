@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 
 def net(fault: nn.Module, width: int = WIDTH) -> nn.Module:
-    """Make a ``Net`` whose outer layers have weights of 1; ``width`` is that of the faulty module's output."""
+    """Make a ``Net`` with outer weights of 1; ``width`` is that of the faulty module's output."""
     model = Net(fault, width)
     with torch.no_grad():
         model.enter.weight.copy_(torch.eye(WIDTH))

@@ -94,6 +94,11 @@ class StepResult:
         _ = self.nonfinite
 
     @property
+    def is_known(self) -> bool:
+        """Whether ``skipped`` can be read without waiting for a device."""
+        return not isinstance(self._found_inf, torch.Tensor) or self._found_inf.device.type == "cpu"
+
+    @property
     def skipped(self) -> bool:
         """Whether a gradient was NaN or infinite, so that no parameter and no state moved."""
         if isinstance(self._found_inf, torch.Tensor):

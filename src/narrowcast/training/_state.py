@@ -10,7 +10,7 @@ import torch
 
 from narrowcast.errors import CheckpointError, NarrowcastError, SettingError, few
 from narrowcast.gradients import parameters_of
-from narrowcast.training._random_states import random_states, set_random_states
+from narrowcast.replay import random_states, set_random_states
 from narrowcast.weights import HeldWeights, held_by
 
 _BESIDE = "beside the Stepper"

@@ -16,6 +16,14 @@ from narrowcast.casting import ModelRegion, undo_on_error
 from narrowcast.errors import CheckpointError, OrderError, SettingError, near_names, not_copied
 from narrowcast.gradients import GradScaler, StepResult, multiplied
 from narrowcast.policy import Policy, as_policy, dtype_of, format_name, policy_name
+from narrowcast.replay import (
+    RecordedStep,
+    Recording,
+    SkipStories,
+    called_modules,
+    random_states,
+    set_random_states,
+)
 from narrowcast.training._accumulation import Synchronization, WeightCasts
 from narrowcast.training._make import (
     cast_inputs,
@@ -32,7 +40,6 @@ from narrowcast.training._optimizer_group import (
     is_fp32,
     release,
 )
-from narrowcast.training._random_states import random_states, set_random_states
 from narrowcast.training._state import Fit, Objects
 from narrowcast.training._statistics import Statistics
 
@@ -134,6 +141,12 @@ class Stepper:
             handles.append(self._region)
             if self._policy.holds_low_weights:
                 handles.append(cast_inputs(model, self._formats))
+
+            # What a skipped step was given, so that it can be run again, and what that shows.
+            self._recording = Recording()
+            self._skip_stories = SkipStories(model, self._policy, self._formats)
+            for module in called_modules(model):
+                handles += self._recording.watch(module)
 
     def _make_region(self) -> ModelRegion:
         return ModelRegion(self._policy, self._formats, warnings.warn, model=self.model, warns=True)
@@ -362,6 +375,11 @@ class Stepper:
         return [optimizer for group in self._groups.values() for optimizer in group.optimizers]
 
     @property
+    def skip_stories(self) -> list[str]:
+        """Where the first infinity or NaN of skipped steps arose: one story for each kind, as logged."""
+        return list(self._skip_stories.told)
+
+    @property
     def formats(self) -> dict[str, torch.dtype]:
         """The format of computation, by device type."""
         return dict(self._formats)
@@ -433,6 +451,7 @@ class Stepper:
 
     def _finish(self, group: OptimizerGroup, step: Callable[[], StepResult]) -> StepResult:
         """End the accumulation with ``step``, whether it is taken, skipped or raises."""
+        recorded = self._recording.take()
         try:
             result = step()
             self._statistics.restore(result.skipped_on_device())
@@ -443,11 +462,29 @@ class Stepper:
             group.zero()
             self._end_accumulation()
         self.steps += 1
+        if result.is_known and result.skipped and not group.needs_closure:
+            self._tell_of_skip(group, recorded, result)
         return result
+
+    def _tell_of_skip(self, group: OptimizerGroup, recorded: RecordedStep, result: StepResult) -> None:
+        """Run a skipped step again, and tell where its first infinity or NaN arose."""
+        self._recording.paused = True
+        try:
+            self._skip_stories.tell(
+                recorded,
+                lambda: self._region,
+                number=self.steps,
+                scale=result.scale,
+                lower_scale=group.scaler.get_scale(),
+                names=result.nonfinite,
+            )
+        finally:
+            self._recording.paused = False
 
     def _discard(self, groups: Iterable[OptimizerGroup]) -> None:
         for group in groups:
             group.zero()
+        self._recording.clear()
         self._statistics.restore()
         self._end_accumulation()
 

@@ -1,0 +1,277 @@
+"""The story of a skipped step: where its first infinity arose, if precision is to blame, and what helps."""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from narrowcast.casting import ModelRegion
+from narrowcast.errors import few
+from narrowcast.policy import Policy, format_name, rule
+from narrowcast.replay._recording import RecordedCall, RecordedStep
+from narrowcast.replay._replay import (
+    LONGEST_S,
+    Finding,
+    Observation,
+    Region,
+    everything_restored,
+    find_origin,
+    observe,
+)
+from narrowcast.replay._watch import Operation
+
+_LOG = logging.getLogger("narrowcast")
+_MOST_REPLAYS = 5
+_MOST_RULES = 3
+_LOWER_SCALES = (2.0**-1, 2.0**-4, 2.0**-8, 2.0**-16)
+_LONGEST_LINE = 80
+_LARGEST_FP16 = torch.finfo(torch.float16).max
+
+
+class SkipStories:
+    """Tells the story of the first skip of each kind, by logging a warning of the logger ``narrowcast``.
+
+    Args:
+        model: the module that is trained.
+        policy: that of its training.
+        formats: device type -> the format computed in.
+
+    Attributes:
+        told: the stories, in their order.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy, formats: Mapping[str, torch.dtype]) -> None:
+        self.told: list[str] = []
+        self._model = model
+        self._policy = policy
+        self._formats = formats
+        self._kinds: set[tuple[str, ...]] = set()
+        self._told_of_scale = False
+        self._deadline = 0.0
+
+    def tell(
+        self,
+        step: RecordedStep,
+        region: Region,
+        *,
+        number: int,
+        scale: float,
+        lower_scale: float,
+        names: tuple[str, ...],
+    ) -> None:
+        """Run a skipped step again, and tell where it went wrong, if no step of its kind was run again.
+
+        Args:
+            step: what the step was given.
+            region: opens the region of its forward passes.
+            number: of the step, from 1.
+            scale: its loss scale.
+            lower_scale: the loss scale that it has fallen to; ``scale`` if it stays.
+            names: the parameters whose gradients are not finite. They are the kind of the skip.
+        """
+        if names in self._kinds or len(self._kinds) == _MOST_REPLAYS:
+            return
+        self._kinds.add(names)
+        self._deadline = time.monotonic() + LONGEST_S
+
+        finding = find_origin(step, region, can_run_in_fp32=not self._policy.holds_low_weights)
+        if finding.call is None and dist.is_initialized():
+            return  # this rank has nothing to tell: another rank's gradients are not finite
+        finite_scale = None
+        if finding.verdict == "precision" and finding.origin and finding.origin.direction == "backward":
+            finite_scale = self._finite_scale(finding, region, scale)
+        head = f"step {number} was skipped"
+        if scale != 1.0:
+            head += f" at a loss scale of {scale:g}"
+
+        # A dynamic scale is found by trying: an overflow on the way is no fault.
+        if finite_scale is not None and lower_scale < scale:
+            if not self._told_of_scale:
+                self._told_of_scale = True
+                self._say(
+                    f"{head}: the gradients of {self._module(finding, finding.origin)} overflow there, and at "
+                    f"{finite_scale:g} they do not. The scale falls by itself; further such steps are only "
+                    "counted"
+                )
+            return
+
+        lines = [f"{head}. Run again, it shows:"]
+        lines += self._where(finding)
+        lines.append(f"  verdict  {_verdict(finding)}")
+        lines += [f"  try      {advice}" for advice in self._advice(finding, region, finite_scale)]
+        self._say("\n".join(lines))
+
+    def _say(self, text: str) -> None:
+        self.told.append(text)
+        _LOG.warning("narrowcast: %s", text)
+
+    # ---- where
+
+    def _where(self, finding: Finding) -> list[str]:
+        origin = finding.origin
+        if finding.verdict == "data":
+            samples = ", ".join(map(str, finding.samples[:5]))
+            return [f"  where    the input of {self._module(finding, None)}, sample {samples} of the batch"]
+        if origin is None:
+            return []
+        where = f"{origin.direction} pass of {self._module(finding, origin)}"
+        site = origin.site
+        if site is None and origin.direction == "forward" and finding.call is not None:
+            site = finding.call.site
+        if site is not None and site[0]:
+            file, line = site
+            text = linecache.getline(file, line).strip()
+            where += f", {Path(file).name}:{line}: {_shortened(text)}"
+        return [f"  where    {where}", f"  what     {_what(finding, origin)}"]
+
+    def _module(self, finding: Finding, origin: Operation | None) -> str:
+        """Return path and class of the module that an operation belongs to; None: that was called."""
+        assert finding.call is not None
+        path = self._path(finding.call, origin)
+        module = self._model.get_submodule(path)
+        if not path:
+            return type(module).__name__
+        return f"{path} ({type(module).__name__})"
+
+    def _path(self, call: RecordedCall, origin: Operation | None) -> str:
+        """Return the path, in the model, of the module that an operation belongs to."""
+        outer = ""
+        for path, module in self._model.named_modules():
+            if module is call.module:
+                outer = path
+        if isinstance(call.module, nn.parallel.DistributedDataParallel):
+            outer = f"{outer}.module"
+        inner = origin.module if origin is not None else ""
+        return f"{outer}.{inner}".strip(".")
+
+    # ---- what helps; nothing is said that was not tried
+
+    def _finite_scale(self, finding: Finding, region: Region, scale: float) -> float | None:
+        """Return the first of some lower loss scales at which the backward pass is finite."""
+        assert finding.call is not None
+        for factor in _LOWER_SCALES:
+            if scale * factor < 1.0:
+                break
+            if self._is_sound(finding.call, region, factor):
+                return scale * factor
+        return None
+
+    def _advice(self, finding: Finding, region: Region, finite_scale: float | None) -> list[str]:
+        if finding.verdict != "precision" or finding.call is None:
+            return []
+        finite = f"with it, this call of {self._module(finding, None)} is finite"
+        advice = []
+        if finite_scale is not None:
+            advice.append(f"a loss scale of {finite_scale:g}; {finite}")
+        rules = self._finite_rules(finding)
+        if rules:
+            text = ", ".join(f'nc.rule.module("{path}", compute="fp32")' for path in rules)
+            advice.append(f"{text}; {finite}")
+        if torch.float16 in self._formats.values() and self._is_sound(finding.call, self._in("bf16")):
+            advice.append(f'policy="bf16"; {finite}, and how well it trains was not tried')
+        return advice
+
+    def _finite_rules(self, finding: Finding) -> list[str]:
+        """Return the modules that a rule must keep in fp32 for this call to be finite; none if too many."""
+        assert finding.call is not None
+        if self._policy.names_modules:
+            return []  # its rules are in force, and cannot be joined by others meanwhile
+        paths: list[str] = []
+        origin = finding.origin
+        while origin is not None and len(paths) < _MOST_RULES:
+            path = self._path(finding.call, origin)
+            if path in paths or not path:
+                return []
+            paths.append(path)
+            observation = self._observed(finding.call, self._with_rules(paths))
+            if observation is None:
+                return []
+            if observation.is_sound:
+                return paths
+            origin = observation.origin
+        return []
+
+    def _observed(self, call: RecordedCall, region: Region, factor: float = 1.0) -> Observation | None:
+        """Run a call again as a trial; None if that cannot be, or there is no time for it."""
+        if time.monotonic() > self._deadline:
+            return None
+        try:
+            with everything_restored([call.module]):
+                return observe(call, region, factor=factor)
+        except Exception:  # what cannot be tried is not advised
+            return None
+
+    def _is_sound(self, call: RecordedCall, region: Region, factor: float = 1.0) -> bool:
+        observation = self._observed(call, region, factor)
+        return observation is not None and observation.is_sound
+
+    def _with_rules(self, paths: list[str]) -> Region:
+        rules = [rule.module(path, compute="fp32") for path in paths]
+        policy = self._policy.with_rules(*rules)
+        return lambda: _TrialRegion(policy, self._formats, self._model)
+
+    def _in(self, format_: str) -> Region:
+        policy = Policy(compute=format_)
+        formats = dict.fromkeys(self._formats, torch.bfloat16)
+        return lambda: _TrialRegion(policy, formats, self._model)
+
+
+class _TrialRegion:
+    """The region of another policy around one call of a model, which follows its rules meanwhile."""
+
+    def __init__(self, policy: Policy, formats: Mapping[str, torch.dtype], model: nn.Module) -> None:
+        self._region = ModelRegion(policy, formats, lambda _: None, model=model, warns=False)
+
+    def __enter__(self) -> Any:
+        return self._region.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return self._region.__exit__(*error)
+        finally:
+            self._region.remove()
+
+
+# ---- sentences
+
+
+def _what(finding: Finding, origin: Operation) -> str:
+    format_ = format_name(origin.dtype)
+    name = "the cast to" if origin.name == "_to_copy" else f"{origin.name} in"
+    ranges = " and ".join(f"{low:.3g} to {high:.3g}" for low, high in origin.ranges)
+    text = f"{name} {format_}, of values from {ranges or 'nothing'}: {'NaN' if origin.is_nan else 'infinity'}"
+    largest = finding.in_fp32
+    if largest is not None:
+        text += f"; in fp32 up to {largest:.3g}"
+    elif origin.name == "_to_copy":
+        largest = max(map(abs, origin.ranges[0]))
+    if origin.dtype == torch.float16 and largest is not None and largest > _LARGEST_FP16:
+        text += f"; fp16 ends at {_LARGEST_FP16:.0f}"
+    return text
+
+
+def _verdict(finding: Finding) -> str:
+    if finding.verdict == "precision":
+        return "precision: in fp32 the same step is finite"
+    if finding.verdict == "model":
+        text = "model: in fp32 the same step is not finite either"
+        if finding.bad_weights:
+            text += f", as {few(finding.bad_weights)} holds NaN or infinity"
+        return text
+    if finding.verdict == "data":
+        return "data: the input holds NaN or infinity, and fp32 is not finite on it either"
+    return f"undecided: {finding.reason}"
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST_LINE:
+        return text
+    return f"{text[: _LONGEST_LINE - 3]}..."

@@ -1,0 +1,277 @@
+"""Watch operators for the first value that is not finite: which made it, in which module, on which line."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from narrowcast.casting import tensors_inside
+from narrowcast.replay._torch_internals import NO_GRAPH_TASK, TRACEBACK, current_node, graph_task_id
+
+_TORCH = str(Path(torch.__file__).parent)
+_NARROWCAST = str(Path(__file__).parents[1])
+_WHERE_REPLAYS_BEGIN = str(Path(__file__).with_name("_replay.py"))
+_STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_PATH = "narrowcast_module"  # in the metadata of a node: the path of the module that made it
+_CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+# They write infinities that somebody asked for.
+_FILLING = {"fill", "fill_", "full", "full_like", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
+
+Site = tuple[str, int]
+"""File and line."""
+
+Place = tuple[str, str, str, Site | None]
+"""Name, direction, module and line of an operator."""
+
+
+@dataclass(slots=True)
+class Operation:
+    """An operator that gave a value that is not finite.
+
+    Attributes:
+        number: in the order of execution.
+        name: of the operator, as "bmm".
+        direction: "forward" or "backward".
+        module: path of the module that it belongs to.
+        site: file and line of the user's code; None if there is none.
+        dtype: of its result.
+        ranges: the smallest and the largest finite value of each of its inputs.
+        is_nan: whether its result holds NaN, and not only infinities.
+        inputs: the operations that made those of its inputs that are not finite.
+    """
+
+    number: int
+    name: str
+    direction: str
+    module: str
+    site: Site | None
+    dtype: torch.dtype
+    ranges: list[tuple[float, float]]
+    is_nan: bool
+    inputs: list[Operation] = field(default_factory=list)
+
+    @property
+    def place(self) -> Place:
+        return (self.name, self.direction, self.module, self.site)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches operators while it is entered, and modules and autograd nodes inside ``watching``.
+
+    A value that is not finite is followed by the memory that holds it, from operator to operator, so that an
+    infinity that was meant (a mask) is told from the one that did harm.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._paths = {module: path for path, module in root.named_modules()}
+        # The modules that are running, with the backward pass in which each was called.
+        self._running: list[tuple[str, int]] = []
+        self._made: dict[int, Operation] = {}  # by the address of the memory that holds its result
+        self._count = 0
+        # The largest absolute value of the finite results of an operator in one place.
+        self.largest_results: dict[Place, float] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Know of modules and of the lines that made the nodes of graphs."""
+        with ExitStack() as stack:
+            for module in self._paths:
+                stack.callback(module.register_forward_pre_hook(self._enters).remove)
+                # A checkpoint ends what it computes again by an exception.
+                stack.callback(module.register_forward_hook(self._leaves, always_call=True).remove)
+            # Only for the stack at which each node is made; it warns that it is slow.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+            yield
+
+    def origin_of(self, tensors: Iterable[torch.Tensor]) -> Operation | None:
+        """Return the operation that made the first of the values in ``tensors`` that are not finite.
+
+        Infinities that were written on purpose count only if nothing else did; then the operation that made
+        NaN of them.
+        """
+        ends = [self._made[_address(tensor)] for tensor in tensors if _address(tensor) in self._made]
+        operations = _with_inputs(ends)
+        origins = [operation for operation in operations if not operation.inputs]
+        accidents = [operation for operation in origins if operation.name not in _FILLING]
+        if not accidents:
+            accidents = [operation for operation in operations if operation.is_nan]
+        return min(accidents or origins, key=lambda operation: operation.number, default=None)
+
+    # ---- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = _checked(tree_leaves((args, kwargs)))
+        bad_inputs = [tensor for tensor in inputs if not is_finite(tensor)]
+        ranges = list(map(_range, inputs))
+        result = func(*args, **kwargs)
+        self._count += 1
+
+        addresses = {_address(tensor) for tensor in inputs}
+        for output in _checked(tree_leaves(result)):
+            is_view = _address(output) in addresses and not func._schema.is_mutable
+            if is_view:
+                continue
+            if is_finite(output):
+                self._made.pop(_address(output), None)
+                self._note_result(func, output)
+            else:
+                self._made[_address(output)] = self._operation(func, output, bad_inputs, ranges)
+        return result
+
+    def _note_result(self, func: Any, output: torch.Tensor) -> None:
+        low, high = _range(output)
+        place = (_name_of(func), *self._place())
+        self.largest_results[place] = max(-low, high, self.largest_results.get(place, 0.0))
+
+    def _operation(
+        self,
+        func: Any,
+        output: torch.Tensor,
+        bad_inputs: list[torch.Tensor],
+        ranges: list[tuple[float, float]],
+    ) -> Operation:
+        direction, module, site = self._place()
+        operation = Operation(
+            number=self._count,
+            name=_name_of(func),
+            direction=direction,
+            module=module,
+            site=site,
+            dtype=output.dtype,
+            ranges=ranges,
+            is_nan=bool(output.isnan().any()),
+        )
+        for tensor in bad_inputs:
+            maker = self._made.get(_address(tensor))
+            if maker is not None:
+                operation.inputs.append(maker)
+        return operation
+
+    def _place(self) -> tuple[str, str, Site | None]:
+        """Return direction, module and line of the operator that runs now."""
+        task = graph_task_id()
+        # Inside a backward pass a checkpoint may compute its modules again.
+        recomputes = bool(self._running) and self._running[-1][1] == task
+        if task == NO_GRAPH_TASK or recomputes:
+            module = self._running[-1][0] if self._running else ""
+            return "forward", module, _site_of_stack()
+        node = current_node()
+        return "backward", self._module_of(node), _site_of_stack() or _site_of_node(node)
+
+    # ---- modules and nodes
+
+    def _enters(self, module: nn.Module, args: Any) -> None:
+        self._running.append((self._paths[module], graph_task_id()))
+
+    def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+        path, _ = self._running.pop()
+        nodes: list[Any] = [t.grad_fn for t in tensors_inside(output) if t.grad_fn is not None]
+        # The modules inside have marked what they made.
+        for node in nodes:  # which grows meanwhile
+            if _PATH in node.metadata:
+                continue
+            node.metadata[_PATH] = path
+            nodes += [below for below, _ in node.next_functions if below is not None]
+
+    def _module_of(self, node: Any) -> str:
+        if node is not None and _PATH in node.metadata:
+            return str(node.metadata[_PATH])
+        if self._running:
+            return self._running[-1][0]
+        return ""
+
+
+def _with_inputs(ends: Iterable[Operation]) -> list[Operation]:
+    """Return operations and all that they got a value from that is not finite."""
+    seen = {id(operation): operation for operation in ends}
+    operations = list(seen.values())
+    for operation in operations:  # which grows meanwhile
+        for maker in operation.inputs:
+            if id(maker) not in seen:
+                seen[id(maker)] = maker
+                operations.append(maker)
+    return operations
+
+
+# ---- values
+
+
+def _checked(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors whose values can be checked."""
+    tensors = []
+    for value in values:
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and value.dtype in _CHECKED and value.layout == torch.strided and not value.is_meta:
+            tensors.append(value)
+    return tensors
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach()).all())
+
+
+def _range(tensor: torch.Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest of the values that are finite; zeros if there are none."""
+    values = tensor.detach()
+    values = values[values.isfinite()]
+    if not values.numel():
+        return (0.0, 0.0)
+    low, high = values.aminmax()
+    return (float(low), float(high))
+
+
+def _name_of(func: Any) -> str:
+    return str(func._schema.name.removeprefix("aten::"))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+# ---- lines of the user's code
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_TORCH, _NARROWCAST))
+
+
+def _site_of_stack() -> Site | None:
+    """Return the innermost line of the user's code that runs now, inside of the replay."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _WHERE_REPLAYS_BEGIN:
+        if _is_users(frame.f_code.co_filename):
+            return (frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _site_of_node(node: Any) -> Site | None:
+    """Return the innermost line of the user's code that made a node, inside of the replay."""
+    if node is None:
+        return None
+    for entry in reversed(node.metadata.get(TRACEBACK, [])):
+        line = _STACK_LINE.search(entry)
+        if line is None:
+            continue
+        if line["file"] == _WHERE_REPLAYS_BEGIN:
+            return None
+        if _is_users(line["file"]):
+            return (line["file"], int(line["line"]))
+    return None
