@@ -1,4 +1,4 @@
-"""Accelerate and the Trainer of transformers with a policy on two ranks, on gloo.
+"""Accelerate and the Trainer of transformers with a policy on two ranks, on gloo, beside a Stepper on DDP.
 
 One launch runs every scenario (tests/integrations/scripts/host_ranks.py).
 """
@@ -37,6 +37,21 @@ def only(ranks):
 @pytest.mark.parametrize("host", ["accelerate", "trainer"])
 def test_bf16_ends_as_the_hosts_own_to_the_bit(host, facts):
     assert only(facts[f"{host}: bf16"])["digest"] == only(facts[f"{host}: its bf16"])["digest"]
+
+
+@pytest.mark.parametrize("how", ["accelerate: by prepare", "trainer: by mixin"])
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@pytest.mark.parametrize("case", ["clean", "infinity", "infinity in the first micro-batch"])
+def test_it_ends_as_a_stepper_on_ddp_to_the_bit(how, policy, case, facts):
+    """Weights, learning rate, loss scale and skipped steps; an infinity is on one rank alone."""
+    host, _, _ = how.partition(":")
+    ours = only(facts[f"{how}, {policy}, {case}"])
+    assert ours == only(facts[f"{host}: by Stepper, {policy}, {case}"])
+
+    skips = case != "clean"
+    assert bool(ours["skipped"]) == skips
+    if policy == "fp16":
+        assert ours["scale"] == (2.0**15 if skips else 2.0**16)
 
 
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])

@@ -1,6 +1,12 @@
-"""Training by the Trainer of transformers, and of TRL, with a policy, beside their own bf16 and a Stepper."""
+"""Training by transformers' Trainer and TRL's SFTTrainer with a policy.
 
+It is compared with their own bf16, with a Stepper, and with a loop of torch.amp.
+"""
+
+import itertools
 import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
-    default_data_collator,
     get_scheduler,
 )
 from trl import SFTConfig, SFTTrainer
@@ -34,8 +39,14 @@ pytestmark = [
 STEPS = 4
 BATCH_SIZE = 4
 WORDS = 32
+LENGTH = 8
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 RATE = 1e-2
+MAX_NORM = 0.1
+# Evaluations in between, clipping, and checkpoints of activations.
+EVERYTHING = {
+    "eval_strategy": "steps", "eval_steps": 1, "max_grad_norm": MAX_NORM, "activation_checkpointing": True
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +65,7 @@ class InOrder:
     """A Trainer whose batches come in the order of the data."""
 
     def get_train_dataloader(self):
-        loader = DataLoader(self.train_dataset, BATCH_SIZE, collate_fn=default_data_collator)
+        loader = DataLoader(self.train_dataset, BATCH_SIZE, collate_fn=self.data_collator)
         return self.accelerator.prepare(loader)
 
 
@@ -66,7 +77,11 @@ class PolicyTrainer(NarrowcastMixin, InOrder, Trainer):
     pass
 
 
-class PolicySFTTrainer(NarrowcastMixin, SFTTrainer):
+class HostSFTTrainer(InOrder, SFTTrainer):
+    pass
+
+
+class PolicySFTTrainer(NarrowcastMixin, InOrder, SFTTrainer):
     pass
 
 
@@ -87,35 +102,67 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=16, **SIZES))
 
 
+def tokenizer():
+    words = {"[PAD]": 0, "[UNK]": 1, "[EOS]": 2, **{f"w{number}": number for number in range(3, WORDS)}}
+    split = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    split.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=split, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
+    )
+
+
+class Host(NamedTuple):
+    """A trainer by itself and with the mixin, and how it is made; its models have no dropout."""
+
+    own: type[Trainer]
+    mixed: type[Trainer]
+    arguments: type[TrainingArguments]
+    make_model: Callable[[], torch.nn.Module]
+    settings: Mapping[str, Any]
+    objects: Mapping[str, Any]
+
+
+TRANSFORMERS = Host(HostTrainer, PolicyTrainer, TrainingArguments, lambda: bert(dropout=0.0), {}, {})
+TRL = Host(
+    HostSFTTrainer, PolicySFTTrainer, SFTConfig, llama, {"bf16": False}, {"processing_class": tokenizer()}
+)
+both = pytest.mark.parametrize("host", [TRANSFORMERS, TRL], ids=["Trainer", "SFTTrainer"])
+
+
 def data_for(model):
     generator = torch.Generator().manual_seed(1)
     rows = []
     for _ in range(2 * STEPS * BATCH_SIZE):
-        words = torch.randint(4, WORDS, (8,), generator=generator)
+        words = torch.randint(4, WORDS, (LENGTH,), generator=generator).tolist()
         is_language_model = isinstance(model, LlamaForCausalLM)
         rows.append({"input_ids": words, "labels": words if is_language_model else words[0] % 2})
-    return rows
+    return Dataset.from_list(rows)
 
 
-def arguments(folder, **settings):
+def made(folder, model, host, *, policy=None, **settings):
+    """A trainer of the model: with a policy, or as the host has it."""
+    forget_accelerators()
     settings = {
         "max_steps": STEPS, "per_device_train_batch_size": BATCH_SIZE, "learning_rate": RATE,
         "optim": "adamw_torch", "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
-        "disable_tqdm": True, "dataloader_pin_memory": False, **settings,
+        "disable_tqdm": True, "dataloader_pin_memory": False, **host.settings, **settings,
     }  # fmt: skip
-    return settings.pop("config", TrainingArguments)(str(folder), **settings)
-
-
-def trained(folder, model, *, policy=None, bad=None, resume=None, **settings):
-    """A trainer that has trained the model: with a policy, or in its own way."""
-    forget_accelerators()
     data = data_for(model)
+    objects = {
+        "model": model,
+        "args": host.arguments(str(folder), **settings),
+        "train_dataset": data,
+        "eval_dataset": data.select(range(BATCH_SIZE)),
+        **host.objects,
+    }
+    return host.own(**objects) if policy is None else host.mixed(**objects, policy=policy)
+
+
+def trained(folder, model, host=TRANSFORMERS, *, bad=None, resume=None, **settings):
+    """A trainer that has trained the model."""
     if bad is not None:
         plant_infinity(model, bad)
-    common = {
-        "model": model, "args": arguments(folder, **settings), "train_dataset": data, "eval_dataset": data[:4]
-    }  # fmt: skip
-    trainer = HostTrainer(**common) if policy is None else PolicyTrainer(**common, policy=policy)
+    trainer = made(folder, model, host, **settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -135,20 +182,59 @@ def weights_of(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def by_stepper(policy, *, bad=None, accumulate=1):
-    model = bert(dropout=0.0)
-    if bad is not None:
-        plant_infinity(model, bad)
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)
-    scheduler = get_scheduler("linear", optimizer, 0, STEPS)
-    stepper = nc.Stepper(model, optimizer, policy=policy, scheduler=scheduler, accumulate=accumulate)
-    loader = DataLoader(data_for(model), BATCH_SIZE, collate_fn=default_data_collator)
-    for _, batch in zip(range(STEPS * accumulate), loader, strict=False):
+class Loop:
+    """What a trainer trains with, for a loop without it; the trainer gives the batches and the loss."""
+
+    def __init__(self, folder, host, *, bad=None, accumulate=1):
+        self.model = host.make_model().train()
+        if bad is not None:
+            plant_infinity(self.model, bad)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), RATE, weight_decay=0.0)
+        self.scheduler = get_scheduler("linear", self.optimizer, 0, STEPS)
+        self._trainer = made(folder, self.model, host)
+        self._accumulate = accumulate
+
+    def batches(self):
+        loader = self._trainer.get_train_dataloader()
+        return itertools.islice(loader, STEPS * self._accumulate)
+
+    def loss(self, batch):
+        """The mean over the micro-batch."""
+        # The labels in all micro-batches of a step, without the first one of each row. The trainer leaves it
+        # to the model to divide by this number.
+        labels = self._accumulate * BATCH_SIZE * (LENGTH - 1)
+        return self._accumulate * self._trainer.compute_loss(self.model, batch, num_items_in_batch=labels)
+
+
+def by_stepper(folder, policy, host, *, bad=None, accumulate=1):
+    loop = Loop(folder, host, bad=bad, accumulate=accumulate)
+    stepper = nc.Stepper(
+        loop.model, loop.optimizer, policy=policy, scheduler=loop.scheduler, accumulate=accumulate
+    )
+    for batch in loop.batches():
         with stepper.autocast():
-            loss = model(**batch).loss
-        # A Trainer does not divide the loss of a model that takes the number of items in a batch.
-        stepper.step(loss * accumulate)
-    return weights_of(model), scheduler.get_last_lr()
+            loss = loop.loss(batch)
+        stepper.step(loss)
+    return weights_of(loop.model), loop.scheduler.get_last_lr()
+
+
+def by_torch(folder, host, *, bad=None):
+    """Train in fp16 by torch.amp, which unscales, clips and steps."""
+    loop = Loop(folder, host, bad=bad)
+    scaler = torch.amp.GradScaler("cpu")
+    for batch in loop.batches():
+        with torch.autocast("cpu", torch.float16):
+            loss = loop.loss(batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(loop.optimizer)
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), MAX_NORM)
+        scaler.step(loop.optimizer)
+        scale = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() == scale:
+            loop.scheduler.step()
+        loop.optimizer.zero_grad()
+    return weights_of(loop.model), loop.scheduler.get_last_lr()
 
 
 def logged(trainer, name):
@@ -158,37 +244,48 @@ def logged(trainer, name):
 # ---- the same numbers
 
 
-@pytest.mark.parametrize("make", [bert, llama])
-def test_bf16_ends_as_the_trainers_own_to_the_bit(make, tmp_path):
-    # Evaluations in between, clipping, and checkpoints of activations.
-    settings = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "max_grad_norm": 0.1,
-        "activation_checkpointing": True,
-    }
-    host = trained(tmp_path, make(), bf16=True, **settings)
-    ours = trained(tmp_path, make(), policy="bf16", **settings)
-    assert torch.equal(weights_of(ours.model), weights_of(host.model))
+@pytest.mark.parametrize(
+    ("host", "make"),
+    [(TRANSFORMERS, bert), (TRANSFORMERS, llama), (TRL, llama)],
+    ids=["Trainer, Bert", "Trainer, Llama", "SFTTrainer"],
+)
+def test_bf16_ends_as_the_trainers_own_to_the_bit(host, make, tmp_path):
+    own = trained(tmp_path, make(), host, bf16=True, **EVERYTHING)
+    ours = trained(tmp_path, make(), host, policy="bf16", **EVERYTHING)
+    assert torch.equal(weights_of(ours.model), weights_of(own.model))
     for name in ("loss", "grad_norm", "eval_loss", "learning_rate"):
-        assert logged(ours, name) == logged(host, name)
+        assert logged(ours, name) == logged(own, name)
         assert len(logged(ours, name)) == STEPS
 
 
+@both
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("bad", [None, 1])
-def test_it_ends_as_a_stepper_to_the_bit(policy, bad, tmp_path):
-    trainer = trained(tmp_path, bert(dropout=0.0), policy=policy, bad=bad, max_grad_norm=0.0)
-    weights, rates = by_stepper(policy, bad=bad)
+def test_it_ends_as_a_stepper_to_the_bit(host, policy, bad, tmp_path):
+    trainer = trained(tmp_path, host.make_model(), host, policy=policy, bad=bad, max_grad_norm=0.0)
+    weights, rates = by_stepper(tmp_path, policy, host, bad=bad)
     assert torch.equal(weights_of(trainer.model), weights)
     assert trainer.lr_scheduler.get_last_lr() == rates * 2  # of the parameters with weight decay, and without
 
 
+@both
+@pytest.mark.parametrize("bad", [None, 1])
+def test_fp16_ends_as_torch_amp_with_clipping_to_the_bit(host, bad, tmp_path):
+    trainer = trained(tmp_path, host.make_model(), host, policy="fp16", bad=bad, **EVERYTHING)
+    weights, rates = by_torch(tmp_path, host, bad=bad)
+    assert torch.equal(weights_of(trainer.model), weights)
+    assert trainer.lr_scheduler.get_last_lr() == rates * 2
+    assert [math.isfinite(loss) for loss in logged(trainer, "eval_loss")] == [True] * STEPS
+    # All were clipped; that of the skipped step may be NaN.
+    assert not any(norm <= MAX_NORM for norm in logged(trainer, "grad_norm"))
+
+
+@both
 @pytest.mark.parametrize("bad", [2, 3], ids=["first", "second"])
-def test_an_infinity_in_either_micro_batch_skips_the_step(bad, tmp_path):
+def test_an_infinity_in_either_micro_batch_skips_the_step(host, bad, tmp_path):
     settings = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
-    trainer = trained(tmp_path, bert(dropout=0.0), policy="fp16", bad=bad, **settings)
-    weights, _ = by_stepper("fp16", bad=bad, accumulate=2)
+    trainer = trained(tmp_path, host.make_model(), host, policy="fp16", bad=bad, **settings)
+    weights, _ = by_stepper(tmp_path, "fp16", host, bad=bad, accumulate=2)
     assert torch.equal(weights_of(trainer.model), weights)
     assert logged(trainer, "skipped_steps") == [0, 1, 1, 1]
 
@@ -201,8 +298,9 @@ def test_fused_clipping_ends_as_unfused_in_fp16(tmp_path):
     torch.testing.assert_close(weights_of(fused.model), weights_of(one.model), rtol=0, atol=1e-3 * RATE)
 
 
-def test_the_log_has_scale_skips_and_norm(tmp_path):
-    trainer = trained(tmp_path, bert(), policy="fp16", bad=1)
+@both
+def test_the_log_has_scale_skips_and_norm(host, tmp_path):
+    trainer = trained(tmp_path, host.make_model(), host, policy="fp16", bad=1)
     assert logged(trainer, "loss_scale") == [2.0**16, *[2.0**15] * (STEPS - 1)]
     assert logged(trainer, "skipped_steps") == [0, *[1] * (STEPS - 1)]
     norms = logged(trainer, "grad_norm")
@@ -213,11 +311,14 @@ def test_the_log_has_scale_skips_and_norm(tmp_path):
     assert rates[1] == rates[2]
 
 
+@pytest.mark.parametrize(
+    ("host", "make"), [(TRANSFORMERS, bert), (TRL, llama)], ids=["Trainer", "SFTTrainer"]
+)
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_it_resumes_to_the_bit_after_a_skip(policy, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 2}
-    whole = trained(tmp_path, bert(), policy=policy, bad=0, **settings)
-    resumed = trained(tmp_path, bert(), policy=policy, resume=str(tmp_path / "checkpoint-2"), **settings)
+def test_it_resumes_to_the_bit_after_a_skip(host, make, policy, tmp_path):
+    settings = {"policy": policy, "save_strategy": "steps", "save_steps": 2}
+    whole = trained(tmp_path, make(), host, bad=0, **settings)
+    resumed = trained(tmp_path, make(), host, resume=str(tmp_path / "checkpoint-2"), **settings)
     assert torch.equal(weights_of(resumed.model), weights_of(whole.model))
     assert resumed.accelerator.scaler.get_scale() == whole.accelerator.scaler.get_scale()
     assert resumed.lr_scheduler.get_last_lr() == whole.lr_scheduler.get_last_lr()
@@ -238,43 +339,8 @@ def test_what_compute_loss_computes_itself_follows_the_policy(tmp_path):
             formats.add((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
             return super().compute_loss(*args, **kwargs)
 
-    model = bert()
-    trainer = Matmul(model, arguments(tmp_path), train_dataset=data_for(model), policy="bf16")
-    trainer.train()
+    trained(tmp_path, bert(), TRANSFORMERS._replace(mixed=Matmul), policy="bf16")
     assert formats == {torch.bfloat16}
-
-
-# ---- TRL
-
-
-def tokenizer():
-    words = {"[PAD]": 0, "[UNK]": 1, "[EOS]": 2, **{f"w{number}": number for number in range(3, WORDS)}}
-    split = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    split.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=split, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
-    )
-
-
-def trained_by_trl(folder, policy=None, **settings):
-    forget_accelerators()
-    texts = [" ".join(f"w{3 + (row + place) % 20}" for place in range(8)) for row in range(32)]
-    common = {
-        "model": llama(),
-        "args": arguments(folder, config=SFTConfig, dataset_num_proc=None, **settings),
-        "train_dataset": Dataset.from_dict({"text": texts}),
-        "processing_class": tokenizer(),
-    }
-    trainer = SFTTrainer(**common) if policy is None else PolicySFTTrainer(**common, policy=policy)
-    trainer.train()
-    return trainer
-
-
-def test_trl_ends_as_its_own_bf16_to_the_bit(tmp_path):
-    host = trained_by_trl(tmp_path)
-    ours = trained_by_trl(tmp_path, policy="bf16", bf16=False)
-    assert torch.equal(weights_of(ours.model), weights_of(host.model))
-    assert logged(ours, "loss") == logged(host, "loss")
 
 
 # ---- misuse
@@ -288,7 +354,7 @@ def test_the_switches_of_the_host_are_refused_by_name(switch, tmp_path):
 
 def test_the_default_of_trl_is_refused_by_name(tmp_path):
     with pytest.raises(SettingError, match="write bf16=False in SFTConfig"):
-        trained_by_trl(tmp_path, policy="bf16")
+        trained(tmp_path, llama(), TRL._replace(settings={}), policy="bf16")
 
 
 def test_a_model_in_bf16_is_refused(tmp_path):
