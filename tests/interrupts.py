@@ -61,7 +61,7 @@ class Alarm:
     Python runs the handler of a signal between two of its instructions. So the instants are those of a real
     Ctrl-C: after the call of a C function, at the start of a Python function, or at the end of a loop's body.
     But it waits for lines that open and close regions, whose ``finally`` an interrupt would end. It waits
-    twice as long each time: on a slow machine a wait of one length can end inside this handler each time.
+    twice as long each time, since on a slow machine a wait of one length can always end inside this handler.
 
     Attributes:
         where: when it was delivered, and the lines that were running; None if it was not.

@@ -461,7 +461,11 @@ def test_a_model_that_was_not_prepared_is_refused():
 def test_a_module_that_is_replaced_follows_the_policy():
     accelerator, model, optimizer = prepared(fp32_outputs=False)
     model.down = nn.Linear(32, 1)
-    train(accelerator, model, optimizer)
+    for x, targets in batches():
+        # In fp32: mse_loss of two formats has no backward pass in torch 2.11.
+        accelerator.backward(F.mse_loss(model(x)["outputs"].float(), targets))
+        optimizer.step()
+        optimizer.zero_grad()
     assert model(torch.ones(2, 8))["outputs"].dtype == torch.bfloat16
 
 

@@ -29,11 +29,15 @@ def story_of(fault: Fault) -> str:
     loss_scale = Off() if fault.policy == "bf16" else Static(scale=fault.scale)
     scaler = nc.GradScaler("cpu", loss_scale=loss_scale)
     stepper = nc.Stepper(model, optimizer, fault.policy, accumulate=len(batches), scaler=scaler)
-    for batch in batches:
-        with stepper.autocast():
-            loss = fault.call(model, batch).float().mean()
-        result = stepper.step(loss)
-    assert result.skipped
+    # What shows in the backward pass alone is told at the second skip.
+    in_backward = fault.direction == "backward" or fault.kind == "hidden"
+    for _ in range(2 if in_backward else 1):
+        assert not stepper.skip_stories
+        for batch in batches:
+            with stepper.autocast():
+                loss = fault.call(model, batch).float().mean()
+            result = stepper.step(loss)
+        assert result.skipped
     (story,) = stepper.skip_stories
     return story
 
@@ -74,13 +78,16 @@ def advice_in(story: str) -> list[str]:
     return [line.removeprefix("  try      ") for line in story.splitlines() if line.startswith("  try ")]
 
 
-def step_under(fault: Fault, policy: nc.Policy | str, scale: float) -> bool:
-    """Return whether a step of a faulty model is taken under another policy or loss scale."""
+def is_finite_under(fault: Fault, policy: nc.Policy | str, scale: float, *, whole: bool) -> bool:
+    """Return whether a step is finite under another policy or loss scale: ``whole``, or its forward pass."""
     model = fault.model()
     scaler = nc.GradScaler("cpu", loss_scale=Static(scale=scale))
     stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), lr=1e-3), policy, scaler=scaler)
     with stepper.autocast():
-        loss = fault.call(model, fault.batches()[0]).float().mean()
+        output = fault.call(model, fault.batches()[0])
+        loss = output.float().mean()
+    if not whole:
+        return bool(output.isfinite().all())
     return not stepper.step(loss).skipped
 
 
@@ -90,7 +97,7 @@ ONE_CALL = [name for name in WITH_ADVICE if FAULTS[name].kind not in ("two", "su
 
 
 @pytest.mark.parametrize("name", ONE_CALL)
-def test_the_step_is_taken_under_what_is_advised(name):
+def test_what_is_advised_makes_finite_what_it_says(name):
     fault = FAULTS[name]
     for advice in advice_in(story_of(fault)):
         policy: nc.Policy | str = fault.policy
@@ -105,4 +112,4 @@ def test_the_step_is_taken_under_what_is_advised(name):
             scale = float(re.search(r"a loss scale of (\S+);", advice)[1])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert step_under(fault, policy, scale), advice
+            assert is_finite_under(fault, policy, scale, whole="this call of Net" in advice), advice

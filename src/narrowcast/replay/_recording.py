@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,52 +15,76 @@ from narrowcast.casting import tensors_inside
 MOST_BYTES = 64 * 2**20
 """Of the inputs and arriving gradients that are held for one step."""
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_MODULES: str = nn.Module.__call__.__code__.co_filename
+
+
+RandomState = tuple[torch.Tensor, torch.device | None, torch.Tensor | None]
+"""Of torch's generator on the CPU, and of that on the device of the inputs if it is another."""
 
 
 class RecordedCall:
     """One outermost call of a module.
 
     Attributes:
-        random_state: of torch's generators before the call: the CPU's, and those of the devices in use.
-        versions: of the tensors among ``args`` and the values of ``kwargs``, to see whether they changed.
+        random_state: before the call.
+        inputs: the tensors among the arguments, those inside of containers left out.
+        versions: of the inputs, to see whether they changed.
         arrived: the gradient that arrived at each output that needs one; None: none did.
         site: file and line that made the call.
     """
 
-    __slots__ = ("args", "arrived", "kwargs", "module", "random_state", "site", "versions")
+    __slots__ = ("args", "arrived", "inputs", "kwargs", "module", "random_state", "site", "versions")
 
-    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random_state: RandomState
+    ) -> None:
         self.module = module
         self.args = args
         self.kwargs = kwargs
-        self.random_state = torch.get_rng_state()
-        self.versions: list[int] = []
+        self.random_state = random_state
         self.arrived: list[torch.Tensor | None] = []
         self.site = _call_site()
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors among the arguments, those inside of containers left out."""
-        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor)]
+        self.inputs: list[torch.Tensor] = []
+        self.versions: list[int] = []
+        has_graph = False
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, torch.Tensor):
+                self.inputs.append(value)
+                self.versions.append(value._version)
+                if value.grad_fn is not None:
+                    has_graph = True
+        if has_graph:
+            self._let_go_of_graphs()
+
+    def _let_go_of_graphs(self) -> None:
+        """Hold inputs without the graphs that made them, which would keep all that they saved."""
+        self.args = tuple(map(_without_graph, self.args))
+        self.kwargs = {name: _without_graph(value) for name, value in self.kwargs.items()}
+        self.inputs = [_without_graph(tensor) for tensor in self.inputs]
 
     def changed(self) -> bool:
         """Return whether an input was written to since the call."""
-        return self.versions != [tensor._version for tensor in self.tensors()]
+        return self.versions != [tensor._version for tensor in self.inputs]
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """The calls of one step, in their order; none if it had more than can be held."""
+class RecordedStep(NamedTuple):
+    """The calls of one step, in their order; none if it had more than can be held.
+
+    ``has_gradients`` says whether the gradients that arrived at their outputs were held too.
+    """
 
     calls: list[RecordedCall]
     is_past_limit: bool
+    has_gradients: bool
 
 
 class Recording:
     """Holds what one step needs to be run again, by reference, until ``take`` or ``clear``.
 
     It stands as hooks before and after the call of each module that ``watch`` is given. Nothing is copied,
-    and no operator runs.
+    and no operator runs. The gradients that arrive at outputs are held only once somebody has asked for them,
+    as a hook in each backward pass takes longer than all the rest.
 
     Attributes:
         paused: record nothing, while a step is run again.
@@ -72,19 +94,26 @@ class Recording:
         self.paused = False
         self._calls: list[RecordedCall] = []
         self._is_past_limit = False
+        self._steps_with_gradients = 0  # that are still to come
         self._bytes = 0
-        self._pending: RecordedCall | None = None
+        self._begun: tuple[nn.Module, RandomState] | None = None
 
     def watch(self, module: nn.Module) -> list[RemovableHandle]:
         """Record the calls of ``module`` until the handles are removed."""
         return [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after),
+            module.register_forward_pre_hook(self._before),
+            module.register_forward_hook(self._after, with_kwargs=True),
         ]
+
+    def hold_gradients(self, steps: int) -> None:
+        """Hold the gradients that arrive at the outputs too, in so many steps from now on."""
+        self._steps_with_gradients = steps
 
     def take(self) -> RecordedStep:
         """Return the calls with gradients since the last time, and let go of them."""
-        step = RecordedStep(self._calls, self._is_past_limit)
+        step = RecordedStep(self._calls, self._is_past_limit, self._steps_with_gradients > 0)
+        if self._steps_with_gradients:
+            self._steps_with_gradients -= 1
         self.clear()
         return step
 
@@ -93,35 +122,45 @@ class Recording:
         self._calls = []
         self._is_past_limit = False
         self._bytes = 0
-        self._pending = None
+        self._begun = None
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self.paused or not torch.is_grad_enabled():
             return
-        self._pending = RecordedCall(module, args, kwargs)
+        self._begun = (module, random_state_on(args))
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._begun is None:
             return
-        call = self._pending
-        self._pending = None
-        # A call that raised leaves another's record, or none.
-        if call is None or call.module is not module or self._is_past_limit:
+        begun, random_state = self._begun
+        self._begun = None
+        # A call that raised leaves another's beginning, or none.
+        if begun is not module or self._is_past_limit:
             return
-        _let_go_of_graphs(call)
-        for tensor in call.tensors():
-            call.versions.append(tensor._version)
-            self._hold(tensor)
-        outputs = [output] if isinstance(output, torch.Tensor) else tensors_inside(output)
-        for tensor in outputs:
-            if tensor.requires_grad:
-                arrive = functools.partial(self._arrive, call, len(call.arrived))
-                call.arrived.append(None)
-                tensor.register_hook(arrive)  # type: ignore[no-untyped-call]
+        call = RecordedCall(module, args, kwargs, random_state)
         self._calls.append(call)
+        for tensor in call.inputs:
+            self._hold(tensor)
+        if self._steps_with_gradients:
+            self._hold_arriving(call, output)
 
-    def _arrive(self, call: RecordedCall, index: int, gradient: torch.Tensor) -> None:
-        if self.paused or self._is_past_limit:
+    def _hold_arriving(self, call: RecordedCall, output: Any) -> None:
+        """Hold the gradients that will arrive at the outputs of a call."""
+        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_inside(output)
+        for tensor in outputs:
+            node = tensor.grad_fn
+            if node is not None:
+                # A hook of the node takes a third of the time that one of the tensor takes.
+                node.register_prehook(
+                    functools.partial(self._arrive, call, len(call.arrived), tensor.output_nr)
+                )
+                call.arrived.append(None)
+
+    def _arrive(
+        self, call: RecordedCall, index: int, output_nr: int, gradients: tuple[torch.Tensor | None, ...]
+    ) -> None:
+        gradient = gradients[output_nr]
+        if gradient is None or self.paused or self._is_past_limit:
             return
         call.arrived[index] = gradient
         self._hold(gradient)
@@ -155,18 +194,6 @@ def _recording_of_a_copy() -> Recording:
     return recording
 
 
-def _let_go_of_graphs(call: RecordedCall) -> None:
-    """Hold inputs without the graph that made them, which would keep all that it saved."""
-    for value in call.args:
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            call.args = tuple(map(_without_graph, call.args))
-            break
-    for value in call.kwargs.values():
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            call.kwargs = {name: _without_graph(value) for name, value in call.kwargs.items()}
-            break
-
-
 def _without_graph(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
@@ -174,10 +201,24 @@ def _without_graph(value: Any) -> Any:
 
 
 def _call_site() -> tuple[str, int]:
-    """Return file and line of the innermost code that belongs to neither torch nor narrowcast."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back  # type: ignore[assignment]
-    if frame is None:
-        return ("", 0)
+    """Return file and line of the code that called the module."""
+    frame = sys._getframe(3)  # of the hook's caller, in torch
+    while frame.f_code.co_filename == _MODULES and frame.f_back is not None:
+        frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno)
+
+
+def random_state_on(args: tuple[Any, ...]) -> RandomState:
+    """Return the state of the CPU's generator, and of that on the device of the first argument."""
+    cpu = torch.default_generator.get_state()
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
+        device = args[0].device
+        return (cpu, device, torch.cuda.get_rng_state(device))
+    return (cpu, None, None)
+
+
+def set_random_state(state: RandomState) -> None:
+    cpu, device, on_device = state
+    torch.default_generator.set_state(cpu)
+    if device is not None and on_device is not None:
+        torch.cuda.set_rng_state(on_device, device)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowcast.casting import drop_casts, tensors_inside
 from narrowcast.machine import first_line
 from narrowcast.replay._random_states import random_states, set_random_states
-from narrowcast.replay._recording import RecordedCall, RecordedStep
+from narrowcast.replay._recording import RecordedCall, RecordedStep, set_random_state
 from narrowcast.replay._watch import Operation, Place, Watch, is_finite
 
 LONGEST_S = 60.0
@@ -59,8 +59,10 @@ class Finding:
     """Where a step went wrong.
 
     Attributes:
-        verdict: "precision" (in fp32 it is finite), "model" (it is not), "data" or "undecided".
+        verdict: "precision" (in fp32 it is finite), "model" (it is not), "data" or "undecided";
+            "backward" if the forward passes are finite and no gradients were held.
         call: the call in which it did; None if that is not known.
+        outputs_are_finite: whether the call's outputs were finite, so that only its backward pass went wrong.
         origin: the operation that made the first value that is not finite.
         in_fp32: for the verdict "precision", the largest absolute result of that operator in fp32, if known.
         samples: the samples of the batch that are not finite, for the verdict "data".
@@ -70,6 +72,7 @@ class Finding:
 
     verdict: str
     call: RecordedCall | None = None
+    outputs_are_finite: bool = False
     origin: Operation | None = None
     in_fp32: float | None = None
     samples: tuple[int, ...] = ()
@@ -89,7 +92,7 @@ def find_origin(step: RecordedStep, region: Region, *, can_run_in_fp32: bool) ->
     deadline = time.monotonic() + LONGEST_S
     try:
         with everything_restored([call.module for call in step.calls]):
-            return _find_origin(step.calls, region, deadline, can_run_in_fp32)
+            return _find_origin(step, region, deadline, can_run_in_fp32)
     except ReplayError as reason:
         return _undecided(str(reason))
     except torch.OutOfMemoryError:
@@ -102,25 +105,25 @@ def _undecided(reason: str) -> Finding:
     return Finding("undecided", reason=reason)
 
 
-def _find_origin(
-    calls: Sequence[RecordedCall], region: Region, deadline: float, can_run_in_fp32: bool
-) -> Finding:
-    def in_time(call: RecordedCall, its_region: Region | None) -> Observation:
+def _find_origin(step: RecordedStep, region: Region, deadline: float, can_run_in_fp32: bool) -> Finding:
+    def in_time(call: RecordedCall, its_region: Region | None, *, backward: bool) -> Observation:
         if time.monotonic() > deadline:
             raise ReplayError(f"running the step again took more than {LONGEST_S:.0f} s")
-        return observe(call, its_region)
+        return observe(call, its_region, backward=backward)
 
     # The forward passes first, in their order: what is not finite there goes into all that follows.
     observations: list[tuple[RecordedCall, Observation]] = []
     at_fault = None
-    for call in calls:
-        observation = in_time(call, region)
+    for call in step.calls:
+        observation = in_time(call, region, backward=step.has_gradients)
         observations.append((call, observation))
         if not observation.finite_outputs:
             at_fault = call, observation
             break
-    else:
-        # Then the backward passes, in theirs.
+    # Then the backward passes, in theirs.
+    if at_fault is None and not step.has_gradients:
+        return Finding("backward")
+    if at_fault is None:
         for call, observation in reversed(observations):
             if observation.finite_arrivals and not observation.finite_gradients:
                 at_fault = call, observation
@@ -137,24 +140,27 @@ def _find_origin(
         )
 
     call, observation = at_fault
+    only_backward = observation.finite_outputs
     if not can_run_in_fp32:
-        return Finding("undecided", call, observation.origin, reason="the weights are not kept in fp32")
-    in_fp32 = in_time(call, None)
+        reason = "the weights are not kept in fp32"
+        return Finding("undecided", call, only_backward, observation.origin, reason=reason)
+    # What arrived at outputs that are not finite says nothing of fp32.
+    in_fp32 = in_time(call, None, backward=only_backward)
     if in_fp32.is_sound:
         result = None
         if observation.origin is not None:
             result = in_fp32.largest_results.get(observation.origin.place)
-        return Finding("precision", call, observation.origin, in_fp32=result)
+        return Finding("precision", call, only_backward, observation.origin, in_fp32=result)
     if not observation.finite_inputs:
-        return Finding("data", call, in_fp32.origin, samples=_bad_samples(call))
+        return Finding("data", call, only_backward, in_fp32.origin, samples=_bad_samples(call))
     named = call.module.named_parameters()
     bad_weights = tuple(name for name, parameter in named if not is_finite(parameter))
-    return Finding("model", call, in_fp32.origin, bad_weights=bad_weights)
+    return Finding("model", call, only_backward, in_fp32.origin, bad_weights=bad_weights)
 
 
 def _bad_samples(call: RecordedCall) -> tuple[int, ...]:
     samples: set[int] = set()
-    for tensor in call.tensors():
+    for tensor in call.inputs:
         if tensor.is_floating_point() and tensor.dim():
             flags = tensor.detach().isfinite().reshape(len(tensor), -1).all(1)
             samples.update((~flags).nonzero().flatten().tolist())
@@ -164,12 +170,13 @@ def _bad_samples(call: RecordedCall) -> tuple[int, ...]:
 # ---- one call
 
 
-def observe(call: RecordedCall, region: Region | None, *, factor: float = 1.0) -> Observation:
-    """Run a call again in ``region``, forward and backward from the gradients that arrived.
+def observe(call: RecordedCall, region: Region | None, *, backward: bool, factor: float = 1.0) -> Observation:
+    """Run a call again in ``region``.
 
     Args:
         call: a recorded call.
         region: opens the region to run it in; None: in fp32, with inputs in a low format cast to it.
+        backward: also run the backward pass, from the gradients that arrived.
         factor: the gradients that arrived are multiplied by it, as by another loss scale.
     """
     if call.changed():
@@ -183,7 +190,7 @@ def observe(call: RecordedCall, region: Region | None, *, factor: float = 1.0) -
     leaves: list[torch.Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     leaves += [tensor for tensor in inputs if tensor.requires_grad]
 
-    torch.set_rng_state(call.random_state)
+    set_random_state(call.random_state)
     watch = Watch(module)
     with ExitStack() as stack:
         stack.callback(drop_casts)
@@ -195,11 +202,11 @@ def observe(call: RecordedCall, region: Region | None, *, factor: float = 1.0) -
         with region() if region is not None else contextlib.nullcontext():
             output = module(*args, **kwargs)
         outputs = tensors_inside(output)
-        differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+        differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
         arrived: list[torch.Tensor] = []
         ends: list[torch.Tensor] = []
         for tensor, gradient in zip(differentiable, call.arrived, strict=False):
-            if gradient is not None:
+            if backward and gradient is not None:
                 ends.append(tensor)
                 arrived.append(gradient.to(tensor.dtype) * factor)
         gradients: list[torch.Tensor] = []

@@ -54,6 +54,7 @@ class SkipStories:
         self._policy = policy
         self._formats = formats
         self._kinds: set[tuple[str, ...]] = set()
+        self._replays = 0
         self._told_of_scale = False
         self._deadline = 0.0
 
@@ -66,7 +67,7 @@ class SkipStories:
         scale: float,
         lower_scale: float,
         names: tuple[str, ...],
-    ) -> None:
+    ) -> bool:
         """Run a skipped step again, and tell where it went wrong, if no step of its kind was run again.
 
         Args:
@@ -76,38 +77,46 @@ class SkipStories:
             scale: its loss scale.
             lower_scale: the loss scale that it has fallen to; ``scale`` if it stays.
             names: the parameters whose gradients are not finite. They are the kind of the skip.
+
+        Returns:
+            Whether it arose in the backward pass, so that the next such step needs its gradients too.
         """
-        if names in self._kinds or len(self._kinds) == _MOST_REPLAYS:
-            return
-        self._kinds.add(names)
+        if names in self._kinds or self._replays == _MOST_REPLAYS:
+            return False
+        self._replays += 1
         self._deadline = time.monotonic() + LONGEST_S
 
-        finding = find_origin(step, region, can_run_in_fp32=not self._policy.holds_low_weights)
-        if finding.call is None and dist.is_initialized():
-            return  # this rank has nothing to tell: another rank's gradients are not finite
-        finite_scale = None
-        if finding.verdict == "precision" and finding.origin and finding.origin.direction == "backward":
-            finite_scale = self._finite_scale(finding, region, scale)
         head = f"step {number} was skipped"
         if scale != 1.0:
             head += f" at a loss scale of {scale:g}"
 
+        finding = find_origin(step, region, can_run_in_fp32=not self._policy.holds_low_weights)
+        if finding.verdict == "backward":
+            _LOG.info("narrowcast: %s; its forward pass is finite, the next such step is watched", head)
+            return True
+        self._kinds.add(names)
+        if finding.call is None and dist.is_initialized():
+            return False  # this rank has nothing to tell: another rank's gradients are not finite
+        finite_scale = None
+        if finding.verdict == "precision" and finding.origin and finding.origin.direction == "backward":
+            finite_scale = self._finite_scale(finding, region, scale)
         # A dynamic scale is found by trying: an overflow on the way is no fault.
         if finite_scale is not None and lower_scale < scale:
             if not self._told_of_scale:
                 self._told_of_scale = True
+                where = self._module(finding, finding.origin)
                 self._say(
-                    f"{head}: the gradients of {self._module(finding, finding.origin)} overflow there, and at "
-                    f"{finite_scale:g} they do not. The scale falls by itself; further such steps are only "
-                    "counted"
+                    f"{head}: the gradients of {where} overflow there, and at {finite_scale:g} they do not. "
+                    "The scale falls by itself; further such steps are only counted"
                 )
-            return
+            return False
 
         lines = [f"{head}. Run again, it shows:"]
         lines += self._where(finding)
         lines.append(f"  verdict  {_verdict(finding)}")
         lines += [f"  try      {advice}" for advice in self._advice(finding, region, finite_scale)]
         self._say("\n".join(lines))
+        return False
 
     def _say(self, text: str) -> None:
         self.told.append(text)
@@ -126,7 +135,7 @@ class SkipStories:
         site = origin.site
         if site is None and origin.direction == "forward" and finding.call is not None:
             site = finding.call.site
-        if site is not None and site[0]:
+        if site is not None:
             file, line = site
             text = linecache.getline(file, line).strip()
             where += f", {Path(file).name}:{line}: {_shortened(text)}"
@@ -156,18 +165,17 @@ class SkipStories:
 
     def _finite_scale(self, finding: Finding, region: Region, scale: float) -> float | None:
         """Return the first of some lower loss scales at which the backward pass is finite."""
-        assert finding.call is not None
         for factor in _LOWER_SCALES:
             if scale * factor < 1.0:
                 break
-            if self._is_sound(finding.call, region, factor):
+            if self._is_sound(finding, region, factor):
                 return scale * factor
         return None
 
     def _advice(self, finding: Finding, region: Region, finite_scale: float | None) -> list[str]:
         if finding.verdict != "precision" or finding.call is None:
             return []
-        finite = f"with it, this call of {self._module(finding, None)} is finite"
+        finite = f"with it, {_pass(finding)} of {self._module(finding, None)} is finite"
         advice = []
         if finite_scale is not None:
             advice.append(f"a loss scale of {finite_scale:g}; {finite}")
@@ -175,7 +183,7 @@ class SkipStories:
         if rules:
             text = ", ".join(f'nc.rule.module("{path}", compute="fp32")' for path in rules)
             advice.append(f"{text}; {finite}")
-        if torch.float16 in self._formats.values() and self._is_sound(finding.call, self._in("bf16")):
+        if torch.float16 in self._formats.values() and self._is_sound(finding, self._in("bf16")):
             advice.append(f'policy="bf16"; {finite}, and how well it trains was not tried')
         return advice
 
@@ -191,7 +199,7 @@ class SkipStories:
             if path in paths or not path:
                 return []
             paths.append(path)
-            observation = self._observed(finding.call, self._with_rules(paths))
+            observation = self._observed(finding, self._with_rules(paths))
             if observation is None:
                 return []
             if observation.is_sound:
@@ -199,18 +207,18 @@ class SkipStories:
             origin = observation.origin
         return []
 
-    def _observed(self, call: RecordedCall, region: Region, factor: float = 1.0) -> Observation | None:
-        """Run a call again as a trial; None if that cannot be, or there is no time for it."""
-        if time.monotonic() > self._deadline:
+    def _observed(self, finding: Finding, region: Region, factor: float = 1.0) -> Observation | None:
+        """Run the call at fault again as a trial; None if that cannot be, or there is no time for it."""
+        if finding.call is None or time.monotonic() > self._deadline:
             return None
         try:
-            with everything_restored([call.module]):
-                return observe(call, region, factor=factor)
+            with everything_restored([finding.call.module]):
+                return observe(finding.call, region, backward=finding.outputs_are_finite, factor=factor)
         except Exception:  # what cannot be tried is not advised
             return None
 
-    def _is_sound(self, call: RecordedCall, region: Region, factor: float = 1.0) -> bool:
-        observation = self._observed(call, region, factor)
+    def _is_sound(self, finding: Finding, region: Region, factor: float = 1.0) -> bool:
+        observation = self._observed(finding, region, factor)
         return observation is not None and observation.is_sound
 
     def _with_rules(self, paths: list[str]) -> Region:
@@ -260,15 +268,20 @@ def _what(finding: Finding, origin: Operation) -> str:
 
 def _verdict(finding: Finding) -> str:
     if finding.verdict == "precision":
-        return "precision: in fp32 the same step is finite"
+        return f"precision: in fp32 {_pass(finding)} is finite"
     if finding.verdict == "model":
-        text = "model: in fp32 the same step is not finite either"
+        text = f"model: in fp32 {_pass(finding)} is not finite either"
         if finding.bad_weights:
             text += f", as {few(finding.bad_weights)} holds NaN or infinity"
         return text
     if finding.verdict == "data":
         return "data: the input holds NaN or infinity, and fp32 is not finite on it either"
     return f"undecided: {finding.reason}"
+
+
+def _pass(finding: Finding) -> str:
+    """Return what of the call was run again in fp32."""
+    return "this call" if finding.outputs_are_finite else "the forward pass"
 
 
 def _shortened(text: str) -> str:

@@ -45,6 +45,9 @@ from narrowcast.training._statistics import Statistics
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
+_STEPS_WITH_GRADIENTS = 1000
+"""After a skip that arose in the backward pass, in which another one can be run again whole."""
+
 
 class Stepper:
     """Do a whole mixed-precision training step in two lines::
@@ -470,7 +473,7 @@ class Stepper:
         """Run a skipped step again, and tell where its first infinity or NaN arose."""
         self._recording.paused = True
         try:
-            self._skip_stories.tell(
+            arose_in_backward = self._skip_stories.tell(
                 recorded,
                 lambda: self._region,
                 number=self.steps,
@@ -480,6 +483,8 @@ class Stepper:
             )
         finally:
             self._recording.paused = False
+        if arose_in_backward:
+            self._recording.hold_gradients(_STEPS_WITH_GRADIENTS)
 
     def _discard(self, groups: Iterable[OptimizerGroup]) -> None:
         for group in groups:
