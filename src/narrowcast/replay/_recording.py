@@ -183,7 +183,8 @@ def called_modules(model: nn.Module) -> list[nn.Module]:
     """
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return []
-    if type(model).forward is not nn.Module.forward:
+    # A compiled model has its forward as an attribute.
+    if getattr(model.forward, "__func__", None) is not nn.Module.forward:
         return [model]
     return [module for child in model.children() for module in called_modules(child)]
 

@@ -60,7 +60,8 @@ class Finding:
 
     Attributes:
         verdict: "precision" (in fp32 it is finite), "model" (it is not), "data" or "undecided";
-            "backward" if the forward passes are finite and no gradients were held.
+            "backward" if the forward passes are finite and no gradients were held; "outside" if outputs are
+            finite and the gradients that arrived at them are not.
         call: the call in which it did; None if that is not known.
         outputs_are_finite: whether the call's outputs were finite, so that only its backward pass went wrong.
         origin: the operation that made the first value that is not finite.
@@ -134,10 +135,7 @@ def _find_origin(step: RecordedStep, region: Region, deadline: float, can_run_in
                 "run again, the step is finite: it depends on something that is not held, such as random "
                 "numbers of Python or NumPy"
             )
-        raise ReplayError(
-            "the model's outputs are finite, and the gradients that arrive at them are not: it arises in the "
-            "code between model and loss, which cannot be run again"
-        )
+        return Finding("outside")
 
     call, observation = at_fault
     only_backward = observation.finite_outputs

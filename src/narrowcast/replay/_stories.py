@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ _LOG = logging.getLogger("narrowcast")
 _MOST_REPLAYS = 5
 _MOST_RULES = 3
 _LOWER_SCALES = (2.0**-1, 2.0**-4, 2.0**-8, 2.0**-16)
+_MUCH_LOWER = 2.0**-8
 _LONGEST_LINE = 80
 _LARGEST_FP16 = torch.finfo(torch.float16).max
 
@@ -55,6 +57,7 @@ class SkipStories:
         self._formats = formats
         self._kinds: set[tuple[str, ...]] = set()
         self._replays = 0
+        self._explained_above = math.inf  # loss scales above this one are too high
         self._told_of_scale = False
         self._deadline = 0.0
 
@@ -81,7 +84,7 @@ class SkipStories:
         Returns:
             Whether it arose in the backward pass, so that the next such step needs its gradients too.
         """
-        if names in self._kinds or self._replays == _MOST_REPLAYS:
+        if names in self._kinds or self._replays == _MOST_REPLAYS or scale > self._explained_above:
             return False
         self._replays += 1
         self._deadline = time.monotonic() + LONGEST_S
@@ -94,14 +97,20 @@ class SkipStories:
         if finding.verdict == "backward":
             _LOG.info("narrowcast: %s; its forward pass is finite, the next such step is watched", head)
             return True
+        scale_falls = lower_scale < scale
+        if finding.verdict == "outside" and scale_falls:
+            # The loss's own gradients may overflow at this scale. A much lower one will show.
+            self._explained_above = scale * _MUCH_LOWER
+            return True
         self._kinds.add(names)
-        if finding.call is None and dist.is_initialized():
+        if finding.call is None and finding.verdict != "outside" and dist.is_initialized():
             return False  # this rank has nothing to tell: another rank's gradients are not finite
         finite_scale = None
         if finding.verdict == "precision" and finding.origin and finding.origin.direction == "backward":
             finite_scale = self._finite_scale(finding, region, scale)
         # A dynamic scale is found by trying: an overflow on the way is no fault.
-        if finite_scale is not None and lower_scale < scale:
+        if finite_scale is not None and scale_falls:
+            self._explained_above = finite_scale
             if not self._told_of_scale:
                 self._told_of_scale = True
                 where = self._module(finding, finding.origin)
@@ -276,6 +285,12 @@ def _verdict(finding: Finding) -> str:
         return text
     if finding.verdict == "data":
         return "data: the input holds NaN or infinity, and fp32 is not finite on it either"
+    if finding.verdict == "outside":
+        return (
+            "undecided: run again, the outputs of the model are finite, and the gradients that arrived at "
+            "them are not; it arises in the code between model and loss, or in something that is not held, "
+            "as random numbers of Python"
+        )
     return f"undecided: {finding.reason}"
 
 

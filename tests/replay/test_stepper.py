@@ -1,0 +1,364 @@
+"""What a Stepper holds of a step, what it says of a skip, and that it changes no bit of the training."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import random
+import re
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import narrowcast as nc
+from narrowcast.replay import _recording, _replay
+from narrowcast.scaling import Dynamic, Static
+
+
+class Net(nn.Module):
+    """Dropout, a batch norm, and an exponential that overflows fp16 where an input is 12."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.leave = nn.Linear(8, 1)
+        with torch.no_grad():
+            self.enter.weight.copy_(torch.eye(8))
+            self.enter.bias.zero_()
+
+    def forward(self, x):
+        grown = self.enter(x).exp()
+        return self.leave(nn.functional.dropout(self.norm(grown), 0.5))
+
+
+def made(model=None, policy="fp16", loss_scale=None, **settings):
+    torch.manual_seed(0)
+    if model is None:
+        model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scaler = None
+    if policy == "fp16":
+        scaler = nc.GradScaler("cpu", loss_scale=loss_scale or Static(scale=16.0), patience=None)
+    return model, nc.Stepper(model, optimizer, policy, scaler=scaler, **settings)
+
+
+def step(stepper, x, loss_of=lambda output: output.float().square().mean()):
+    with stepper.autocast():
+        loss = loss_of(stepper.model(x))
+    return stepper.step(loss)
+
+
+def good():
+    return torch.ones(4, 8)
+
+
+def bad():
+    return torch.full((4, 8), 12.0)
+
+
+# ---- a replay changes nothing
+
+
+def trained(steps, bad_steps, *, replays, draws=None):
+    """Train with dropout and skips; return weights, buffers, optimizer state and random states."""
+    model, stepper = made()
+    stepper._recording.paused = not replays
+    torch.manual_seed(1)
+    random.seed(1)
+    skipped = []
+    for number in range(steps):
+        x = torch.rand(4, 8)
+        if number in bad_steps:
+            x[number % 4] = 12.0
+        stepper._skip_stories._kinds.clear()  # so that each skip is run again
+        stepper._skip_stories._replays = 0
+        if step(stepper, x).skipped:
+            skipped.append(number)
+    told = len(stepper.skip_stories)
+    return skipped, told, [*model.state_dict().values(), torch.get_rng_state()], random.getstate(), stepper
+
+
+def test_a_replay_changes_no_bit_of_the_training():
+    bad_steps = set(range(5, 200, 10))
+    with_replays = trained(200, bad_steps, replays=True)
+    without = trained(200, bad_steps, replays=False)
+    assert with_replays[0] == without[0] == sorted(bad_steps)
+    assert (with_replays[1], without[1]) == (20, 20)  # without recorded calls each says so
+    assert "precision" in with_replays[4].skip_stories[0]
+    assert "undecided" in without[4].skip_stories[0]
+    for ours, plain in zip(with_replays[2], without[2], strict=True):
+        assert torch.equal(ours, plain)
+    assert with_replays[3] == without[3]
+    states = [run[4].optimizers[0].state_dict()["state"] for run in (with_replays, without)]
+    for ours, plain in zip(states[0].values(), states[1].values(), strict=True):
+        assert all(torch.equal(ours[name], plain[name]) for name in ours)
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("holds_gradients", [False, True])
+def test_a_sound_step_runs_no_operator_more(holds_gradients):
+    counts = []
+    for paused in (True, False):
+        _, stepper = made()
+        stepper._recording.paused = paused
+        if holds_gradients:
+            stepper._recording.hold_gradients(10)
+        step(stepper, good())
+        with _Counted() as counted:
+            step(stepper, good())
+        counts.append(counted.names)
+    assert counts[0] == counts[1] != []
+
+
+# ---- what is held, and for how long
+
+
+def test_nothing_of_a_step_is_held_after_it():
+    _, stepper = made()
+    x = good()
+    reference = weakref.ref(x)
+    step(stepper, x)
+    del x
+    assert reference() is None
+
+
+def test_evaluation_holds_nothing():
+    model, stepper = made()
+    with stepper.evaluate():
+        model(good())
+    assert stepper._recording.take().calls == []
+
+
+def test_a_call_whose_loss_is_never_used_keeps_no_graph():
+    model, stepper = made()
+    with stepper.autocast():
+        output = model(good())
+    node = weakref.ref(output)
+    del output
+    assert node() is None
+
+
+def test_an_input_is_held_without_the_graph_that_made_it():
+    model, stepper = made()
+    weight = nn.Parameter(torch.ones(8))
+    made_by_graph = good() * weight
+    with stepper.autocast():
+        model(made_by_graph)
+    (call,) = stepper._recording.take().calls
+    assert call.args[0].grad_fn is None
+    assert call.args[0].requires_grad
+    assert call.args[0].data_ptr() == made_by_graph.data_ptr()
+
+
+def test_beyond_the_limit_nothing_is_held_and_the_story_says_so(monkeypatch):
+    monkeypatch.setattr(_recording, "MOST_BYTES", 100)
+    _, stepper = made()
+    assert step(stepper, bad()).skipped
+    assert stepper.skip_stories[0].endswith("the inputs and gradients of the step were too large to be held")
+
+
+# ---- what is said
+
+
+def test_a_story_is_logged_once_for_each_kind(caplog):
+    _, stepper = made()
+    with caplog.at_level(logging.WARNING, logger="narrowcast"):
+        for _ in range(3):
+            assert step(stepper, bad()).skipped
+    (record,) = caplog.records
+    assert record.getMessage() == f"narrowcast: {stepper.skip_stories[0]}"
+    story = stepper.skip_stories[0]
+    assert story.startswith("step 1 was skipped at a loss scale of 16. Run again, it shows:\n")
+    assert "where    forward pass of Net, test_stepper.py:" in story
+    assert "grown = self.enter(x).exp()" in story
+    assert (
+        "what     exp in fp16, of values from 12 to 12: infinity; in fp32 up to 1.63e+05; fp16 ends" in story
+    )
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_overflows_while_the_scale_is_found_are_one_line():
+    _, stepper = made(Plain(), loss_scale=Dynamic(scale=2.0**40))
+    results = [step(stepper, good(), loss_of=torch.sum) for _ in range(40)]
+    assert results[5].skipped
+    assert not results[-1].skipped
+    (story,) = stepper.skip_stories
+    assert re.match(r"step \d+ was skipped at a loss scale of \S+: the gradients of layer \(Linear\) ", story)
+    assert story.endswith("The scale falls by itself; further such steps are only counted")
+
+
+def test_a_loss_whose_own_gradients_overflow_at_high_scales_gets_no_story():
+    _, stepper = made(Plain(), loss_scale=Dynamic(scale=2.0**30))
+    results = [step(stepper, good()) for _ in range(40)]
+    assert results[5].skipped
+    assert not results[-1].skipped
+    assert all("undecided" not in story for story in stepper.skip_stories)
+
+
+def test_what_arises_outside_of_the_model_is_undecided():
+    _, stepper = made(Plain(), policy="bf16")
+    for _ in range(2):
+        assert step(stepper, good(), lambda output: (output - output).float().mean() / 0.0).skipped
+    assert "undecided: run again, the outputs of the model are finite, and" in stepper.skip_stories[0]
+
+
+class OtherWhenRunAgain(Net):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x if self.calls % 2 else x / 12)
+
+
+def test_a_step_that_is_finite_when_run_again_is_undecided():
+    _, stepper = made(OtherWhenRunAgain())
+    for _ in range(2):
+        assert step(stepper, bad()).skipped
+    assert "undecided: run again, the outputs of the model are finite" in stepper.skip_stories[0]
+
+
+def test_an_input_that_changed_is_not_run_again():
+    _, stepper = made()
+    x = bad()
+    with stepper.autocast():
+        loss = stepper.model(x).float().mean()
+    x.zero_()
+    stepper.step(loss)
+    assert "undecided: an input of the model was changed in place after the call" in stepper.skip_stories[0]
+
+
+def test_modules_that_talk_to_other_ranks_are_named():
+    class Synchronized(Net):
+        def __init__(self):
+            super().__init__()
+            self.other = nn.SyncBatchNorm(8)  # not called: it needs a GPU
+
+    _, stepper = made(Synchronized())
+    step(stepper, bad())
+    assert "undecided: other (SyncBatchNorm) talks to other ranks" in stepper.skip_stories[0]
+
+
+# ---- what may happen during a replay
+
+
+class RaisesWhenRunAgain(Net):
+    error = RuntimeError("no second time")
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        output = super().forward(x)
+        if self.calls > 1:
+            raise self.error
+        return output
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("no second time"), "running the step again raised no second time"),
+        (torch.OutOfMemoryError("full"), "there is not enough memory to run the step again"),
+    ],
+)
+def test_an_error_in_a_replay_ends_it_and_not_the_training(error, reason):
+    model, stepper = made(RaisesWhenRunAgain())
+    model.error = error
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    random_state = torch.get_rng_state()
+    result = step(stepper, bad())
+    assert result.skipped
+    assert stepper.skip_stories[0].endswith(f"undecided: {reason}")
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert not torch.equal(random_state, torch.get_rng_state())  # the dropout of the step itself
+    model.calls = -100
+    assert not step(stepper, good()).skipped
+
+
+def test_an_interrupt_in_a_replay_goes_on_and_leaves_everything_as_it_was():
+    model, stepper = made(RaisesWhenRunAgain())
+    model.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        step(stepper, bad())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_anomaly_enabled()
+    assert torch.is_grad_enabled()
+    model.calls = -100
+    assert not step(stepper, good()).skipped
+
+
+def test_a_replay_ends_after_its_time(monkeypatch):
+    monkeypatch.setattr(_replay, "LONGEST_S", -1.0)
+    _, stepper = made()
+    step(stepper, bad())
+    assert "undecided: running the step again took more than" in stepper.skip_stories[0]
+
+
+# ---- models that are copied, saved or compiled
+
+
+def test_a_copy_of_the_model_holds_nothing():
+    model, stepper = made()
+    twin = copy.deepcopy(model)
+    twin(bad())
+    loaded = pickle.loads(pickle.dumps(model))
+    loaded(bad())
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert stepper._recording.take().calls == []
+    for other in (twin, loaded):
+        hook = next(iter(other._forward_pre_hooks.values()))
+        assert hook.__self__.take().calls == []
+
+
+def test_a_model_that_is_compiled_after_the_stepper_was_made_has_one_graph():
+    model, stepper = made()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with stepper.autocast():
+        loss = compiled(good()).float().mean()
+    assert not stepper.step(loss).skipped
+
+
+def test_a_compiled_model_is_run_again_without_its_compiler():
+    torch.manual_seed(0)
+    model = torch.compile(Net(), backend="eager")
+    _, stepper = made(model)
+    step(stepper, bad())
+    assert "grown = self.enter(x).exp()" in stepper.skip_stories[0]
+    assert "verdict  precision" in stepper.skip_stories[0]
+
+
+def test_the_hooks_end_with_the_stepper():
+    model, stepper = made()
+    assert model._forward_pre_hooks
+    del stepper
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
