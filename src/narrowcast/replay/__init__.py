@@ -6,13 +6,14 @@ and only after a skip the step is run again under hooks: at no cost until then.
 
 from narrowcast.replay._random_states import random_states, set_random_states
 from narrowcast.replay._recording import RecordedStep, Recording, called_modules
-from narrowcast.replay._replay import find_origin
+from narrowcast.replay._replay import Surroundings, find_origin
 from narrowcast.replay._stories import SkipStories
 
 __all__ = [
     "RecordedStep",
     "Recording",
     "SkipStories",
+    "Surroundings",
     "called_modules",
     "find_origin",
     "random_states",

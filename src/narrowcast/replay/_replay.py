@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +12,47 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.casting import drop_casts, tensors_inside
+from narrowcast.casting import ModelRegion, cast_floating, drop_casts, tensors_inside
 from narrowcast.machine import first_line
+from narrowcast.policy import Policy
 from narrowcast.replay._random_states import random_states, set_random_states
 from narrowcast.replay._recording import RecordedCall, RecordedStep, set_random_state
 from narrowcast.replay._watch import Operation, Place, Watch, is_finite
 
 LONGEST_S = 60.0
+_LOW = {torch.float16, torch.bfloat16}
+# narrowcast run puts a function of its own in its place.
+_GRAD = torch.autograd.grad
 
-Region = Callable[[], AbstractContextManager[Any]]
-"""Opens the region in which a step is run again."""
+Caller = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a module with its arguments, in a region or not."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """How the calls of a step are made again.
+
+    Attributes:
+        mixed: by the policy of the training.
+        fp32: without a region.
+    """
+
+    mixed: Caller
+    fp32: Caller
+
+    def under(self, policy: Policy, formats: Mapping[str, torch.dtype], model: nn.Module) -> Caller:
+        """Return a caller under another policy, whose rules the modules of ``model`` follow meanwhile."""
+
+        def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            region = ModelRegion(policy, formats, lambda _: None, model=model, warns=False)
+            try:
+                with region:
+                    output = self.fp32(module, args, kwargs)
+            finally:
+                region.remove()
+            return cast_floating(output, torch.float32)
+
+        return call
 
 
 class ReplayError(Exception):
@@ -81,7 +111,7 @@ class Finding:
     reason: str = ""
 
 
-def find_origin(step: RecordedStep, region: Region, *, can_run_in_fp32: bool) -> Finding:
+def find_origin(step: RecordedStep, surroundings: Surroundings) -> Finding:
     """Run a recorded step again, and return where the first value that is not finite arose.
 
     Weights, buffers, gradients and random states are as before afterwards.
@@ -93,7 +123,7 @@ def find_origin(step: RecordedStep, region: Region, *, can_run_in_fp32: bool) ->
     deadline = time.monotonic() + LONGEST_S
     try:
         with everything_restored([call.module for call in step.calls]):
-            return _find_origin(step, region, deadline, can_run_in_fp32)
+            return _find_origin(step, surroundings, deadline)
     except ReplayError as reason:
         return _undecided(str(reason))
     except torch.OutOfMemoryError:
@@ -106,17 +136,17 @@ def _undecided(reason: str) -> Finding:
     return Finding("undecided", reason=reason)
 
 
-def _find_origin(step: RecordedStep, region: Region, deadline: float, can_run_in_fp32: bool) -> Finding:
-    def in_time(call: RecordedCall, its_region: Region | None, *, backward: bool) -> Observation:
+def _find_origin(step: RecordedStep, surroundings: Surroundings, deadline: float) -> Finding:
+    def in_time(call: RecordedCall, caller: Caller, *, backward: bool) -> Observation:
         if time.monotonic() > deadline:
             raise ReplayError(f"running the step again took more than {LONGEST_S:.0f} s")
-        return observe(call, its_region, backward=backward)
+        return observe(call, caller, backward=backward)
 
     # The forward passes first, in their order: what is not finite there goes into all that follows.
     observations: list[tuple[RecordedCall, Observation]] = []
     at_fault = None
     for call in step.calls:
-        observation = in_time(call, region, backward=step.has_gradients)
+        observation = in_time(call, surroundings.mixed, backward=step.has_gradients)
         observations.append((call, observation))
         if not observation.finite_outputs:
             at_fault = call, observation
@@ -139,11 +169,11 @@ def _find_origin(step: RecordedStep, region: Region, deadline: float, can_run_in
 
     call, observation = at_fault
     only_backward = observation.finite_outputs
-    if not can_run_in_fp32:
+    if any(parameter.dtype in _LOW for parameter in call.module.parameters()):
         reason = "the weights are not kept in fp32"
         return Finding("undecided", call, only_backward, observation.origin, reason=reason)
     # What arrived at outputs that are not finite says nothing of fp32.
-    in_fp32 = in_time(call, None, backward=only_backward)
+    in_fp32 = in_time(_in_fp32(call), surroundings.fp32, backward=only_backward)
     if in_fp32.is_sound:
         result = None
         if observation.origin is not None:
@@ -168,22 +198,21 @@ def _bad_samples(call: RecordedCall) -> tuple[int, ...]:
 # ---- one call
 
 
-def observe(call: RecordedCall, region: Region | None, *, backward: bool, factor: float = 1.0) -> Observation:
-    """Run a call again in ``region``.
+def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float = 1.0) -> Observation:
+    """Make a call again, and watch it.
 
     Args:
         call: a recorded call.
-        region: opens the region to run it in; None: in fp32, with inputs in a low format cast to it.
+        caller: makes it.
         backward: also run the backward pass, from the gradients that arrived.
         factor: the gradients that arrived are multiplied by it, as by another loss scale.
     """
     if call.changed():
         raise ReplayError("an input of the model was changed in place after the call")
-    module = _with_parameters(call.module)
+    module = without_ddp(call.module)
     _refuse_collectives(module)
-    leaf = _leaf if region is not None else _fp32_leaf
-    args = tuple(map(leaf, call.args))
-    kwargs = {name: leaf(value) for name, value in call.kwargs.items()}
+    args = tuple(map(_leaf, call.args))
+    kwargs = {name: _leaf(value) for name, value in call.kwargs.items()}
     inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     leaves: list[torch.Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     leaves += [tensor for tensor in inputs if tensor.requires_grad]
@@ -197,8 +226,7 @@ def observe(call: RecordedCall, region: Region | None, *, backward: bool, factor
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(watch)
-        with region() if region is not None else contextlib.nullcontext():
-            output = module(*args, **kwargs)
+        output = caller(module, args, kwargs)
         outputs = tensors_inside(output)
         differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
         arrived: list[torch.Tensor] = []
@@ -209,7 +237,7 @@ def observe(call: RecordedCall, region: Region | None, *, backward: bool, factor
                 arrived.append(gradient.to(tensor.dtype) * factor)
         gradients: list[torch.Tensor] = []
         if ends:
-            found = torch.autograd.grad(ends, leaves, arrived, allow_unused=True)
+            found = _GRAD(ends, leaves, arrived, allow_unused=True)
             gradients = [gradient for gradient in found if gradient is not None]
 
     finite_inputs = all(map(is_finite, _floating(inputs)))
@@ -226,7 +254,7 @@ def observe(call: RecordedCall, region: Region | None, *, backward: bool, factor
     )
 
 
-def _with_parameters(module: nn.Module) -> nn.Module:
+def without_ddp(module: nn.Module) -> nn.Module:
     """Return the module inside of DDP: the ranks do not run the step again together."""
     while isinstance(module, DistributedDataParallel):
         module = module.module
@@ -246,11 +274,21 @@ def _leaf(value: Any) -> Any:
     return value
 
 
-def _fp32_leaf(value: Any) -> Any:
-    """Do the same in fp32: another model may have given its output in a low format."""
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+def _in_fp32(call: RecordedCall) -> RecordedCall:
+    """Return a call with inputs in fp32: another model may have given its output in a low format."""
+    if not any(tensor.dtype in _LOW for tensor in call.inputs):
+        return call
+    args = tuple(map(_as_fp32, call.args))
+    kwargs = {name: _as_fp32(value) for name, value in call.kwargs.items()}
+    in_fp32 = RecordedCall(call.module, args, kwargs, call.random_state)
+    in_fp32.arrived = call.arrived
+    return in_fp32
+
+
+def _as_fp32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in _LOW:
         return value.detach().float().requires_grad_(value.requires_grad)
-    return _leaf(value)
+    return value
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import linecache
-import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowcast.casting import ModelRegion
 from narrowcast.errors import few
 from narrowcast.policy import Policy, format_name, rule
 from narrowcast.replay._recording import RecordedCall, RecordedStep
 from narrowcast.replay._replay import (
     LONGEST_S,
+    Caller,
     Finding,
     Observation,
-    Region,
+    Surroundings,
     everything_restored,
     find_origin,
     observe,
+    without_ddp,
 )
 from narrowcast.replay._watch import Operation
 
-_LOG = logging.getLogger("narrowcast")
 _MOST_REPLAYS = 5
 _MOST_RULES = 3
 _LOWER_SCALES = (2.0**-1, 2.0**-4, 2.0**-8, 2.0**-16)
@@ -39,22 +37,30 @@ _LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
 class SkipStories:
-    """Tells the story of the first skip of each kind, by logging a warning of the logger ``narrowcast``.
+    """Tells the story of the first skip of each kind.
 
     Args:
-        model: the module that is trained.
-        policy: that of its training.
+        policy: that of the training.
         formats: device type -> the format computed in.
+        say: called with each story.
+        model: the module that is trained; None: each module that was called is one.
 
     Attributes:
         told: the stories, in their order.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, formats: Mapping[str, torch.dtype]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        formats: Mapping[str, torch.dtype],
+        say: Callable[[str], None],
+        model: nn.Module | None = None,
+    ) -> None:
         self.told: list[str] = []
         self._model = model
         self._policy = policy
         self._formats = formats
+        self._say_now = say
         self._kinds: set[tuple[str, ...]] = set()
         self._replays = 0
         self._explained_above = math.inf  # loss scales above this one are too high
@@ -64,7 +70,7 @@ class SkipStories:
     def tell(
         self,
         step: RecordedStep,
-        region: Region,
+        surroundings: Surroundings,
         *,
         number: int,
         scale: float,
@@ -75,7 +81,7 @@ class SkipStories:
 
         Args:
             step: what the step was given.
-            region: opens the region of its forward passes.
+            surroundings: how its calls are made again.
             number: of the step, from 1.
             scale: its loss scale.
             lower_scale: the loss scale that it has fallen to; ``scale`` if it stays.
@@ -93,9 +99,8 @@ class SkipStories:
         if scale != 1.0:
             head += f" at a loss scale of {scale:g}"
 
-        finding = find_origin(step, region, can_run_in_fp32=not self._policy.holds_low_weights)
+        finding = find_origin(step, surroundings)
         if finding.verdict == "backward":
-            _LOG.info("narrowcast: %s; its forward pass is finite, the next such step is watched", head)
             return True
         scale_falls = lower_scale < scale
         if finding.verdict == "outside" and scale_falls:
@@ -107,7 +112,7 @@ class SkipStories:
             return False  # this rank has nothing to tell: another rank's gradients are not finite
         finite_scale = None
         if finding.verdict == "precision" and finding.origin and finding.origin.direction == "backward":
-            finite_scale = self._finite_scale(finding, region, scale)
+            finite_scale = self._finite_scale(finding, surroundings.mixed, scale)
         # A dynamic scale is found by trying: an overflow on the way is no fault.
         if finite_scale is not None and scale_falls:
             self._explained_above = finite_scale
@@ -123,13 +128,13 @@ class SkipStories:
         lines = [f"{head}. Run again, it shows:"]
         lines += self._where(finding)
         lines.append(f"  verdict  {_verdict(finding)}")
-        lines += [f"  try      {advice}" for advice in self._advice(finding, region, finite_scale)]
+        lines += [f"  try      {advice}" for advice in self._advice(finding, surroundings, finite_scale)]
         self._say("\n".join(lines))
         return False
 
     def _say(self, text: str) -> None:
         self.told.append(text)
-        _LOG.warning("narrowcast: %s", text)
+        self._say_now(text)
 
     # ---- where
 
@@ -153,50 +158,52 @@ class SkipStories:
     def _module(self, finding: Finding, origin: Operation | None) -> str:
         """Return path and class of the module that an operation belongs to; None: that was called."""
         assert finding.call is not None
+        inner = origin.module if origin is not None else ""
+        kind = type(without_ddp(finding.call.module).get_submodule(inner)).__name__
         path = self._path(finding.call, origin)
-        module = self._model.get_submodule(path)
         if not path:
-            return type(module).__name__
-        return f"{path} ({type(module).__name__})"
+            return kind
+        return f"{path} ({kind})"
 
     def _path(self, call: RecordedCall, origin: Operation | None) -> str:
-        """Return the path, in the model, of the module that an operation belongs to."""
+        """Return the path, as rules have it, of the module that an operation belongs to."""
         outer = ""
-        for path, module in self._model.named_modules():
-            if module is call.module:
-                outer = path
-        if isinstance(call.module, nn.parallel.DistributedDataParallel):
-            outer = f"{outer}.module"
+        if self._model is not None:
+            for path, module in without_ddp(self._model).named_modules():
+                if module is without_ddp(call.module):
+                    outer = path
         inner = origin.module if origin is not None else ""
         return f"{outer}.{inner}".strip(".")
 
     # ---- what helps; nothing is said that was not tried
 
-    def _finite_scale(self, finding: Finding, region: Region, scale: float) -> float | None:
+    def _finite_scale(self, finding: Finding, mixed: Caller, scale: float) -> float | None:
         """Return the first of some lower loss scales at which the backward pass is finite."""
         for factor in _LOWER_SCALES:
             if scale * factor < 1.0:
                 break
-            if self._is_sound(finding, region, factor):
+            if self._is_sound(finding, mixed, factor):
                 return scale * factor
         return None
 
-    def _advice(self, finding: Finding, region: Region, finite_scale: float | None) -> list[str]:
+    def _advice(self, finding: Finding, surroundings: Surroundings, finite_scale: float | None) -> list[str]:
         if finding.verdict != "precision" or finding.call is None:
             return []
         finite = f"with it, {_pass(finding)} of {self._module(finding, None)} is finite"
         advice = []
         if finite_scale is not None:
             advice.append(f"a loss scale of {finite_scale:g}; {finite}")
-        rules = self._finite_rules(finding)
+        rules = self._finite_rules(finding, surroundings)
         if rules:
             text = ", ".join(f'nc.rule.module("{path}", compute="fp32")' for path in rules)
             advice.append(f"{text}; {finite}")
-        if torch.float16 in self._formats.values() and self._is_sound(finding, self._in("bf16")):
+        if torch.float16 in self._formats.values() and self._is_sound(
+            finding, self._in_bf16(finding.call, surroundings)
+        ):
             advice.append(f'policy="bf16"; {finite}, and how well it trains was not tried')
         return advice
 
-    def _finite_rules(self, finding: Finding) -> list[str]:
+    def _finite_rules(self, finding: Finding, surroundings: Surroundings) -> list[str]:
         """Return the modules that a rule must keep in fp32 for this call to be finite; none if too many."""
         assert finding.call is not None
         if self._policy.names_modules:
@@ -208,7 +215,7 @@ class SkipStories:
             if path in paths or not path:
                 return []
             paths.append(path)
-            observation = self._observed(finding, self._with_rules(paths))
+            observation = self._observed(finding, self._with_rules(paths, finding.call, surroundings))
             if observation is None:
                 return []
             if observation.is_sound:
@@ -216,45 +223,29 @@ class SkipStories:
             origin = observation.origin
         return []
 
-    def _observed(self, finding: Finding, region: Region, factor: float = 1.0) -> Observation | None:
+    def _observed(self, finding: Finding, caller: Caller, factor: float = 1.0) -> Observation | None:
         """Run the call at fault again as a trial; None if that cannot be, or there is no time for it."""
         if finding.call is None or time.monotonic() > self._deadline:
             return None
         try:
             with everything_restored([finding.call.module]):
-                return observe(finding.call, region, backward=finding.outputs_are_finite, factor=factor)
+                return observe(finding.call, caller, backward=finding.outputs_are_finite, factor=factor)
         except Exception:  # what cannot be tried is not advised
             return None
 
-    def _is_sound(self, finding: Finding, region: Region, factor: float = 1.0) -> bool:
-        observation = self._observed(finding, region, factor)
+    def _is_sound(self, finding: Finding, caller: Caller, factor: float = 1.0) -> bool:
+        observation = self._observed(finding, caller, factor)
         return observation is not None and observation.is_sound
 
-    def _with_rules(self, paths: list[str]) -> Region:
+    def _with_rules(self, paths: list[str], call: RecordedCall, surroundings: Surroundings) -> Caller:
         rules = [rule.module(path, compute="fp32") for path in paths]
         policy = self._policy.with_rules(*rules)
-        return lambda: _TrialRegion(policy, self._formats, self._model)
+        return surroundings.under(policy, self._formats, self._model or without_ddp(call.module))
 
-    def _in(self, format_: str) -> Region:
-        policy = Policy(compute=format_)
+    def _in_bf16(self, call: RecordedCall, surroundings: Surroundings) -> Caller:
         formats = dict.fromkeys(self._formats, torch.bfloat16)
-        return lambda: _TrialRegion(policy, formats, self._model)
-
-
-class _TrialRegion:
-    """The region of another policy around one call of a model, which follows its rules meanwhile."""
-
-    def __init__(self, policy: Policy, formats: Mapping[str, torch.dtype], model: nn.Module) -> None:
-        self._region = ModelRegion(policy, formats, lambda _: None, model=model, warns=False)
-
-    def __enter__(self) -> Any:
-        return self._region.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        try:
-            return self._region.__exit__(*error)
-        finally:
-            self._region.remove()
+        model = self._model or without_ddp(call.module)
+        return surroundings.under(Policy(compute="bf16"), formats, model)
 
 
 # ---- sentences

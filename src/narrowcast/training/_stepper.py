@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from narrowcast.replay import (
     RecordedStep,
     Recording,
     SkipStories,
+    Surroundings,
     called_modules,
     random_states,
     set_random_states,
@@ -147,7 +149,7 @@ class Stepper:
 
             # What a skipped step was given, so that it can be run again, and what that shows.
             self._recording = Recording()
-            self._skip_stories = SkipStories(model, self._policy, self._formats)
+            self._skip_stories = SkipStories(self._policy, self._formats, _log, model)
             for module in called_modules(model):
                 handles += self._recording.watch(module)
 
@@ -475,7 +477,7 @@ class Stepper:
         try:
             arose_in_backward = self._skip_stories.tell(
                 recorded,
-                lambda: self._region,
+                Surroundings(mixed=self._call_in_region, fp32=_call),
                 number=self.steps,
                 scale=result.scale,
                 lower_scale=group.scaler.get_scale(),
@@ -485,6 +487,10 @@ class Stepper:
             self._recording.paused = False
         if arose_in_backward:
             self._recording.hold_gradients(_STEPS_WITH_GRADIENTS)
+
+    def _call_in_region(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._region:
+            return module(*args, **kwargs)
 
     def _discard(self, groups: Iterable[OptimizerGroup]) -> None:
         for group in groups:
@@ -529,6 +535,14 @@ class Stepper:
             # This try and the next one are one step.
             self.steps -= 1
             set_random_states(random)
+
+
+def _call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module(*args, **kwargs)
+
+
+def _log(story: str) -> None:
+    logging.getLogger("narrowcast").warning("narrowcast: %s", story)
 
 
 def _incomplete(group: OptimizerGroup) -> StepResult:
