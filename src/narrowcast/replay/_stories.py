@@ -197,9 +197,8 @@ class SkipStories:
         if rules:
             text = ", ".join(f'nc.rule.module("{path}", compute="fp32")' for path in rules)
             advice.append(f"{text}; {finite}")
-        if torch.float16 in self._formats.values() and self._is_sound(
-            finding, self._in_bf16(finding.call, surroundings)
-        ):
+        in_bf16 = self._in_bf16(finding.call, surroundings)
+        if torch.float16 in self._formats.values() and self._is_sound(finding, in_bf16):
             advice.append(f'policy="bf16"; {finite}, and how well it trains was not tried')
         return advice
 
@@ -240,12 +239,16 @@ class SkipStories:
     def _with_rules(self, paths: list[str], call: RecordedCall, surroundings: Surroundings) -> Caller:
         rules = [rule.module(path, compute="fp32") for path in paths]
         policy = self._policy.with_rules(*rules)
-        return surroundings.under(policy, self._formats, self._model or without_ddp(call.module))
+        return surroundings.under(policy, self._formats, self._model_of(call))
 
     def _in_bf16(self, call: RecordedCall, surroundings: Surroundings) -> Caller:
         formats = dict.fromkeys(self._formats, torch.bfloat16)
-        model = self._model or without_ddp(call.module)
-        return surroundings.under(Policy(compute="bf16"), formats, model)
+        return surroundings.under(Policy(compute="bf16"), formats, self._model_of(call))
+
+    def _model_of(self, call: RecordedCall) -> nn.Module:
+        if self._model is None:
+            return without_ddp(call.module)
+        return self._model
 
 
 # ---- sentences
