@@ -29,6 +29,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import narrowcast as nc
+import narrowcast.integrations.transformers
 from narrowcast.errors import OrderError, PolicyError, SettingError
 from narrowcast.integrations.transformers import NarrowcastMixin
 
@@ -364,6 +365,18 @@ def test_the_switches_of_the_host_are_refused_by_name(switch, tmp_path):
 def test_the_default_of_trl_is_refused_by_name(tmp_path):
     with pytest.raises(SettingError, match="write bf16=False in SFTConfig"):
         trained(tmp_path, llama(), TRL._replace(settings={}), policy="bf16")
+
+
+def test_arguments_that_were_made_before_do_not_count(tmp_path):
+    TrainingArguments(str(tmp_path), bf16=True, use_cpu=True)
+    trained(tmp_path, bert(), policy="bf16")
+
+
+def test_the_format_of_accelerate_launch_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr(narrowcast.integrations.transformers, "_LAUNCHED_WITH", "bf16")
+    with pytest.raises(SettingError, match='"accelerate launch --mixed_precision"'):
+        trained(tmp_path, bert(), policy="bf16")
 
 
 def test_a_model_in_bf16_is_refused(tmp_path):
