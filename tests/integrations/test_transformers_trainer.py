@@ -5,6 +5,7 @@ It is compared with their own bf16, with a Stepper, and with a loop of torch.amp
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,13 +29,14 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import narrowcast as nc
+import narrowcast.integrations.transformers
 from narrowcast.errors import OrderError, PolicyError, SettingError
 from narrowcast.integrations.transformers import NarrowcastMixin
 
 pytestmark = [
     pytest.mark.long,
-    # What SFTConfig sets by default.
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+    # The names that transformers 4 has too; SFTConfig sets the first one by default.
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing(_kwargs)?` is deprecated:FutureWarning"),
 ]
 STEPS = 4
 BATCH_SIZE = 4
@@ -43,16 +45,22 @@ LENGTH = 8
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 RATE = 1e-2
 MAX_NORM = 0.1
-# Evaluations in between, clipping, and checkpoints of activations.
+# Evaluations in between, clipping, and checkpoints of activations. Reentrant ones, the default of
+# transformers 4, end in other bits than a loop without checkpoints.
 EVERYTHING = {
-    "eval_strategy": "steps", "eval_steps": 1, "max_grad_norm": MAX_NORM, "activation_checkpointing": True
+    "eval_strategy": "steps", "eval_steps": 1, "max_grad_norm": MAX_NORM, "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _no_accelerator_remains():
+    # transformers 4 sets variables.
+    before = dict(os.environ)
     yield
     forget_accelerators()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def forget_accelerators():
@@ -200,10 +208,12 @@ class Loop:
 
     def loss(self, batch):
         """The mean over the micro-batch."""
-        # The labels in all micro-batches of a step, without the first one of each row. The trainer leaves it
-        # to the model to divide by this number.
-        labels = self._accumulate * BATCH_SIZE * (LENGTH - 1)
-        return self._accumulate * self._trainer.compute_loss(self.model, batch, num_items_in_batch=labels)
+        # The labels in all micro-batches of a step; transformers 4 counts the first one of each row too. The
+        # trainer leaves it to the model to divide by this number, if the model takes it: Bert of transformers
+        # 4 does not.
+        labels = self._trainer._get_num_items_in_batch([batch] * self._accumulate, torch.device("cpu"))
+        times = self._accumulate if self._trainer.model_accepts_loss_kwargs else 1
+        return times * self._trainer.compute_loss(self.model, batch, num_items_in_batch=labels)
 
 
 def by_stepper(folder, policy, host, *, bad=None, accumulate=1):
@@ -355,6 +365,18 @@ def test_the_switches_of_the_host_are_refused_by_name(switch, tmp_path):
 def test_the_default_of_trl_is_refused_by_name(tmp_path):
     with pytest.raises(SettingError, match="write bf16=False in SFTConfig"):
         trained(tmp_path, llama(), TRL._replace(settings={}), policy="bf16")
+
+
+def test_arguments_that_were_made_before_do_not_count(tmp_path):
+    TrainingArguments(str(tmp_path), bf16=True, use_cpu=True)
+    trained(tmp_path, bert(), policy="bf16")
+
+
+def test_the_format_of_accelerate_launch_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr(narrowcast.integrations.transformers, "_LAUNCHED_WITH", "bf16")
+    with pytest.raises(SettingError, match='"accelerate launch --mixed_precision"'):
+        trained(tmp_path, bert(), policy="bf16")
 
 
 def test_a_model_in_bf16_is_refused(tmp_path):

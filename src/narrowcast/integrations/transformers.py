@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object
+
+# In transformers 4 arguments tell Accelerate their format by this variable, and it keeps the bf16 or fp16 of
+# earlier arguments. What was there before any stays in force, as of "accelerate launch".
+_FORMAT = "ACCELERATE_MIXED_PRECISION"
+_LAUNCHED_WITH = os.environ.get(_FORMAT, "no")
 
 
 class NarrowcastMixin(Trainer):
@@ -83,6 +89,8 @@ class NarrowcastMixin(Trainer):
                     f"expected {switch}=False, since the policy decides, got {switch}=True: write "
                     f"{switch}=False in {type(self.args).__name__} (in SFTConfig bf16 is True by default)"
                 )
+        if not hasattr(self.args, "mixed_precision"):
+            os.environ[_FORMAT] = _LAUNCHED_WITH
         super().create_accelerator_and_postprocess()
         policy, scaler, fp32_outputs = self._settings
         self._attachment = Attachment(self.accelerator, policy, scaler, fp32_outputs=fp32_outputs)

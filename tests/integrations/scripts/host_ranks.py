@@ -133,6 +133,9 @@ def make_bert(bad, dropout):
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     model = BertForSequenceClassification(config)
+    # It does not divide its loss by the number of labels. So the trainer divides it by that of micro-batches;
+    # in transformers 4 it does so anyway.
+    model.accepts_loss_kwargs = False
     poison(model, bad)
     rows = torch.randint(4, WORDS, (16 * BATCH_SIZE, 8)).unbind()
     return model, [{"input_ids": words, "labels": words[0] % 2} for words in rows]
@@ -166,10 +169,7 @@ def by_trainer(folder, policy=None, *, make=PolicyTrainer, bad=None, dropout=0.1
 
 
 def by_trainer_in_order(folder, policy, *, bad=None, accumulate=1):
-    # average_tokens_across_devices would multiply the loss by the number of ranks: the trainer leaves it to
-    # the model to divide by the number of labels on all ranks and in all micro-batches. Bert does not divide.
-    settings = {"max_grad_norm": 0.0, "average_tokens_across_devices": False, "optim": "adamw_torch"}
-    settings["gradient_accumulation_steps"] = accumulate
+    settings = {"max_grad_norm": 0.0, "optim": "adamw_torch", "gradient_accumulation_steps": accumulate}
     return by_trainer(folder, policy, make=InOrder, bad=bad, dropout=0.0, **settings)
 
 
@@ -184,7 +184,7 @@ def by_stepper_as_trainer(policy, *, bad=None, accumulate=1):
     for batch in batches[dist.get_rank() :: dist.get_world_size()][: STEPS * accumulate]:
         with stepper.autocast():
             loss = model(**batch).loss
-        skipped += stepper.step(accumulate * loss).skipped
+        skipped += stepper.step(loss).skipped
     facts = {"digest": digest(model), "rate": scheduler.get_last_lr()[0]}
     return facts | {"skipped": skipped, "scale": stepper.scaler.get_scale()}
 
