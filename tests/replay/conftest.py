@@ -1,8 +1,0 @@
-"""A skipped step of each planted fault, run again."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
