@@ -28,7 +28,9 @@ def story_of(fault: Fault) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loss_scale = Off() if fault.policy == "bf16" else Static(scale=fault.scale)
     scaler = nc.GradScaler("cpu", loss_scale=loss_scale)
-    stepper = nc.Stepper(model, optimizer, fault.policy, accumulate=len(batches), scaler=scaler)
+    stepper = nc.Stepper(
+        model, optimizer, fault.policy, accumulate=len(batches), scaler=scaler, explain_skips=True
+    )
     # What shows in the backward pass alone is told at the second skip.
     in_backward = fault.direction == "backward" or fault.kind == "hidden"
     for _ in range(2 if in_backward else 1):

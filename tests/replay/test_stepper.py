@@ -45,7 +45,7 @@ def made(model=None, policy="fp16", loss_scale=None, **settings):
     scaler = None
     if policy == "fp16":
         scaler = nc.GradScaler("cpu", loss_scale=loss_scale or Static(scale=16.0), patience=None)
-    return model, nc.Stepper(model, optimizer, policy, scaler=scaler, **settings)
+    return model, nc.Stepper(model, optimizer, policy, scaler=scaler, explain_skips=True, **settings)
 
 
 def step(stepper, x, loss_of=lambda output: output.float().square().mean()):
@@ -277,7 +277,7 @@ class RaisesWhenRunAgain(Net):
         self.calls += 1
         output = super().forward(x)
         if self.calls > 1:
-            raise self.error
+            raise type(self.error)(*self.error.args)  # a new one: its traceback holds the Stepper
         return output
 
 

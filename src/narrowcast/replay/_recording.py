@@ -51,7 +51,7 @@ class RecordedCall:
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, torch.Tensor):
                 self.inputs.append(value)
-                self.versions.append(value._version)
+                self.versions.append(_version(value))
                 if value.grad_fn is not None:
                     has_graph = True
         if has_graph:
@@ -65,7 +65,7 @@ class RecordedCall:
 
     def changed(self) -> bool:
         """Return whether an input was written to since the call."""
-        return self.versions != [tensor._version for tensor in self.inputs]
+        return self.versions != [_version(tensor) for tensor in self.inputs]
 
 
 class RecordedStep(NamedTuple):
@@ -96,13 +96,14 @@ class Recording:
         self._is_past_limit = False
         self._steps_with_gradients = 0  # that are still to come
         self._bytes = 0
-        self._begun: tuple[nn.Module, RandomState] | None = None
+        self._begun: RecordedCall | None = None
 
     def watch(self, module: nn.Module) -> list[RemovableHandle]:
         """Record the calls of ``module`` until the handles are removed."""
         return [
-            module.register_forward_pre_hook(self._before),
-            module.register_forward_hook(self._after, with_kwargs=True),
+            # Before hooks that change the arguments, which are called again too.
+            module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._after),
         ]
 
     def hold_gradients(self, steps: int) -> None:
@@ -124,20 +125,19 @@ class Recording:
         self._bytes = 0
         self._begun = None
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or self.paused or not torch.is_grad_enabled():
             return
-        self._begun = (module, random_state_on(args))
+        self._begun = RecordedCall(module, args, kwargs, random_state_on(args))
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self._begun is None:
             return
-        begun, random_state = self._begun
+        call = self._begun
         self._begun = None
         # A call that raised leaves another's beginning, or none.
-        if begun is not module or self._is_past_limit:
+        if call.module is not module or self._is_past_limit:
             return
-        call = RecordedCall(module, args, kwargs, random_state)
         self._calls.append(call)
         for tensor in call.inputs:
             self._hold(tensor)
@@ -166,7 +166,7 @@ class Recording:
         self._hold(gradient)
 
     def _hold(self, tensor: torch.Tensor) -> None:
-        self._bytes += tensor.nbytes
+        self._bytes += _bytes(tensor)
         if self._bytes > MOST_BYTES:
             self.clear()
             self._is_past_limit = True
@@ -183,6 +183,8 @@ def called_modules(model: nn.Module) -> list[nn.Module]:
     """
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return []
+    if isinstance(model, torch.jit.ScriptModule):
+        return []  # it takes no hooks
     # A compiled model has its forward as an attribute.
     if getattr(model.forward, "__func__", None) is not nn.Module.forward:
         return [model]
@@ -193,6 +195,17 @@ def _recording_of_a_copy() -> Recording:
     recording = Recording()
     recording.paused = True
     return recording
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to; an inference tensor does not know."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.nbytes
 
 
 def _without_graph(value: Any) -> Any:

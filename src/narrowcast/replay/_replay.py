@@ -17,7 +17,7 @@ from narrowcast.machine import first_line
 from narrowcast.policy import Policy
 from narrowcast.replay._random_states import random_states, set_random_states
 from narrowcast.replay._recording import RecordedCall, RecordedStep, set_random_state
-from narrowcast.replay._watch import Operation, Place, Watch, is_finite
+from narrowcast.replay._watch import Operation, Place, ReplayError, Watch, is_finite
 
 LONGEST_S = 60.0
 _LOW = {torch.float16, torch.bfloat16}
@@ -53,10 +53,6 @@ class Surroundings:
             return cast_floating(output, torch.float32)
 
         return call
-
-
-class ReplayError(Exception):
-    """Why a step cannot be run again exactly."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +184,7 @@ def _find_origin(step: RecordedStep, surroundings: Surroundings, deadline: float
 
 def _bad_samples(call: RecordedCall) -> tuple[int, ...]:
     samples: set[int] = set()
-    for tensor in call.inputs:
+    for tensor in _strided(call.inputs):
         if tensor.is_floating_point() and tensor.dim():
             flags = tensor.detach().isfinite().reshape(len(tensor), -1).all(1)
             samples.update((~flags).nonzero().flatten().tolist())
@@ -243,7 +239,7 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
     finite_inputs = all(map(is_finite, _floating(inputs)))
     finite_outputs = all(map(is_finite, _floating(outputs)))
     finite_arrivals = all(map(is_finite, arrived))
-    finite_gradients = all(map(is_finite, gradients))
+    finite_gradients = all(map(is_finite, _strided(gradients)))
     origin = None
     if not finite_outputs:
         origin = watch.origin_of(_floating(outputs))
@@ -292,7 +288,12 @@ def _as_fp32(value: Any) -> Any:
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if tensor.is_floating_point() and tensor.layout == torch.strided]
+    return _strided([tensor for tensor in tensors if tensor.is_floating_point()])
+
+
+def _strided(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors whose values are all there; a sparse gradient counts as finite."""
+    return [tensor for tensor in tensors if tensor.layout == torch.strided]
 
 
 # ---- what is put back
@@ -303,15 +304,27 @@ def everything_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put back random states, buffers and gradients, whatever happens inside."""
     states = random_states()
     every = {id(part): part for module in modules for part in module.modules()}.values()
-    buffers = [(buffer, buffer.detach().clone()) for part in every for buffer in part.buffers(recurse=False)]
+    buffers = []
+    for part in every:
+        for name, buffer in part.named_buffers(recurse=False):
+            buffers.append((part, name, buffer, buffer.detach().clone()))
     parameters = [parameter for part in every for parameter in part.parameters(recurse=False)]
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     try:
         yield
     finally:
         set_random_states(states)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for part, name, buffer, value in buffers:
+            _restore_buffer(part, name, buffer, value)
+
+
+@torch.no_grad()
+def _restore_buffer(part: nn.Module, name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Put back a buffer, and its value if that changed: a graph may have saved it."""
+    if getattr(part, name) is not buffer:
+        setattr(part, name, buffer)
+    same = torch.equal(buffer, value) or bool((buffer.isnan() & value.isnan() | (buffer == value)).all())
+    if not same:
+        buffer.copy_(value)

@@ -262,7 +262,7 @@ def _what(finding: Finding, origin: Operation) -> str:
     largest = finding.in_fp32
     if largest is not None:
         text += f"; in fp32 up to {largest:.3g}"
-    elif origin.name == "_to_copy":
+    elif origin.name == "_to_copy" and origin.ranges:
         largest = max(map(abs, origin.ranges[0]))
     if origin.dtype == torch.float16 and largest is not None and largest > _LARGEST_FP16:
         text += f"; fp16 ends at {_LARGEST_FP16:.0f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -19,14 +20,21 @@ from torch.utils._pytree import tree_leaves
 from narrowcast.casting import tensors_inside
 from narrowcast.replay._torch_internals import NO_GRAPH_TASK, TRACEBACK, current_node, graph_task_id
 
-_TORCH = str(Path(torch.__file__).parent)
-_NARROWCAST = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_NARROWCAST = str(Path(__file__).parents[1]) + os.sep
 _WHERE_REPLAYS_BEGIN = str(Path(__file__).with_name("_replay.py"))
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _PATH = "narrowcast_module"  # in the metadata of a node: the path of the module that made it
+# Of the operators that talk to other ranks, which do not run the step again at the same time.
+_COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # They write infinities that somebody asked for.
 _FILLING = {"fill", "fill_", "full", "full_like", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
+
+
+class ReplayError(Exception):
+    """Why a step cannot be run again exactly."""
+
 
 Site = tuple[str, int]
 """File and line."""
@@ -88,6 +96,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Know of modules and of the lines that made the nodes of graphs."""
         with ExitStack() as stack:
             for module in self._paths:
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # it takes no hooks
                 stack.callback(module.register_forward_pre_hook(self._enters).remove)
                 # A checkpoint ends what it computes again by an exception.
                 stack.callback(module.register_forward_hook(self._leaves, always_call=True).remove)
@@ -117,6 +127,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in _COLLECTIVES:
+            raise ReplayError("the model talks to other ranks")
         inputs = _checked(tree_leaves((args, kwargs)))
         bad_inputs = [tensor for tensor in inputs if not is_finite(tensor)]
         ranges = list(map(_range, inputs))

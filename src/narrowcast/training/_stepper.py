@@ -85,6 +85,8 @@ class Stepper:
         restore: the buffers that a skipped step restores: ``"norms"`` (of batch and instance norms),
             ``"all"``, or ``"none"``. Modules that are added after the first step are left out.
         process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` do not need it.
+        explain_skips: run a skipped step again, and say where its first infinity or NaN arose:
+            ``skip_stories`` (docs/stepper.md).
 
     Weight casts are kept over the micro-batches of a step (not with ``fully_shard``). A weight that changes
     in between is cast again, except after a write through ``.data``, and except for weights of other models
@@ -112,6 +114,7 @@ class Stepper:
         scaler: Any = None,
         restore: str = "norms",
         process_group: Any | None = None,
+        explain_skips: bool = False,
     ) -> None:
         self._statistics = Statistics(model, restore)
         self._policy = as_policy(policy)
@@ -150,7 +153,8 @@ class Stepper:
             # What a skipped step was given, so that it can be run again, and what that shows.
             self._recording = Recording()
             self._skip_stories = SkipStories(self._policy, self._formats, _log, model)
-            for module in called_modules(model):
+            self._explains_skips = explain_skips
+            for module in called_modules(model) if explain_skips else []:
                 handles += self._recording.watch(module)
 
     def _make_region(self) -> ModelRegion:
@@ -467,7 +471,7 @@ class Stepper:
             group.zero()
             self._end_accumulation()
         self.steps += 1
-        if result.is_known and result.skipped and not group.needs_closure:
+        if self._explains_skips and result.is_known and result.skipped and not group.needs_closure:
             self._tell_of_skip(group, recorded, result)
         return result
 
