@@ -8,6 +8,7 @@ import logging
 import pickle
 import random
 import re
+import warnings
 import weakref
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
+from narrowcast.errors import SettingError
 from narrowcast.replay import _recording, _replay
 from narrowcast.scaling import Dynamic, Static
 
@@ -37,7 +39,7 @@ class Net(nn.Module):
         return self.leave(nn.functional.dropout(self.norm(grown), 0.5))
 
 
-def made(model=None, policy="fp16", loss_scale=None, **settings):
+def made(model=None, policy="fp16", loss_scale=None, explain_skips=True):
     torch.manual_seed(0)
     if model is None:
         model = Net()
@@ -45,7 +47,7 @@ def made(model=None, policy="fp16", loss_scale=None, **settings):
     scaler = None
     if policy == "fp16":
         scaler = nc.GradScaler("cpu", loss_scale=loss_scale or Static(scale=16.0), patience=None)
-    return model, nc.Stepper(model, optimizer, policy, scaler=scaler, explain_skips=True, **settings)
+    return model, nc.Stepper(model, optimizer, policy, scaler=scaler, explain_skips=explain_skips)
 
 
 def step(stepper, x, loss_of=lambda output: output.float().square().mean()):
@@ -65,39 +67,36 @@ def bad():
 # ---- a replay changes nothing
 
 
-def trained(steps, bad_steps, *, replays, draws=None):
-    """Train with dropout and skips; return weights, buffers, optimizer state and random states."""
-    model, stepper = made()
-    stepper._recording.paused = not replays
+def trained(steps, bad_steps, *, explain_skips):
+    """Train with dropout and skips, each of which is run again; return the Stepper and what it left."""
+    model, stepper = made(explain_skips=explain_skips)
     torch.manual_seed(1)
     random.seed(1)
-    skipped = []
+    skipped, told = [], 0
     for number in range(steps):
         x = torch.rand(4, 8)
         if number in bad_steps:
             x[number % 4] = 12.0
-        stepper._skip_stories._kinds.clear()  # so that each skip is run again
-        stepper._skip_stories._replays = 0
         if step(stepper, x).skipped:
             skipped.append(number)
-    told = len(stepper.skip_stories)
-    return skipped, told, [*model.state_dict().values(), torch.get_rng_state()], random.getstate(), stepper
+        told += len(stepper.skip_stories)
+        stepper._skip_stories.told.clear()
+        stepper._skip_stories._kinds.clear()
+        stepper._skip_stories._attempts = 0
+    tensors = [*model.state_dict().values(), torch.get_rng_state()]
+    for state in stepper.optimizers[0].state_dict()["state"].values():
+        tensors += state.values()
+    return skipped, told, tensors, random.getstate()
 
 
 def test_a_replay_changes_no_bit_of_the_training():
-    bad_steps = set(range(5, 200, 10))
-    with_replays = trained(200, bad_steps, replays=True)
-    without = trained(200, bad_steps, replays=False)
-    assert with_replays[0] == without[0] == sorted(bad_steps)
-    assert (with_replays[1], without[1]) == (20, 20)  # without recorded calls each says so
-    assert "precision" in with_replays[4].skip_stories[0]
-    assert "undecided" in without[4].skip_stories[0]
-    for ours, plain in zip(with_replays[2], without[2], strict=True):
-        assert torch.equal(ours, plain)
-    assert with_replays[3] == without[3]
-    states = [run[4].optimizers[0].state_dict()["state"] for run in (with_replays, without)]
-    for ours, plain in zip(states[0].values(), states[1].values(), strict=True):
-        assert all(torch.equal(ours[name], plain[name]) for name in ours)
+    bad_steps = list(range(5, 200, 10))
+    skipped, told, tensors, python_state = trained(200, bad_steps, explain_skips=True)
+    plain = trained(200, bad_steps, explain_skips=False)
+    assert skipped == plain[0] == bad_steps
+    assert (told, plain[1]) == (20, 0)
+    assert all(map(torch.equal, tensors, plain[2]))
+    assert python_state == plain[3]
 
 
 class _Counted(TorchDispatchMode):
@@ -113,9 +112,8 @@ class _Counted(TorchDispatchMode):
 @pytest.mark.parametrize("holds_gradients", [False, True])
 def test_a_sound_step_runs_no_operator_more(holds_gradients):
     counts = []
-    for paused in (True, False):
-        _, stepper = made()
-        stepper._recording.paused = paused
+    for explain_skips in (False, True):
+        _, stepper = made(explain_skips=explain_skips)
         if holds_gradients:
             stepper._recording.hold_gradients(10)
         step(stepper, good())
@@ -362,3 +360,144 @@ def test_the_hooks_end_with_the_stepper():
     del stepper
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
+
+
+def test_without_being_asked_a_stepper_has_no_hooks():
+    model, stepper = made(explain_skips=False)
+    assert not model._forward_pre_hooks
+    step(stepper, bad())
+    assert stepper.skip_stories == []
+
+
+def test_named_optimizers_are_refused():
+    model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)})
+    optimizers = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}
+    with pytest.raises(SettingError, match="explain_skips=True takes one optimizer"):
+        nc.Stepper(model, optimizers, "bf16", explain_skips=True)
+
+
+# ---- programs of every kind
+
+
+def test_a_sparse_input_is_held():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 1)
+
+        def forward(self, x, adjacency):
+            return torch.sparse.mm(adjacency, self.layer(x).float())
+
+    model, stepper = made(Graph(), policy="bf16")
+    with stepper.autocast():
+        loss = model(good(), torch.eye(4).to_sparse()).sum()
+    assert not stepper.step(loss).skipped
+
+
+def test_inputs_from_inference_mode_are_held():
+    _, stepper = made()
+    with torch.inference_mode():
+        x = bad()
+    assert step(stepper, x).skipped
+    assert "verdict  precision" in stepper.skip_stories[0]
+
+
+def test_a_scripted_model_has_no_hooks():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.jit.script(Plain())
+    _, stepper = made(model, policy="bf16")
+    assert not step(stepper, good()).skipped
+
+
+def test_an_input_that_forward_changes_is_not_run_again():
+    class InPlace(Net):
+        def forward(self, x):
+            return super().forward(x.mul_(12.0))
+
+    _, stepper = made(InPlace())
+    x = good()
+    step(stepper, x)
+    assert torch.equal(x, bad())
+    assert "changed in place" in stepper.skip_stories[0]
+
+
+def test_a_buffer_that_forward_replaces_is_put_back():
+    class Moving(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("average", torch.zeros(8))
+
+        def forward(self, x):
+            self.average = 0.5 * self.average + x.detach().mean(0)
+            return super().forward(x)
+
+    model, stepper = made(Moving())
+    step(stepper, bad())
+    assert "verdict  precision" in stepper.skip_stories[0]
+    assert torch.equal(model.average, torch.full((8,), 12.0))
+
+
+class Attention(nn.Module):
+    """Inline operators between layers, as in most attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.leave = nn.Linear(8, 1)
+        nn.init.constant_(self.enter.weight, 1e-4)
+        nn.init.zeros_(self.enter.bias)
+
+    def forward(self, x):
+        inverse = self.enter(x).reciprocal()
+        return self.leave(inverse)
+
+
+def test_inline_operators_belong_to_the_module_that_has_them():
+    _, stepper = made(Attention(), loss_scale=Static(scale=1.0))
+    for _ in range(2):
+        assert step(stepper, good(), loss_of=torch.sum).skipped
+    assert "where    backward pass of Attention, test_stepper.py:" in stepper.skip_stories[0]
+
+
+def test_masked_outputs_are_not_taken_for_the_fault():
+    class Masked(Attention):
+        def forward(self, x):
+            output = super().forward(x)
+            return output.masked_fill(torch.tensor([[True], [False], [False], [False]]), -torch.inf)
+
+    _, stepper = made(Masked(), loss_scale=Static(scale=1.0))
+    for _ in range(2):
+        assert step(stepper, good(), loss_of=lambda output: output[1:].sum()).skipped
+    assert "where    backward pass of Masked" in stepper.skip_stories[0]
+    assert "verdict  precision" in stepper.skip_stories[0]
+
+
+def test_a_mask_among_the_inputs_is_not_taken_for_bad_data():
+    class Divides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, mask):
+            scores = self.layer(x).float() @ x.T + mask
+            attention = scores.softmax(-1)
+            return attention / 0.0
+
+    model, stepper = made(Divides(), policy="bf16")
+    mask = torch.full((4, 4), -torch.inf).triu(1)
+    with stepper.autocast():
+        loss = model(good(), mask).sum()
+    assert stepper.step(loss).skipped
+    assert "verdict  model" in stepper.skip_stories[0]
+    assert "return attention / 0.0" in stepper.skip_stories[0]
+
+
+def test_a_cast_of_the_model_itself_is_undecided():
+    class CastsItself(Plain):
+        def forward(self, x):
+            return self.layer((x * 1e5).half().float())
+
+    _, stepper = made(CastsItself())
+    step(stepper, good())
+    assert "undecided: the model casts to a low format itself" in stepper.skip_stories[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +31,14 @@ class RecordedCall:
         inputs: the tensors among the arguments, those inside of containers left out.
         versions: of the inputs, to see whether they changed.
         arrived: the gradient that arrived at each output that needs one; None: none did.
+        had_several_passes: whether gradients arrived at an output more than once.
         site: file and line that made the call.
     """
 
-    __slots__ = ("args", "arrived", "inputs", "kwargs", "module", "random_state", "site", "versions")
+    __slots__ = (
+        "__weakref__", "args", "arrived", "had_several_passes", "inputs", "kwargs", "module", "random_state",
+        "site", "versions",
+    )  # fmt: skip
 
     def __init__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random_state: RandomState
@@ -43,6 +48,7 @@ class RecordedCall:
         self.kwargs = kwargs
         self.random_state = random_state
         self.arrived: list[torch.Tensor | None] = []
+        self.had_several_passes = False
         self.site = _call_site()
 
         self.inputs: list[torch.Tensor] = []
@@ -82,16 +88,17 @@ class RecordedStep(NamedTuple):
 class Recording:
     """Holds what one step needs to be run again, by reference, until ``take`` or ``clear``.
 
-    It stands as hooks before and after the call of each module that ``watch`` is given. Nothing is copied,
-    and no operator runs. The gradients that arrive at outputs are held only once somebody has asked for them,
-    as a hook in each backward pass takes longer than all the rest.
+    It stands as hooks before and after the call of each module that ``watch`` is given. Nothing is copied.
+    The gradients that arrive at outputs are held only once somebody has asked for them, as a hook in each
+    backward pass takes longer than all the rest.
 
     Attributes:
-        paused: record nothing, while a step is run again.
+        records: whether calls are recorded now. A copy of the model takes its hooks along, and so a copy of
+            this, which records nothing.
     """
 
     def __init__(self) -> None:
-        self.paused = False
+        self.records = False
         self._calls: list[RecordedCall] = []
         self._is_past_limit = False
         self._steps_with_gradients = 0  # that are still to come
@@ -111,7 +118,7 @@ class Recording:
         self._steps_with_gradients = steps
 
     def take(self) -> RecordedStep:
-        """Return the calls with gradients since the last time, and let go of them."""
+        """Return the calls since the last time, and let go of them."""
         step = RecordedStep(self._calls, self._is_past_limit, self._steps_with_gradients > 0)
         if self._steps_with_gradients:
             self._steps_with_gradients -= 1
@@ -126,17 +133,20 @@ class Recording:
         self._begun = None
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or self.paused or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not self.records or not torch.is_grad_enabled():
             return
+        if self._begun is not None:
+            return  # inside of another call, which is made again whole
         self._begun = RecordedCall(module, args, kwargs, random_state_on(args))
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self._begun is None:
             return
         call = self._begun
+        if call.module is not module:
+            return
         self._begun = None
-        # A call that raised leaves another's beginning, or none.
-        if call.module is not module or self._is_past_limit:
+        if self._is_past_limit:
             return
         self._calls.append(call)
         for tensor in call.inputs:
@@ -151,17 +161,26 @@ class Recording:
             node = tensor.grad_fn
             if node is not None:
                 # A hook of the node takes a third of the time that one of the tensor takes.
-                node.register_prehook(
-                    functools.partial(self._arrive, call, len(call.arrived), tensor.output_nr)
+                # It lives as long as the graph, and so holds nothing.
+                arrive = functools.partial(
+                    self._arrive, weakref.ref(call), len(call.arrived), tensor.output_nr
                 )
+                node.register_prehook(arrive)
                 call.arrived.append(None)
 
     def _arrive(
-        self, call: RecordedCall, index: int, output_nr: int, gradients: tuple[torch.Tensor | None, ...]
+        self,
+        reference: weakref.ref[RecordedCall],
+        index: int,
+        output_nr: int,
+        gradients: tuple[torch.Tensor | None, ...],
     ) -> None:
+        call = reference()
         gradient = gradients[output_nr]
-        if gradient is None or self.paused or self._is_past_limit:
+        if call is None or gradient is None or self._is_past_limit:
             return
+        if call.arrived[index] is not None:
+            call.had_several_passes = True
         call.arrived[index] = gradient
         self._hold(gradient)
 
@@ -172,14 +191,13 @@ class Recording:
             self._is_past_limit = True
 
     def __reduce__(self) -> Any:
-        # A model that is copied or saved takes its hooks along. Nobody would clear what they record.
-        return (_recording_of_a_copy, ())
+        return (Recording, ())
 
 
 def called_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that a training calls: ``model``, or those in it if it is a container alone.
 
-    None if parameters are sharded over ranks, which would have to run a step again together.
+    The list is empty if parameters are sharded over ranks, which would have to run a step again together.
     """
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return []
@@ -189,12 +207,6 @@ def called_modules(model: nn.Module) -> list[nn.Module]:
     if getattr(model.forward, "__func__", None) is not nn.Module.forward:
         return [model]
     return [module for child in model.children() for module in called_modules(child)]
-
-
-def _recording_of_a_copy() -> Recording:
-    recording = Recording()
-    recording.paused = True
-    return recording
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -17,7 +17,16 @@ from narrowcast.machine import first_line
 from narrowcast.policy import Policy
 from narrowcast.replay._random_states import random_states, set_random_states
 from narrowcast.replay._recording import RecordedCall, RecordedStep, set_random_state
-from narrowcast.replay._watch import Operation, Place, ReplayError, Watch, is_finite
+from narrowcast.replay._watch import (
+    BUFFER,
+    INPUT,
+    MEANT,
+    Operation,
+    Place,
+    ReplayError,
+    Watch,
+    is_finite,
+)
 
 LONGEST_S = 60.0
 _LOW = {torch.float16, torch.bfloat16}
@@ -60,15 +69,13 @@ class Observation:
     """One call of a module that was run again, forward and backward.
 
     Attributes:
-        finite_inputs: whether all that went in was finite.
-        finite_outputs: whether all that came out was.
+        finite_outputs: whether all that came out was finite, but for infinities that were meant (a mask).
         finite_arrivals: whether the gradients that arrived at the outputs were.
         finite_gradients: whether those of its parameters and inputs were; True if none arrived.
         origin: the operation that made the first value that is not finite; None if there was none.
         largest_results: the largest absolute value of the finite results of an operator in one place.
     """
 
-    finite_inputs: bool
     finite_outputs: bool
     finite_arrivals: bool
     finite_gradients: bool
@@ -133,53 +140,58 @@ def _undecided(reason: str) -> Finding:
 
 
 def _find_origin(step: RecordedStep, surroundings: Surroundings, deadline: float) -> Finding:
-    def in_time(call: RecordedCall, caller: Caller, *, backward: bool) -> Observation:
-        if time.monotonic() > deadline:
-            raise ReplayError(f"running the step again took more than {LONGEST_S:.0f} s")
-        return observe(call, caller, backward=backward)
-
-    # The forward passes first, in their order: what is not finite there goes into all that follows.
-    observations: list[tuple[RecordedCall, Observation]] = []
-    at_fault = None
+    observations = []
     for call in step.calls:
-        observation = in_time(call, surroundings.mixed, backward=step.has_gradients)
+        _check_time(deadline)
+        observation = observe(call, surroundings.mixed, backward=step.has_gradients)
         observations.append((call, observation))
+        # What is not finite in a forward pass goes into what follows it.
         if not observation.finite_outputs:
-            at_fault = call, observation
-            break
-    # Then the backward passes, in theirs.
-    if at_fault is None and not step.has_gradients:
+            return _judged(call, observation, surroundings, deadline)
+    if not step.has_gradients:
         return Finding("backward")
-    if at_fault is None:
-        for call, observation in reversed(observations):
-            if observation.finite_arrivals and not observation.finite_gradients:
-                at_fault = call, observation
-                break
-    if at_fault is None:
-        if all(observation.finite_arrivals for _, observation in observations):
-            raise ReplayError(
-                "run again, the step is finite: it depends on something that is not held, such as random "
-                "numbers of Python or NumPy"
-            )
-        return Finding("outside")
 
-    call, observation = at_fault
-    only_backward = observation.finite_outputs
+    # The backward passes, in their order.
+    for call, observation in reversed(observations):
+        if observation.finite_arrivals and not observation.finite_gradients:
+            return _judged(call, observation, surroundings, deadline)
+    if all(observation.finite_arrivals for _, observation in observations):
+        raise ReplayError(
+            "run again, each call of the model is finite: it arose in the sum of their gradients, outside of "
+            "them, or in something that is not held, as random numbers of Python"
+        )
+    return Finding("outside")
+
+
+def _judged(call: RecordedCall, mixed: Observation, surroundings: Surroundings, deadline: float) -> Finding:
+    """Make the call at fault again in fp32, and judge by that."""
+    only_backward = mixed.finite_outputs
     if any(parameter.dtype in _LOW for parameter in call.module.parameters()):
         reason = "the weights are not kept in fp32"
-        return Finding("undecided", call, only_backward, observation.origin, reason=reason)
+        return Finding("undecided", call, only_backward, mixed.origin, reason=reason)
+    _check_time(deadline)
     # What arrived at outputs that are not finite says nothing of fp32.
-    in_fp32 = in_time(_in_fp32(call), surroundings.fp32, backward=only_backward)
+    in_fp32 = observe(_in_fp32(call), surroundings.fp32, backward=only_backward)
     if in_fp32.is_sound:
         result = None
-        if observation.origin is not None:
-            result = in_fp32.largest_results.get(observation.origin.place)
-        return Finding("precision", call, only_backward, observation.origin, in_fp32=result)
-    if not observation.finite_inputs:
-        return Finding("data", call, only_backward, in_fp32.origin, samples=_bad_samples(call))
+        if mixed.origin is not None:
+            result = in_fp32.largest_results.get(mixed.origin.place)
+        return Finding("precision", call, only_backward, mixed.origin, in_fp32=result)
+
+    origin = in_fp32.origin
+    if origin is not None and origin.dtype in _LOW:
+        reason = "the model casts to a low format itself"
+        return Finding("undecided", call, only_backward, origin, reason=reason)
+    if origin is not None and origin.name == INPUT:
+        return Finding("data", call, only_backward, origin, samples=_bad_samples(call))
     named = call.module.named_parameters()
     bad_weights = tuple(name for name, parameter in named if not is_finite(parameter))
-    return Finding("model", call, only_backward, in_fp32.origin, bad_weights=bad_weights)
+    return Finding("model", call, only_backward, origin, bad_weights=bad_weights)
+
+
+def _check_time(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise ReplayError(f"running the step again took more than {LONGEST_S:.0f} s")
 
 
 def _bad_samples(call: RecordedCall) -> tuple[int, ...]:
@@ -203,6 +215,8 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
         backward: also run the backward pass, from the gradients that arrived.
         factor: the gradients that arrived are multiplied by it, as by another loss scale.
     """
+    if call.had_several_passes:
+        raise ReplayError("several backward passes went through one output of the model")
     if call.changed():
         raise ReplayError("an input of the model was changed in place after the call")
     module = without_ddp(call.module)
@@ -221,6 +235,8 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
         stack.enter_context(watch.watching())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        watch.begins_with(INPUT, inputs)
+        watch.begins_with(BUFFER, module.buffers())
         stack.enter_context(watch)
         output = caller(module, args, kwargs)
         outputs = tensors_inside(output)
@@ -236,18 +252,23 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
             found = _GRAD(ends, leaves, arrived, allow_unused=True)
             gradients = [gradient for gradient in found if gradient is not None]
 
-    finite_inputs = all(map(is_finite, _floating(inputs)))
-    finite_outputs = all(map(is_finite, _floating(outputs)))
+    origin = watch.origin_of(_floating(outputs))
+    finite_outputs = all(map(is_finite, _floating(outputs))) or _is_meant(origin, outputs)
     finite_arrivals = all(map(is_finite, arrived))
     finite_gradients = all(map(is_finite, _strided(gradients)))
-    origin = None
-    if not finite_outputs:
-        origin = watch.origin_of(_floating(outputs))
-    elif finite_arrivals and not finite_gradients:
+    if finite_outputs:
+        origin = None
+    if finite_outputs and finite_arrivals and not finite_gradients:
         origin = watch.origin_of(gradients)
-    return Observation(
-        finite_inputs, finite_outputs, finite_arrivals, finite_gradients, origin, watch.largest_results
-    )
+    return Observation(finite_outputs, finite_arrivals, finite_gradients, origin, watch.largest_results)
+
+
+def _is_meant(origin: Operation | None, outputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether the infinities in outputs are those of a mask."""
+    if origin is None or any(bool(tensor.isnan().any()) for tensor in _floating(outputs)):
+        return False
+    all_negative = not any(bool((tensor == torch.inf).any()) for tensor in _floating(outputs))
+    return origin.name in MEANT or (origin.name == INPUT and all_negative)
 
 
 def without_ddp(module: nn.Module) -> nn.Module:
@@ -265,7 +286,11 @@ def _refuse_collectives(module: nn.Module) -> None:
 
 
 def _leaf(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.requires_grad:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_inference():
+        return value.clone()  # which autograd may save
+    if value.requires_grad:
         return value.detach().requires_grad_()
     return value
 

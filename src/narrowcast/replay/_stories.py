@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowcast.errors import few
+from narrowcast.machine import first_line
 from narrowcast.policy import Policy, format_name, rule
 from narrowcast.replay._recording import RecordedCall, RecordedStep
 from narrowcast.replay._replay import (
@@ -28,7 +29,8 @@ from narrowcast.replay._replay import (
 )
 from narrowcast.replay._watch import Operation
 
-_MOST_REPLAYS = 5
+_MOST_STORIES = 5
+_MOST_ATTEMPTS = 20  # to tell them
 _MOST_RULES = 3
 _LOWER_SCALES = (2.0**-1, 2.0**-4, 2.0**-8, 2.0**-16)
 _MUCH_LOWER = 2.0**-8
@@ -62,7 +64,7 @@ class SkipStories:
         self._formats = formats
         self._say_now = say
         self._kinds: set[tuple[str, ...]] = set()
-        self._replays = 0
+        self._attempts = 0
         self._explained_above = math.inf  # loss scales above this one are too high
         self._told_of_scale = False
         self._deadline = 0.0
@@ -76,7 +78,7 @@ class SkipStories:
         scale: float,
         lower_scale: float,
         names: tuple[str, ...],
-    ) -> bool:
+    ) -> bool | None:
         """Run a skipped step again, and tell where it went wrong, if no step of its kind was run again.
 
         Args:
@@ -88,17 +90,34 @@ class SkipStories:
             names: the parameters whose gradients are not finite. They are the kind of the skip.
 
         Returns:
-            Whether it arose in the backward pass, so that the next such step needs its gradients too.
+            Whether it arose in the backward pass, so that the next such step needs its gradients too; None if
+            the step was not run again.
         """
-        if names in self._kinds or self._replays == _MOST_REPLAYS or scale > self._explained_above:
-            return False
-        self._replays += 1
+        is_known = names in self._kinds or scale > self._explained_above
+        if is_known or len(self.told) == _MOST_STORIES or self._attempts == _MOST_ATTEMPTS:
+            return None
+        self._attempts += 1
         self._deadline = time.monotonic() + LONGEST_S
-
         head = f"step {number} was skipped"
         if scale != 1.0:
             head += f" at a loss scale of {scale:g}"
+        try:
+            return self._told(step, surroundings, head, scale, lower_scale, names)
+        except Exception as error:  # the training goes on
+            self._kinds.add(names)
+            self._say(f"{head}. Where it went wrong could not be told: {first_line(error)}")
+            return False
 
+    def _told(
+        self,
+        step: RecordedStep,
+        surroundings: Surroundings,
+        head: str,
+        scale: float,
+        lower_scale: float,
+        names: tuple[str, ...],
+    ) -> bool:
+        """Tell a story that begins with ``head``; return what ``tell`` does."""
         finding = find_origin(step, surroundings)
         if finding.verdict == "backward":
             return True
@@ -141,8 +160,10 @@ class SkipStories:
     def _where(self, finding: Finding) -> list[str]:
         origin = finding.origin
         if finding.verdict == "data":
-            samples = ", ".join(map(str, finding.samples[:5]))
-            return [f"  where    the input of {self._module(finding, None)}, sample {samples} of the batch"]
+            where = f"the input of {self._module(finding, None)}"
+            if finding.samples:
+                where += f", sample {', '.join(map(str, finding.samples[:5]))} of the batch"
+            return [f"  where    {where}"]
         if origin is None:
             return []
         where = f"{origin.direction} pass of {self._module(finding, origin)}"
@@ -173,7 +194,8 @@ class SkipStories:
                 if module is without_ddp(call.module):
                     outer = path
         inner = origin.module if origin is not None else ""
-        return f"{outer}.{inner}".strip(".")
+        path = f"{outer}.{inner}".strip(".")
+        return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
     # ---- what helps; nothing is said that was not tried
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +28,22 @@ _PATH = "narrowcast_module"  # in the metadata of a node: the path of the module
 # Of the operators that talk to other ranks, which do not run the step again at the same time.
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-# They write infinities that somebody asked for.
-_FILLING = {"fill", "fill_", "full", "full_like", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
+INPUT = "input"
+BUFFER = "buffer"
+# They hold infinities that somebody asked for.
+MEANT = {
+    BUFFER,
+    "fill",
+    "fill_",
+    "full",
+    "full_like",
+    "masked_fill",
+    "masked_fill_",
+    "scalar_tensor",
+    "where",
+}
+# What they write does not depend on what was there.
+_OVERWRITING = {"copy_", "fill_", "zero_"}
 
 
 class ReplayError(Exception):
@@ -74,6 +88,14 @@ class Operation:
         return (self.name, self.direction, self.module, self.site)
 
 
+class _RunningModule(NamedTuple):
+    """A module that is running: its path, the backward pass it was called in, and what made its inputs."""
+
+    path: str
+    graph_task: int
+    made_inputs: set[Any]
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches operators while it is entered, and modules and autograd nodes inside ``watching``.
 
@@ -84,8 +106,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, root: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._paths = {module: path for path, module in root.named_modules()}
-        # The modules that are running, with the backward pass in which each was called.
-        self._running: list[tuple[str, int]] = []
+        self._running: list[_RunningModule] = []
         self._made: dict[int, Operation] = {}  # by the address of the memory that holds its result
         self._count = 0
         # The largest absolute value of the finite results of an operator in one place.
@@ -98,7 +119,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for module in self._paths:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # it takes no hooks
-                stack.callback(module.register_forward_pre_hook(self._enters).remove)
+                stack.callback(module.register_forward_pre_hook(self._enters, with_kwargs=True).remove)
                 # A checkpoint ends what it computes again by an exception.
                 stack.callback(module.register_forward_hook(self._leaves, always_call=True).remove)
             # Only for the stack at which each node is made; it warns that it is slow.
@@ -107,18 +128,29 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             yield
 
+    def begins_with(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Let values that are not finite in some tensors be made by an operation of that name."""
+        for tensor in _checked(tensors):
+            if not is_finite(tensor):
+                is_nan = bool(tensor.isnan().any())
+                self._made[_address(tensor)] = Operation(
+                    0, name, "forward", "", None, tensor.dtype, [], is_nan
+                )
+
     def origin_of(self, tensors: Iterable[torch.Tensor]) -> Operation | None:
         """Return the operation that made the first of the values in ``tensors`` that are not finite.
 
-        Infinities that were written on purpose count only if nothing else did; then the operation that made
-        NaN of them.
+        An input counts only if no operator made one. Infinities that were written on purpose count only if
+        nothing else did; then the operation that made NaN of them.
         """
         ends = [self._made[_address(tensor)] for tensor in tensors if _address(tensor) in self._made]
         operations = _with_inputs(ends)
         origins = [operation for operation in operations if not operation.inputs]
-        accidents = [operation for operation in origins if operation.name not in _FILLING]
+        accidents = [one for one in origins if one.name not in (*MEANT, INPUT)]
         if not accidents:
-            accidents = [operation for operation in operations if operation.is_nan]
+            accidents = [one for one in origins if one.name == INPUT]
+        if not accidents:
+            accidents = [one for one in operations if one.is_nan]
         return min(accidents or origins, key=lambda operation: operation.number, default=None)
 
     # ---- operators
@@ -131,6 +163,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ReplayError("the model talks to other ranks")
         inputs = _checked(tree_leaves((args, kwargs)))
         bad_inputs = [tensor for tensor in inputs if not is_finite(tensor)]
+        if _name_of(func) in _OVERWRITING:
+            bad_inputs = [tensor for tensor in bad_inputs if tensor is not args[0]]
         ranges = list(map(_range, inputs))
         result = func(*args, **kwargs)
         self._count += 1
@@ -138,10 +172,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         addresses = {_address(tensor) for tensor in inputs}
         for output in _checked(tree_leaves(result)):
             is_view = _address(output) in addresses and not func._schema.is_mutable
-            if is_view:
+            # What ``empty`` returns was written by nobody.
+            if is_view or "empty" in _name_of(func):
                 continue
             if is_finite(output):
-                self._made.pop(_address(output), None)
+                # A part of some memory may be finite where another is not.
+                if output.nbytes == output.untyped_storage().nbytes():
+                    self._made.pop(_address(output), None)
                 self._note_result(func, output)
             else:
                 self._made[_address(output)] = self._operation(func, output, bad_inputs, ranges)
@@ -180,33 +217,35 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return direction, module and line of the operator that runs now."""
         task = graph_task_id()
         # Inside a backward pass a checkpoint may compute its modules again.
-        recomputes = bool(self._running) and self._running[-1][1] == task
+        recomputes = bool(self._running) and self._running[-1].graph_task == task
         if task == NO_GRAPH_TASK or recomputes:
-            module = self._running[-1][0] if self._running else ""
+            module = self._running[-1].path if self._running else ""
             return "forward", module, _site_of_stack()
         node = current_node()
         return "backward", self._module_of(node), _site_of_stack() or _site_of_node(node)
 
     # ---- modules and nodes
 
-    def _enters(self, module: nn.Module, args: Any) -> None:
-        self._running.append((self._paths[module], graph_task_id()))
+    def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = tensors_inside((args, kwargs))
+        nodes = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
+        self._running.append(_RunningModule(self._paths[module], graph_task_id(), nodes))
 
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
-        path, _ = self._running.pop()
+        running = self._running.pop()
         nodes: list[Any] = [t.grad_fn for t in tensors_inside(output) if t.grad_fn is not None]
-        # The modules inside have marked what they made.
+        # The modules inside have marked what they made, and what made its inputs is not this one's.
         for node in nodes:  # which grows meanwhile
-            if _PATH in node.metadata:
+            if _PATH in node.metadata or node in running.made_inputs:
                 continue
-            node.metadata[_PATH] = path
+            node.metadata[_PATH] = running.path
             nodes += [below for below, _ in node.next_functions if below is not None]
 
     def _module_of(self, node: Any) -> str:
         if node is not None and _PATH in node.metadata:
             return str(node.metadata[_PATH])
         if self._running:
-            return self._running[-1][0]
+            return self._running[-1].path
         return ""
 
 

@@ -47,8 +47,8 @@ from narrowcast.training._statistics import Statistics
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
-_STEPS_WITH_GRADIENTS = 1000
-"""After a skip that arose in the backward pass, in which another one can be run again whole."""
+_STEPS_WITH_GRADIENTS = 4000
+"""After a skip that arose in the backward pass; more than a dynamic scale takes to grow again."""
 
 
 class Stepper:
@@ -86,7 +86,7 @@ class Stepper:
             ``"all"``, or ``"none"``. Modules that are added after the first step are left out.
         process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` do not need it.
         explain_skips: run a skipped step again, and say where its first infinity or NaN arose:
-            ``skip_stories`` (docs/stepper.md).
+            ``skip_stories`` (docs/stepper.md). Not with named optimizers.
 
     Weight casts are kept over the micro-batches of a step (not with ``fully_shard``). A weight that changes
     in between is cast again, except after a write through ``.data``, and except for weights of other models
@@ -131,6 +131,8 @@ class Stepper:
                 "accumulate with named optimizers under DistributedDataParallel would mix their gradients: "
                 "use accumulate=1, or one Stepper for each"
             )
+        if explain_skips and len(by_name) > 1:
+            raise SettingError("explain_skips=True takes one optimizer, or several that step together")
         with undo_on_error([model], list(itertools.chain.from_iterable(by_name.values()))) as undo:
             self._groups = make_groups(
                 model, by_name, self._policy, self._formats, settings, scheduler, scaler, process_group
@@ -177,15 +179,18 @@ class Stepper:
                 self._casts.keep()
         with self._region:
             self._regions_open += 1
+            self._recording.records = True
             self._checks_first_loss = False
             try:
                 yield
             except BaseException:
+                self._recording.clear()
                 self._casts.drop()
                 self._forget_statistics()
                 raise
             finally:
                 self._regions_open -= 1
+                self._recording.records = self._regions_open > 0
 
     def step(self, loss: torch.Tensor | Callable[[], torch.Tensor], name: str | None = None) -> StepResult:
         """Run the backward pass of ``loss``, and step after the last micro-batch.
@@ -477,20 +482,16 @@ class Stepper:
 
     def _tell_of_skip(self, group: OptimizerGroup, recorded: RecordedStep, result: StepResult) -> None:
         """Run a skipped step again, and tell where its first infinity or NaN arose."""
-        self._recording.paused = True
-        try:
-            arose_in_backward = self._skip_stories.tell(
-                recorded,
-                Surroundings(mixed=self._call_in_region, fp32=_call),
-                number=self.steps,
-                scale=result.scale,
-                lower_scale=group.scaler.get_scale(),
-                names=result.nonfinite,
-            )
-        finally:
-            self._recording.paused = False
-        if arose_in_backward:
-            self._recording.hold_gradients(_STEPS_WITH_GRADIENTS)
+        arose_in_backward = self._skip_stories.tell(
+            recorded,
+            Surroundings(mixed=self._call_in_region, fp32=_call),
+            number=self.steps,
+            scale=result.scale,
+            lower_scale=group.scaler.get_scale(),
+            names=result.nonfinite,
+        )
+        if arose_in_backward is not None:
+            self._recording.hold_gradients(_STEPS_WITH_GRADIENTS if arose_in_backward else 0)
 
     def _call_in_region(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._region:
