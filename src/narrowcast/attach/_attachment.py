@@ -49,6 +49,7 @@ class Attachment:
             counted as steps.
         observer: called while the script runs.
         seed_shift: added to every seed that the script sets for Python's, NumPy's or torch's random numbers.
+        explains_skips: run a skipped step again, and say where its first infinity or NaN arose.
 
     Attributes:
         facts: after leaving, the ``end`` event of the capture.
@@ -70,6 +71,7 @@ class Attachment:
         is_training: bool = False,
         observer: Observer | None = None,
         seed_shift: int = 0,
+        explains_skips: bool = False,
     ) -> None:
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
@@ -87,6 +89,7 @@ class Attachment:
             recorder=EventRecorder(writer, tell),
             observer=observer or Observer(),
             stopping=Stopping(stop_after, self._close_before_the_end, counts_calls=not is_training),
+            explains_skips=explains_skips,
         )
         self.policy = run.policy
         self.scale = run.scale
@@ -250,7 +253,9 @@ class Attachment:
             recorder.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
 
 
-def attached(policy: Policy | str = "auto", loss_scale: LossScale | None = None) -> Attachment:
+def attached(
+    policy: Policy | str = "auto", loss_scale: LossScale | None = None, *, explain_skips: bool = True
+) -> Attachment:
     """Return a context manager that runs the code inside it as ``narrowcast run`` runs a script::
 
         with nc.attached("bf16") as run:
@@ -267,6 +272,8 @@ def attached(policy: Policy | str = "auto", loss_scale: LossScale | None = None)
     Args:
         policy: a ``Policy`` or the name of a preset.
         loss_scale: a value from ``narrowcast.scaling``; None: ``Dynamic()`` in fp16, else ``Off()``.
+        explain_skips: run a skipped step again, and note where its first infinity or NaN arose
+            (docs/stepper.md). Code in ``forward`` then runs again too.
 
     Raises:
         ScaleError: ``loss_scale`` is not a loss scale.
@@ -274,7 +281,7 @@ def attached(policy: Policy | str = "auto", loss_scale: LossScale | None = None)
         UnsupportedError: inside, before training that fp16 would get wrong (updates by hand, FSDP).
         ScaleCollapseError: inside, after 25 skipped steps of one optimizer in a row.
     """
-    made = Attachment(policy, loss_scale)
+    made = Attachment(policy, loss_scale, explains_skips=explain_skips)
     made.recorder.in_python = True
     return made
 

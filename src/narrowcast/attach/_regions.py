@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +39,7 @@ from narrowcast.gradients import is_capturing
 from narrowcast.machine import best_format, known_device_types, slow_formats
 from narrowcast.observe.profiling import seconds_between, stamp
 from narrowcast.policy import format_name, resolve
+from narrowcast.replay import Recording
 from narrowcast.scaling import Dynamic
 
 _MANY_CALLS = 500  # a backward pass; torchdiffeq's examples take 50 to 86 in fp32 and 1,500 to 5,000 in bf16
@@ -65,10 +66,12 @@ class _ThreadCalls(Nesting):
     Attributes:
         observed: whether it is in an outermost call of a module.
         recomputes: whether the next backward is that of a recomputation.
+        is_main: whether it is the thread in which narrowcast was attached.
     """
 
     observed = False
     recomputes = False
+    is_main = False
 
 
 class ScriptRegions:
@@ -78,6 +81,7 @@ class ScriptRegions:
 
     Attributes:
         in_fp32: whether no region is opened for the time being.
+        recording: of the calls since the latest step, if skipped steps are explained.
         checkpoints: whether a part of a model is computed again in a backward pass.
     """
 
@@ -93,6 +97,7 @@ class ScriptRegions:
         self._thread = _ThreadCalls()
         self.in_fp32 = False
         self.checkpoints = False
+        self.recording = Recording()
 
         # By type of device: dtype of the regions (None: it needs none), the region, kernels for its results.
         self._dtypes: dict[str, torch.dtype | None] = {}
@@ -106,7 +111,6 @@ class ScriptRegions:
         self._any_compiled = False
         self._training_calls = 0  # outermost ones with gradients, in a low format
         self._made_way = False  # whether a region was left for that of a host
-        self._inputs: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque(maxlen=8)  # of the latest calls
         # By id: leaves that a reentrant checkpoint made of its inputs.
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -119,7 +123,10 @@ class ScriptRegions:
         self._dtype_while_traced = dtype_while_traced
 
     def install(self, patches: Patches) -> None:
+        self._thread.is_main = True
+        self.recording.records = self._run.explains_skips
         self._fast_path.install(patches)
+        self._torch_call = nn.Module.__call__
         patches.replace(nn.Module, "__call__", self._module_call(nn.Module.__call__))
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         patches.wrap(torch.autocast, "__enter__", self._autocast_enter)
@@ -128,6 +135,8 @@ class ScriptRegions:
         patches.replace(torch.Tensor, "numpy", _numpy_of(torch.Tensor.numpy))
 
     def uninstall(self) -> None:
+        self.recording.records = False
+        self.recording.clear()
         missed = self._rules.remove()
         for note in missed:
             self._recorder.note(note)
@@ -215,15 +224,18 @@ class ScriptRegions:
         thread.observed = True
         try:
             self._observer.called(module, args, kwargs)
-            if self._run.scale.active:
-                self._remember_inputs(module, args, kwargs)
             if self.in_fp32:  # the observer has asked for it
                 dtype = None
+            recorded = None
+            if self.recording.records and thread.is_main and (dtype is not None or self._run.scale.active):
+                recorded = self.recording.begin(module, args, kwargs)
             # A script that trains is timed by its steps.
             if self._recorder.backwards or is_capturing():
                 output = self._in_region(call, module, device_type, dtype)
             else:
                 output = self._timed_in_region(call, module, device_type, dtype)
+            if recorded is not None:
+                self.recording.end(recorded, output)
             self._observer.returned(module, output)
         finally:
             thread.observed = False
@@ -242,12 +254,31 @@ class ScriptRegions:
             self._recorder.saw_forward(duration_s, training=module.training)
         return output
 
-    def _remember_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Keep weak references to the inputs, to name one of them where a loss is not finite."""
-        name = type(module).__name__
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                self._inputs.append((name, weakref.ref(value)))
+    # ---- calls that are made again, to say where a skipped step went wrong
+
+    def formats(self) -> dict[str, torch.dtype]:
+        """Return the format computed in, by device type."""
+        return {device: dtype or torch.float32 for device, dtype in self._dtypes.items()}
+
+    def call_again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module in its region, as when the script called it."""
+        parameter = first_parameter(module)
+        assert parameter is not None  # else no call of it was recorded
+        dtype = None
+        if not self._is_double(module, parameter):
+            dtype = self._dtype_on(parameter.device.type)
+        thread = self._thread
+        thread.observed = True
+        try:
+            call = functools.partial(self._torch_call, module, *args, **kwargs)
+            return self._in_region(call, module, parameter.device.type, dtype)
+        finally:
+            thread.observed = False
+
+    def call_in_fp32(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module without a region."""
+        with self._thread:
+            return self._torch_call(module, *args, **kwargs)
 
     def _is_double(self, module: nn.Module, parameter: torch.Tensor) -> bool:
         """Return whether all weights are in fp64, which autocast leaves as they are; note it."""
@@ -403,16 +434,6 @@ class ScriptRegions:
             f'{" and ".join(names)}; in a policy, nc.rule.module("*", compute="fp32") keeps it in fp32, and '
             "a path in place of the star one part of it (docs/policies.md)."
         )
-
-    def bad_input(self) -> str | None:
-        """Return the class of a module that lately got NaN or infinity, if the tensor still exists."""
-        for kind, reference in list(self._inputs):  # other threads go on
-            tensor = reference()
-            if tensor is None or tensor.layout != torch.strided:
-                continue
-            if not bool(torch.isfinite(tensor.detach()).all()):
-                return kind
-        return None
 
     # ---- recomputation
 

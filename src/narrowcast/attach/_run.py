@@ -268,6 +268,7 @@ class AttachedRun:
     Attributes:
         asked_scale: the loss scale that was asked for; None: dynamic in fp16, else off.
         scale: the one in force.
+        explains_skips: whether a skipped step is run again, to say where it went wrong.
     """
 
     policy: Policy
@@ -276,6 +277,7 @@ class AttachedRun:
     recorder: EventRecorder
     observer: Observer
     stopping: Stopping
+    explains_skips: bool
 
     def leave_alone(self, why: str, *, in_call: bool = False) -> None:
         """Add nothing to the script from now on: no new region, no scaling, no skipping.

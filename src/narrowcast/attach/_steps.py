@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from narrowcast.attach._leaves import Leaves, leaf_sample
 from narrowcast.attach._regions import ScriptRegions
 from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
+from narrowcast.attach._skipped_steps import SkippedSteps
 from narrowcast.attach._unread_steps import UnreadStep, UnreadSteps, must_wait
 from narrowcast.errors import NarrowcastError, ScaleCollapseError, UnsupportedError, few
 from narrowcast.gradients import (
@@ -106,6 +107,7 @@ class Steps:
         self._numbers = itertools.count()
         self._skips = SkipsInARow(PATIENCE)
         self._unread = UnreadSteps()
+        self._skipped_steps = SkippedSteps(run, regions)
         self._installed = False
 
     # ---- wrapping
@@ -351,19 +353,29 @@ class Steps:
         """Record a step that was taken, or skipped because the gradients of ``bad`` are not finite."""
         self._saw_step(optimizer, skipped=bool(bad), unread=unread)
         if unread:
+            self._skipped_steps.step_ended()
             return
         scaled = self._scale.active
         if scaled:
             self._leaves.forget_gradients()
         if not bad:
+            self._skipped_steps.step_ended()
             self._skips.took(optimizer)
             self._scale.after_step(overflow=False)
             return
         number = self._recorder.steps + self._recorder.skipped_steps
+        scale = self._scale.of_gradients or 1.0
         if scaled:
             self._lower_the_scale(optimizer, bad)
         else:
             self._tell_of_skip(optimizer, bad, number)
+        if not self._record_of(optimizer).evaluates_again:
+            self._skipped_steps.explain(
+                number=number,
+                scale=scale,
+                lower_scale=self._scale.of_next or 1.0,
+                names=tuple(self._names_of(bad)),
+            )
         self._refuse_collapse(optimizer, bad, number)
 
     def _saw_step(self, optimizer: Optimizer, *, skipped: bool, unread: bool) -> None:
@@ -407,9 +419,6 @@ class Steps:
         site = self._leaves.bad_loss(bad)
         if site is not None:  # the loss scale has no part in it
             what = f"the loss at {site} was NaN or infinite itself"
-            kind = self._regions.bad_input()
-            if kind:
-                what += f", and so was an input of {kind}"
             self._recorder.note(f"{what}; the step was skipped, and no loss scale mends that", at_once=True)
         self._leaves.skipped(parameters_of(optimizer))
         # For an overflow that a backward pass left, the scale fell when that was read, and discarded() does

@@ -92,6 +92,13 @@ def run(
             show_default=False,
         ),
     ] = None,
+    no_replay: Annotated[
+        bool,
+        typer.Option(
+            "--no-replay",
+            help="Do not run a skipped step again to say where its first infinity or NaN arose.",
+        ),
+    ] = False,
 ) -> Callable[[], None]:
     """Run an unmodified FP32 script in mixed precision.
 
@@ -131,13 +138,14 @@ def run(
     rules = len(with_fp32_weights(policy).rules)
     writer.write(start_event(found.argv, policy, rules=rules, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
+    attach = partial(Attachment, policy, scale, writer=writer, explains_skips=not no_replay)
     # main calls what is returned, so that typer is not on the script's stack.
     if rank > 0:
         # Rank 0 speaks for all.
-        attachment = Attachment(policy, scale, writer=writer, tell=lambda _: None)
+        attachment = attach(tell=lambda _: None)
         return partial(run_attached, found, attachment, seed=seed, at_end=lambda: None)
-    attachment = Attachment(policy, scale, writer=writer, tell=tell)
-    again = _command_of_ranks(policy, loss_scale, folder, seed)
+    attachment = attach(tell=tell)
+    again = _command_of_ranks(policy, loss_scale, folder, seed, no_replay=no_replay)
     return partial(run_attached, found, attachment, seed=seed, at_end=_ending(writer), again=again)
 
 
@@ -215,7 +223,9 @@ def _ending(writer: CaptureWriter) -> Callable[[], None]:
     return end
 
 
-def _command_of_ranks(policy: str, loss_scale: str | None, folder: Path, seed: int | None) -> list[str]:
+def _command_of_ranks(
+    policy: str, loss_scale: str | None, folder: Path, seed: int | None, *, no_replay: bool
+) -> list[str]:
     """Return the words before the script in the command of ranks that the script itself starts."""
     if Path(policy).is_file() and policy not in PRESET_TABLE:
         policy = str(Path(policy).resolve())  # ranks may be started in another folder
@@ -224,6 +234,8 @@ def _command_of_ranks(policy: str, loss_scale: str | None, folder: Path, seed: i
         words.append(f"--loss-scale={loss_scale}")
     if seed is not None:
         words.append(f"--seed={seed}")
+    if no_replay:
+        words.append("--no-replay")
     return words
 
 

@@ -7,9 +7,11 @@ and only after a skip the step is run again under hooks: at no cost until then.
 from narrowcast.replay._random_states import random_states, set_random_states
 from narrowcast.replay._recording import RecordedStep, Recording, called_modules
 from narrowcast.replay._replay import Surroundings, find_origin
-from narrowcast.replay._stories import SkipStories
+from narrowcast.replay._stories import FOR_PYTHON, FOR_SCRIPTS, SkipStories
 
 __all__ = [
+    "FOR_PYTHON",
+    "FOR_SCRIPTS",
     "RecordedStep",
     "Recording",
     "SkipStories",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from narrowcast.casting import tensors_inside
@@ -16,8 +19,10 @@ from narrowcast.casting import tensors_inside
 MOST_BYTES = 64 * 2**20
 """Of the inputs and arriving gradients that are held for one step."""
 
+_STEPS_WITH_GRADIENTS = 4000  # after a skip that arose in a backward pass
 _MODULES: str = nn.Module.__call__.__code__.co_filename
-
+_CONTAINERS = (list, tuple, dict)
+_GRAPH = attrgetter("grad_fn")
 
 RandomState = tuple[torch.Tensor, torch.device | None, torch.Tensor | None]
 """Of torch's generator on the CPU, and of that on the device of the inputs if it is another."""
@@ -28,7 +33,7 @@ class RecordedCall:
 
     Attributes:
         random_state: before the call.
-        inputs: the tensors among the arguments, those inside of containers left out.
+        inputs: the tensors among the arguments, and in the lists, tuples and dicts among them.
         versions: of the inputs, to see whether they changed.
         arrived: the gradient that arrived at each output that needs one; None: none did.
         had_several_passes: whether gradients arrived at an output more than once.
@@ -41,32 +46,33 @@ class RecordedCall:
     )  # fmt: skip
 
     def __init__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random_state: RandomState
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        random_state: RandomState | None = None,
     ) -> None:
         self.module = module
         self.args = args
         self.kwargs = kwargs
-        self.random_state = random_state
         self.arrived: list[torch.Tensor | None] = []
         self.had_several_passes = False
         self.site = _call_site()
 
         self.inputs: list[torch.Tensor] = []
-        self.versions: list[int] = []
-        has_graph = False
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, torch.Tensor):
                 self.inputs.append(value)
-                self.versions.append(_version(value))
-                if value.grad_fn is not None:
-                    has_graph = True
-        if has_graph:
+            elif isinstance(value, _CONTAINERS):
+                self.inputs += tensors_inside(value)
+        self.versions = list(map(_version, self.inputs))
+        self.random_state = random_state or random_state_on(self.inputs)
+        if any(map(_GRAPH, self.inputs)):
             self._let_go_of_graphs()
 
     def _let_go_of_graphs(self) -> None:
         """Hold inputs without the graphs that made them, which would keep all that they saved."""
-        self.args = tuple(map(_without_graph, self.args))
-        self.kwargs = {name: _without_graph(value) for name, value in self.kwargs.items()}
+        self.args, self.kwargs = on_tensors(_without_graph, (self.args, self.kwargs))
         self.inputs = [_without_graph(tensor) for tensor in self.inputs]
 
     def changed(self) -> bool:
@@ -95,12 +101,15 @@ class Recording:
     Attributes:
         records: whether calls are recorded now. A copy of the model takes its hooks along, and so a copy of
             this, which records nothing.
+        pass_is_repeated: whether a backward pass runs again, and its gradients replace those of before.
     """
 
     def __init__(self) -> None:
         self.records = False
+        self.pass_is_repeated = False
         self._calls: list[RecordedCall] = []
         self._is_past_limit = False
+        self._step_has_ended = False
         self._steps_with_gradients = 0  # that are still to come
         self._bytes = 0
         self._begun: RecordedCall | None = None
@@ -113,46 +122,72 @@ class Recording:
             module.register_forward_hook(self._after),
         ]
 
-    def hold_gradients(self, steps: int) -> None:
-        """Hold the gradients that arrive at the outputs too, in so many steps from now on."""
-        self._steps_with_gradients = steps
+    def hold_gradients(self, hold: bool) -> None:
+        """Hold the gradients that arrive at the outputs too, in the next steps, or do not."""
+        self._steps_with_gradients = _STEPS_WITH_GRADIENTS if hold else 0
 
     def take(self) -> RecordedStep:
         """Return the calls since the last time, and let go of them."""
-        step = RecordedStep(self._calls, self._is_past_limit, self._steps_with_gradients > 0)
-        if self._steps_with_gradients:
-            self._steps_with_gradients -= 1
+        step = self.look()
+        self.end_step()
         self.clear()
         return step
+
+    def look(self) -> RecordedStep:
+        """Return the calls of the step, and hold them further: another optimizer may step on them too."""
+        return RecordedStep(self._calls, self._is_past_limit, self._steps_with_gradients > 0)
+
+    def end_step(self) -> None:
+        """Let go of the step when the next call begins."""
+        if self._steps_with_gradients and not self._step_has_ended:
+            self._steps_with_gradients -= 1
+        self._step_has_ended = True
 
     def clear(self) -> None:
         """Let go of the step."""
         self._calls = []
         self._is_past_limit = False
+        self._step_has_ended = False
         self._bytes = 0
         self._begun = None
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not self.records or not torch.is_grad_enabled():
-            return
-        if self._begun is not None:
-            return  # inside of another call, which is made again whole
-        self._begun = RecordedCall(module, args, kwargs, random_state_on(args))
+    # ---- one call
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self._begun is None:
-            return
-        call = self._begun
-        if call.module is not module:
-            return
-        self._begun = None
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
+        """Return what the outermost call of a module, which begins now, needs to be made again.
+
+        None if it runs without gradients.
+        """
+        if self._step_has_ended:
+            self.clear()
+        if not torch.is_grad_enabled():
+            return None
+        return RecordedCall(module, args, kwargs)
+
+    def end(self, call: RecordedCall, output: Any) -> None:
+        """Hold a call, which returned ``output``."""
         if self._is_past_limit:
             return
         self._calls.append(call)
-        for tensor in call.inputs:
+        on_cpu, _, _ = call.random_state
+        for tensor in (on_cpu, *call.inputs):
             self._hold(tensor)
         if self._steps_with_gradients:
             self._hold_arriving(call, output)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not self.records:
+            return
+        # A call inside of another one is made again with it.
+        if self._begun is None:
+            self._begun = self.begin(module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._begun is None or self._begun.module is not module:
+            return
+        call = self._begun
+        self._begun = None
+        self.end(call, output)
 
     def _hold_arriving(self, call: RecordedCall, output: Any) -> None:
         """Hold the gradients that will arrive at the outputs of a call."""
@@ -179,7 +214,7 @@ class Recording:
         gradient = gradients[output_nr]
         if call is None or gradient is None or self._is_past_limit:
             return
-        if call.arrived[index] is not None:
+        if call.arrived[index] is not None and not self.pass_is_repeated:
             call.had_several_passes = True
         call.arrived[index] = gradient
         self._hold(gradient)
@@ -209,6 +244,11 @@ def called_modules(model: nn.Module) -> list[nn.Module]:
     return [module for child in model.children() for module in called_modules(child)]
 
 
+def on_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Return ``values`` with each tensor changed, also inside of lists, tuples and dicts."""
+    return tree_map_only(torch.Tensor, change, values)
+
+
 def _version(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to; an inference tensor does not know."""
     return -1 if tensor.is_inference() else tensor._version
@@ -220,10 +260,10 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes
 
 
-def _without_graph(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-        return value.detach().requires_grad_()
-    return value
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_()
 
 
 def _call_site() -> tuple[str, int]:
@@ -234,12 +274,13 @@ def _call_site() -> tuple[str, int]:
     return (frame.f_code.co_filename, frame.f_lineno)
 
 
-def random_state_on(args: tuple[Any, ...]) -> RandomState:
-    """Return the state of the CPU's generator, and of that on the device of the first argument."""
+def random_state_on(tensors: list[torch.Tensor]) -> RandomState:
+    """Return the state of the CPU's generator, and of that on the GPU of the first tensor that is on one."""
     cpu = torch.default_generator.get_state()
-    if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
-        device = args[0].device
-        return (cpu, device, torch.cuda.get_rng_state(device))
+    for tensor in tensors:
+        # While a CUDA graph is captured, the state cannot be read.
+        if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
+            return (cpu, tensor.device, torch.cuda.get_rng_state(tensor.device))
     return (cpu, None, None)
 
 

@@ -16,7 +16,7 @@ from narrowcast.casting import ModelRegion, cast_floating, drop_casts, tensors_i
 from narrowcast.machine import first_line
 from narrowcast.policy import Policy
 from narrowcast.replay._random_states import random_states, set_random_states
-from narrowcast.replay._recording import RecordedCall, RecordedStep, set_random_state
+from narrowcast.replay._recording import RecordedCall, RecordedStep, on_tensors, set_random_state
 from narrowcast.replay._watch import (
     BUFFER,
     INPUT,
@@ -195,9 +195,13 @@ def _check_time(deadline: float) -> None:
 
 
 def _bad_samples(call: RecordedCall) -> tuple[int, ...]:
+    """Return the rows that are not finite, of the arguments that are tensors or dicts of tensors."""
+    batches: list[Any] = []
+    for value in (*call.args, *call.kwargs.values()):
+        batches += value.values() if isinstance(value, dict) else [value]
     samples: set[int] = set()
-    for tensor in _strided(call.inputs):
-        if tensor.is_floating_point() and tensor.dim():
+    for tensor in _floating([value for value in batches if isinstance(value, torch.Tensor)]):
+        if tensor.dim():
             flags = tensor.detach().isfinite().reshape(len(tensor), -1).all(1)
             samples.update((~flags).nonzero().flatten().tolist())
     return tuple(sorted(samples))
@@ -221,9 +225,8 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
         raise ReplayError("an input of the model was changed in place after the call")
     module = without_ddp(call.module)
     _refuse_collectives(module)
-    args = tuple(map(_leaf, call.args))
-    kwargs = {name: _leaf(value) for name, value in call.kwargs.items()}
-    inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    args, kwargs = on_tensors(_leaf, (call.args, call.kwargs))
+    inputs = tensors_inside((args, kwargs))
     leaves: list[torch.Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     leaves += [tensor for tensor in inputs if tensor.requires_grad]
 
@@ -285,31 +288,28 @@ def _refuse_collectives(module: nn.Module) -> None:
             raise ReplayError(f"{path or 'the model'} ({type(part).__name__}) talks to other ranks")
 
 
-def _leaf(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.is_inference():
-        return value.clone()  # which autograd may save
-    if value.requires_grad:
-        return value.detach().requires_grad_()
-    return value
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_inference():
+        return tensor.clone()  # which autograd may save
+    if tensor.requires_grad:
+        return tensor.detach().requires_grad_()
+    return tensor
 
 
 def _in_fp32(call: RecordedCall) -> RecordedCall:
     """Return a call with inputs in fp32: another model may have given its output in a low format."""
     if not any(tensor.dtype in _LOW for tensor in call.inputs):
         return call
-    args = tuple(map(_as_fp32, call.args))
-    kwargs = {name: _as_fp32(value) for name, value in call.kwargs.items()}
+    args, kwargs = on_tensors(_as_fp32, (call.args, call.kwargs))
     in_fp32 = RecordedCall(call.module, args, kwargs, call.random_state)
     in_fp32.arrived = call.arrived
     return in_fp32
 
 
-def _as_fp32(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in _LOW:
-        return value.detach().float().requires_grad_(value.requires_grad)
-    return value
+def _as_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in _LOW:
+        return tensor
+    return tensor.detach().float().requires_grad_(tensor.requires_grad)
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

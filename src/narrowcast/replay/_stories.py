@@ -5,7 +5,8 @@ from __future__ import annotations
 import linecache
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,6 +39,34 @@ _LONGEST_LINE = 80
 _LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
+@dataclass(frozen=True)
+class Wording:
+    """How advice is written, to be pasted: for a program in Python, or for the command line.
+
+    Attributes:
+        scale: of a lower loss scale.
+        rules: from the policy and the paths of modules that are kept in fp32.
+        bf16: of the other format.
+    """
+
+    scale: str
+    rules: Callable[[Policy, Sequence[str]], str]
+    bf16: str
+
+
+def _rules_in_python(_: Policy, paths: Sequence[str]) -> str:
+    return ", ".join(f'nc.rule.module("{path}", compute="fp32")' for path in paths)
+
+
+def _rules_in_toml(policy: Policy, paths: Sequence[str]) -> str:
+    rules = ", ".join(f'{{module = "{path}", compute = "fp32"}}' for path in paths)
+    return f'--policy FILE with version = 1, compute = "{policy.compute}", rule = [{rules}], a line each'
+
+
+FOR_PYTHON = Wording("a loss scale of {:g}", _rules_in_python, 'policy="bf16"')
+FOR_SCRIPTS = Wording("--loss-scale {:g}", _rules_in_toml, "--policy bf16")
+
+
 class SkipStories:
     """Tells the story of the first skip of each kind.
 
@@ -46,6 +75,7 @@ class SkipStories:
         formats: device type -> the format computed in.
         say: called with each story.
         model: the module that is trained; None: each module that was called is one.
+        wording: of advice.
 
     Attributes:
         told: the stories, in their order.
@@ -57,8 +87,10 @@ class SkipStories:
         formats: Mapping[str, torch.dtype],
         say: Callable[[str], None],
         model: nn.Module | None = None,
+        wording: Wording = FOR_PYTHON,
     ) -> None:
         self.told: list[str] = []
+        self._wording = wording
         self._model = model
         self._policy = policy
         self._formats = formats
@@ -184,6 +216,8 @@ class SkipStories:
         path = self._path(finding.call, origin)
         if not path:
             return kind
+        if self._model is None:  # of several, it may be
+            return f"{path} ({kind}) in {type(without_ddp(finding.call.module)).__name__}"
         return f"{path} ({kind})"
 
     def _path(self, call: RecordedCall, origin: Operation | None) -> str:
@@ -214,14 +248,14 @@ class SkipStories:
         finite = f"with it, {_pass(finding)} of {self._module(finding, None)} is finite"
         advice = []
         if finite_scale is not None:
-            advice.append(f"a loss scale of {finite_scale:g}; {finite}")
-        rules = self._finite_rules(finding, surroundings)
-        if rules:
-            text = ", ".join(f'nc.rule.module("{path}", compute="fp32")' for path in rules)
-            advice.append(f"{text}; {finite}")
+            advice.append(f"{self._wording.scale.format(finite_scale)}; {finite}")
+        paths = self._finite_rules(finding, surroundings)
+        if paths:
+            advice.append(f"{self._wording.rules(self._policy, paths)}; {finite}")
         in_bf16 = self._in_bf16(finding.call, surroundings)
-        if torch.float16 in self._formats.values() and self._is_sound(finding, in_bf16):
-            advice.append(f'policy="bf16"; {finite}, and how well it trains was not tried')
+        in_fp16 = torch.float16 in self._formats.values()
+        if in_fp16 and self._policy.is_plain and self._is_sound(finding, in_bf16):
+            advice.append(f"{self._wording.bf16}; {finite}, and how well it trains was not tried")
         return advice
 
     def _finite_rules(self, finding: Finding, surroundings: Surroundings) -> list[str]:

@@ -47,7 +47,6 @@ from narrowcast.training._statistics import Statistics
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
-_STEPS_WITH_GRADIENTS = 4000
 """After a skip that arose in the backward pass; more than a dynamic scale takes to grow again."""
 
 
@@ -491,7 +490,7 @@ class Stepper:
             names=result.nonfinite,
         )
         if arose_in_backward is not None:
-            self._recording.hold_gradients(_STEPS_WITH_GRADIENTS if arose_in_backward else 0)
+            self._recording.hold_gradients(arose_in_backward)
 
     def _call_in_region(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._region:
