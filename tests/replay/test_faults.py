@@ -114,4 +114,6 @@ def test_what_is_advised_makes_finite_what_it_says(name):
             scale = float(re.search(r"a loss scale of (\S+);", advice)[1])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert is_finite_under(fault, policy, scale, whole="this call of Net" in advice), advice
+            assert is_finite_under(
+                fault, policy, scale, whole="the backward pass of Net is finite" in advice
+            ), advice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import math
 import pickle
 import random
 import re
@@ -17,7 +18,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
-from narrowcast.errors import SettingError
 from narrowcast.replay import _recording, _replay
 from narrowcast.scaling import Dynamic, Static
 
@@ -140,7 +140,7 @@ def test_evaluation_holds_nothing():
     model, stepper = made()
     with stepper.evaluate():
         model(good())
-    assert stepper._recording.take().calls == []
+    assert stepper._recording.recorded_step().calls == []
 
 
 def test_a_call_whose_loss_is_never_used_keeps_no_graph():
@@ -158,7 +158,7 @@ def test_an_input_is_held_without_the_graph_that_made_it():
     made_by_graph = good() * weight
     with stepper.autocast():
         model(made_by_graph)
-    (call,) = stepper._recording.take().calls
+    (call,) = stepper._recording.recorded_step().calls
     assert call.args[0].grad_fn is None
     assert call.args[0].requires_grad
     assert call.args[0].data_ptr() == made_by_graph.data_ptr()
@@ -332,10 +332,10 @@ def test_a_copy_of_the_model_holds_nothing():
     loaded(bad())
     file = io.BytesIO()
     torch.save(model, file)
-    assert stepper._recording.take().calls == []
+    assert stepper._recording.recorded_step().calls == []
     for other in (twin, loaded):
         hook = next(iter(other._forward_pre_hooks.values()))
-        assert hook.__self__.take().calls == []
+        assert hook.__self__.recorded_step().calls == []
 
 
 def test_a_model_that_is_compiled_after_the_stepper_was_made_has_one_graph():
@@ -370,11 +370,35 @@ def test_without_being_asked_a_stepper_has_no_hooks():
     assert stepper.skip_stories == []
 
 
-def test_named_optimizers_are_refused():
-    model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)})
-    optimizers = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}
-    with pytest.raises(SettingError, match="explain_skips=True takes one optimizer"):
-        nc.Stepper(model, optimizers, "bf16", explain_skips=True)
+class TestNamedOptimizers:
+    """A generator and a discriminator, whose calls are one step for each."""
+
+    def made(self):
+        model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 1)})
+        optimizers = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}
+        stepper = nc.Stepper(model, optimizers, "bf16", explain_skips=True)
+        return model, stepper
+
+    def test_each_has_its_own_story(self):
+        model, stepper = self.made()
+        for name, value in (("d", 1.0), ("g", math.inf)):
+            with stepper.autocast(name):
+                loss = model["d"](model["g"](torch.full((3, 2), value))).sum()
+            stepper.step(loss, name)
+        (story,) = stepper.skip_stories
+        assert "step 2 was skipped" in story
+        assert "the input of g (Linear), sample 0, 1, 2 of the batch, call 1 of 2 in the step" in story
+
+    def test_the_calls_of_both_are_held_until_the_next_begins(self):
+        model, stepper = self.made()
+        with stepper.autocast():
+            of_d = model["d"](torch.ones(3, 2)).sum()
+            of_g = model["g"](torch.full((3, 2), math.nan)).sum()
+        assert not stepper.step(of_d, "d").skipped
+        stepper.step(of_g, "g")
+        (story,) = stepper.skip_stories
+        assert "the input of g (Linear)" in story
+        assert "call 2 of 2 in the step" in story
 
 
 # ---- programs of every kind

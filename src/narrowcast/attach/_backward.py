@@ -255,14 +255,17 @@ class Backward:
                 tensor.grad = None
             return run_pass(scale, True) or gradients_left_in(leaves)
 
+        recording = self._regions.recording
         try:
             left = gradients_at(facts.factor)
+            recording.pass_is_repeated = True
             # At a scale of 1 first: where that overflows too, a lower scale does not help.
             if not left.are_finite_after_waiting() and facts.factor > 1.0:
                 left = gradients_at(1.0)
                 if left.are_finite_after_waiting():
                     left = self._lowered(gradients_at, facts.number)
         finally:
+            recording.pass_is_repeated = False
             add_to_earlier(earlier, makes_graph=makes_graph)
         if any(before is not None for _, before in earlier):
             return None  # what leaves hold now is the sum, and checked anew

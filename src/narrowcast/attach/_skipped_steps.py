@@ -25,7 +25,7 @@ class SkippedSteps:
 
     def explain(self, *, number: int, scale: float, lower_scale: float, names: tuple[str, ...]) -> None:
         """Run a skipped step again, and tell where it went wrong; arguments as for ``SkipStories.tell``."""
-        step = self._recording.look()
+        step = self._recording.recorded_step()
         self._recording.end_step()
         stories = self._begun_stories()
         recorder = self._run.recorder

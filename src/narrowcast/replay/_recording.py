@@ -92,7 +92,7 @@ class RecordedStep(NamedTuple):
 
 
 class Recording:
-    """Holds what one step needs to be run again, by reference, until ``take`` or ``clear``.
+    """Holds what one step needs to be run again, by reference, until ``clear``.
 
     It stands as hooks before and after the call of each module that ``watch`` is given. Nothing is copied.
     The gradients that arrive at outputs are held only once somebody has asked for them, as a hook in each
@@ -126,19 +126,12 @@ class Recording:
         """Hold the gradients that arrive at the outputs too, in the next steps, or do not."""
         self._steps_with_gradients = _STEPS_WITH_GRADIENTS if hold else 0
 
-    def take(self) -> RecordedStep:
-        """Return the calls since the last time, and let go of them."""
-        step = self.look()
-        self.end_step()
-        self.clear()
-        return step
-
-    def look(self) -> RecordedStep:
-        """Return the calls of the step, and hold them further: another optimizer may step on them too."""
+    def recorded_step(self) -> RecordedStep:
+        """Return the calls since the latest step ended."""
         return RecordedStep(self._calls, self._is_past_limit, self._steps_with_gradients > 0)
 
     def end_step(self) -> None:
-        """Let go of the step when the next call begins."""
+        """Let go of the calls when the next one begins: another optimizer may step on them before."""
         if self._steps_with_gradients and not self._step_has_ended:
             self._steps_with_gradients -= 1
         self._step_has_ended = True

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,6 +100,9 @@ class Finding:
         outputs_are_finite: whether the call's outputs were finite, so that only its backward pass went wrong.
         origin: the operation that made the first value that is not finite.
         in_fp32: for the verdict "precision", the largest absolute result of that operator in fp32, if known.
+        which_call: which call of the step it is, if it has several: ", call 3 of 4 in the step".
+        argument: the name of the input that is not finite, in quotes, for the verdict "data"; empty if the
+            module has only one.
         samples: the samples of the batch that are not finite, for the verdict "data".
         bad_weights: the parameters that are not finite, for the verdict "model".
         reason: why it is undecided.
@@ -109,6 +113,8 @@ class Finding:
     outputs_are_finite: bool = False
     origin: Operation | None = None
     in_fp32: float | None = None
+    which_call: str = ""
+    argument: str = ""
     samples: tuple[int, ...] = ()
     bad_weights: tuple[str, ...] = ()
     reason: str = ""
@@ -126,7 +132,11 @@ def find_origin(step: RecordedStep, surroundings: Surroundings) -> Finding:
     deadline = time.monotonic() + LONGEST_S
     try:
         with everything_restored([call.module for call in step.calls]):
-            return _find_origin(step, surroundings, deadline)
+            finding = _find_origin(step, surroundings, deadline)
+        if finding.call is not None and len(step.calls) > 1:
+            number = step.calls.index(finding.call) + 1
+            finding = replace(finding, which_call=f", call {number} of {len(step.calls)} in the step")
+        return finding
     except ReplayError as reason:
         return _undecided(str(reason))
     except torch.OutOfMemoryError:
@@ -183,7 +193,8 @@ def _judged(call: RecordedCall, mixed: Observation, surroundings: Surroundings, 
         reason = "the model casts to a low format itself"
         return Finding("undecided", call, only_backward, origin, reason=reason)
     if origin is not None and origin.name == INPUT:
-        return Finding("data", call, only_backward, origin, samples=_bad_samples(call))
+        argument, samples = _bad_input(call)
+        return Finding("data", call, only_backward, origin, argument=argument, samples=samples)
     named = call.module.named_parameters()
     bad_weights = tuple(name for name, parameter in named if not is_finite(parameter))
     return Finding("model", call, only_backward, origin, bad_weights=bad_weights)
@@ -194,17 +205,24 @@ def _check_time(deadline: float) -> None:
         raise ReplayError(f"running the step again took more than {LONGEST_S:.0f} s")
 
 
-def _bad_samples(call: RecordedCall) -> tuple[int, ...]:
-    """Return the rows that are not finite, of the arguments that are tensors or dicts of tensors."""
-    batches: list[Any] = []
-    for value in (*call.args, *call.kwargs.values()):
-        batches += value.values() if isinstance(value, dict) else [value]
-    samples: set[int] = set()
-    for tensor in _floating([value for value in batches if isinstance(value, torch.Tensor)]):
-        if tensor.dim():
-            flags = tensor.detach().isfinite().reshape(len(tensor), -1).all(1)
-            samples.update((~flags).nonzero().flatten().tolist())
-    return tuple(sorted(samples))
+def _bad_input(call: RecordedCall) -> tuple[str, tuple[int, ...]]:
+    """Return the name of the first argument that is not finite, if there are several, and which rows are not.
+
+    Rows are those of a tensor, or of the tensors in a dict.
+    """
+    arguments = inspect.signature(without_ddp(call.module).forward).bind(*call.args, **call.kwargs).arguments
+    for name, value in arguments.items():
+        if all(map(is_finite, _floating(tensors_inside(value)))):
+            continue
+        text = f" {name!r}" if len(arguments) > 1 else ""
+        batches = list(value.values()) if isinstance(value, dict) else [value]
+        samples: set[int] = set()
+        for batch in _floating([batch for batch in batches if isinstance(batch, torch.Tensor)]):
+            if batch.dim():
+                flags = batch.detach().isfinite().reshape(len(batch), -1).all(1)
+                samples.update((~flags).nonzero().flatten().tolist())
+        return text, tuple(sorted(samples))
+    return "", ()
 
 
 # ---- one call

@@ -28,12 +28,12 @@ from narrowcast.replay._replay import (
     observe,
     without_ddp,
 )
-from narrowcast.replay._watch import Operation
+from narrowcast.replay._watch import Operation, Range
 
 _MOST_STORIES = 5
 _MOST_ATTEMPTS = 20  # to tell them
 _MOST_RULES = 3
-_LOWER_SCALES = (2.0**-1, 2.0**-4, 2.0**-8, 2.0**-16)
+_LOWER_SCALES = (2.0**-1, 2.0**-4, 2.0**-8, 2.0**-12)
 _MUCH_LOWER = 2.0**-8
 _LONGEST_LINE = 80
 _LARGEST_FP16 = torch.finfo(torch.float16).max
@@ -192,10 +192,11 @@ class SkipStories:
     def _where(self, finding: Finding) -> list[str]:
         origin = finding.origin
         if finding.verdict == "data":
-            where = f"the input of {self._module(finding, None)}"
+            assert finding.call is not None
+            where = f"the input{finding.argument} of {self._module(finding, None)}"
             if finding.samples:
                 where += f", sample {', '.join(map(str, finding.samples[:5]))} of the batch"
-            return [f"  where    {where}"]
+            return [f"  where    {where}{finding.which_call}"]
         if origin is None:
             return []
         where = f"{origin.direction} pass of {self._module(finding, origin)}"
@@ -206,18 +207,19 @@ class SkipStories:
             file, line = site
             text = linecache.getline(file, line).strip()
             where += f", {Path(file).name}:{line}: {_shortened(text)}"
-        return [f"  where    {where}", f"  what     {_what(finding, origin)}"]
+        return [f"  where    {where}{finding.which_call}", f"  what     {_what(finding, origin)}"]
 
     def _module(self, finding: Finding, origin: Operation | None) -> str:
         """Return path and class of the module that an operation belongs to; None: that was called."""
         assert finding.call is not None
         inner = origin.module if origin is not None else ""
-        kind = type(without_ddp(finding.call.module).get_submodule(inner)).__name__
+        outermost = without_ddp(finding.call.module)
+        kind = _kind(outermost.get_submodule(inner))
         path = self._path(finding.call, origin)
         if not path:
             return kind
         if self._model is None:  # of several, it may be
-            return f"{path} ({kind}) in {type(without_ddp(finding.call.module)).__name__}"
+            return f"{path} ({kind}) in {_kind(outermost)}"
         return f"{path} ({kind})"
 
     def _path(self, call: RecordedCall, origin: Operation | None) -> str:
@@ -234,18 +236,23 @@ class SkipStories:
     # ---- what helps; nothing is said that was not tried
 
     def _finite_scale(self, finding: Finding, mixed: Caller, scale: float) -> float | None:
-        """Return the first of some lower loss scales at which the backward pass is finite."""
-        for factor in _LOWER_SCALES:
-            if scale * factor < 1.0:
-                break
-            if self._is_sound(finding, mixed, factor):
-                return scale * factor
+        """Return the first of some lower loss scales, down to 1, at which the backward pass is finite."""
+        lower = [scale * factor for factor in _LOWER_SCALES if scale * factor > 1.0]
+        if scale > 1.0:
+            lower.append(1.0)
+        for value in lower:
+            if self._is_sound(finding, mixed, value / scale):
+                return value
         return None
 
     def _advice(self, finding: Finding, surroundings: Surroundings, finite_scale: float | None) -> list[str]:
         if finding.verdict != "precision" or finding.call is None:
             return []
         finite = f"with it, {_pass(finding)} of {self._module(finding, None)} is finite"
+        not_trained = f"{finite}; how well it trains was not tried"
+        if not finding.outputs_are_finite:
+            finite += "; its backward pass was not tried"
+            not_trained = f"{finite}, nor how well it trains"
         advice = []
         if finite_scale is not None:
             advice.append(f"{self._wording.scale.format(finite_scale)}; {finite}")
@@ -254,8 +261,8 @@ class SkipStories:
             advice.append(f"{self._wording.rules(self._policy, paths)}; {finite}")
         in_bf16 = self._in_bf16(finding.call, surroundings)
         in_fp16 = torch.float16 in self._formats.values()
-        if in_fp16 and self._policy.is_plain and self._is_sound(finding, in_bf16):
-            advice.append(f"{self._wording.bf16}; {finite}, and how well it trains was not tried")
+        if in_fp16 and not self._policy.names_modules and self._is_sound(finding, in_bf16):
+            advice.append(f"{self._wording.bf16}; {not_trained}")
         return advice
 
     def _finite_rules(self, finding: Finding, surroundings: Surroundings) -> list[str]:
@@ -312,22 +319,43 @@ class SkipStories:
 
 def _what(finding: Finding, origin: Operation) -> str:
     format_ = format_name(origin.dtype)
-    name = "the cast to" if origin.name == "_to_copy" else f"{origin.name} in"
-    ranges = " and ".join(f"{low:.3g} to {high:.3g}" for low, high in origin.ranges)
-    text = f"{name} {format_}, of values from {ranges or 'nothing'}: {'NaN' if origin.is_nan else 'infinity'}"
+    name = f"{origin.name} in"
+    if origin.name == "_to_copy":
+        name = "the cast to"
+    elif origin.gradient_of:
+        name = f"{origin.name}, of the gradient of {origin.gradient_of}, in"
+    ranges = " and ".join(map(_range_text, origin.ranges)) or "nothing"
+    text = f"{name} {format_}, of values from {ranges}: {'NaN' if origin.is_nan else 'infinity'}"
     largest = finding.in_fp32
     if largest is not None:
         text += f"; in fp32 up to {largest:.3g}"
     elif origin.name == "_to_copy" and origin.ranges:
-        largest = max(map(abs, origin.ranges[0]))
+        values = origin.ranges[0]
+        largest = max(-values.low, values.high)
     if origin.dtype == torch.float16 and largest is not None and largest > _LARGEST_FP16:
         text += f"; fp16 ends at {_LARGEST_FP16:.0f}"
     return text
 
 
+def _range_text(values: Range) -> str:
+    text = f"{values.low:.3g} to {values.high:.3g}"
+    if values.nonfinite:
+        text += f" ({values.nonfinite} more are not finite)"
+    return text
+
+
+def _kind(module: nn.Module) -> str:
+    """Return the class of a module, or of that which was compiled."""
+    return type(getattr(module, "_orig_mod", module)).__name__
+
+
 def _verdict(finding: Finding) -> str:
     if finding.verdict == "precision":
-        return f"precision: in fp32 {_pass(finding)} is finite"
+        text = f"precision: in fp32 {_pass(finding)} is finite"
+        origin = finding.origin
+        if finding.outputs_are_finite and origin is not None and origin.direction == "forward":
+            text += "; here the outputs are finite too, and the gradients are not"
+        return text
     if finding.verdict == "model":
         text = f"model: in fp32 {_pass(finding)} is not finite either"
         if finding.bad_weights:
@@ -346,7 +374,7 @@ def _verdict(finding: Finding) -> str:
 
 def _pass(finding: Finding) -> str:
     """Return what of the call was run again in fp32."""
-    return "this call" if finding.outputs_are_finite else "the forward pass"
+    return "the backward pass" if finding.outputs_are_finite else "the forward pass"
 
 
 def _shortened(text: str) -> str:

@@ -16,6 +16,14 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node of the graph whose backward runs in this thread; None outside of one."""
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp
 
+
+def sequence_number(node: Any) -> int:
+    """Return the number of a node of a graph, in the order in which its thread made them."""
+    return int(node._sequence_nr())
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/function.h
+
 TRACEBACK = "traceback_"
 """Where, in the metadata of a node, anomaly mode keeps the lines of the stack on which it was made."""
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_anomaly_mode.h

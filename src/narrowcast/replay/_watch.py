@@ -18,7 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from narrowcast.casting import tensors_inside
-from narrowcast.replay._torch_internals import NO_GRAPH_TASK, TRACEBACK, current_node, graph_task_id
+from narrowcast.replay._torch_internals import (
+    NO_GRAPH_TASK,
+    TRACEBACK,
+    current_node,
+    graph_task_id,
+    sequence_number,
+)
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _NARROWCAST = str(Path(__file__).parents[1]) + os.sep
@@ -26,6 +32,7 @@ _WHERE_REPLAYS_BEGIN = str(Path(__file__).with_name("_replay.py"))
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _PATH = "narrowcast_module"  # in the metadata of a node: the path of the module that made it
 # Of the operators that talk to other ranks, which do not run the step again at the same time.
+_NODE_ENDING = re.compile(r"Backward\d*$")
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 INPUT = "input"
@@ -57,6 +64,14 @@ Place = tuple[str, str, str, Site | None]
 """Name, direction, module and line of an operator."""
 
 
+class Range(NamedTuple):
+    """The values of a tensor: the smallest and the largest finite one, and how many are not finite."""
+
+    low: float
+    high: float
+    nonfinite: int
+
+
 @dataclass(slots=True)
 class Operation:
     """An operator that gave a value that is not finite.
@@ -68,8 +83,10 @@ class Operation:
         module: path of the module that it belongs to.
         site: file and line of the user's code; None if there is none.
         dtype: of its result.
-        ranges: the smallest and the largest finite value of each of its inputs.
+        ranges: of its inputs.
         is_nan: whether its result holds NaN, and not only infinities.
+        gradient_of: the operator or Function whose backward it is part of; empty in a forward pass.
+        makes_new: whether values are not finite where all of its inputs are.
         inputs: the operations that made those of its inputs that are not finite.
     """
 
@@ -79,8 +96,10 @@ class Operation:
     module: str
     site: Site | None
     dtype: torch.dtype
-    ranges: list[tuple[float, float]]
+    ranges: list[Range]
     is_nan: bool
+    gradient_of: str = ""
+    makes_new: bool = True
     inputs: list[Operation] = field(default_factory=list)
 
     @property
@@ -89,11 +108,17 @@ class Operation:
 
 
 class _RunningModule(NamedTuple):
-    """A module that is running: its path, the backward pass it was called in, and what made its inputs."""
+    """A module that is running.
+
+    Attributes:
+        path: of the module.
+        graph_task: the backward pass in which it was called.
+        newest_input: the number of the newest node of the graph that made one of its inputs; -1: none did.
+    """
 
     path: str
     graph_task: int
-    made_inputs: set[Any]
+    newest_input: int
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -143,9 +168,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         An input counts only if no operator made one. Infinities that were written on purpose count only if
         nothing else did; then the operation that made NaN of them.
         """
-        ends = [self._made[_address(tensor)] for tensor in tensors if _address(tensor) in self._made]
-        operations = _with_inputs(ends)
-        origins = [operation for operation in operations if not operation.inputs]
+        operations = _with_inputs(self._makers_of(tensors))
+        origins = [operation for operation in operations if operation.makes_new]
         accidents = [one for one in origins if one.name not in (*MEANT, INPUT)]
         if not accidents:
             accidents = [one for one in origins if one.name == INPUT]
@@ -165,6 +189,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bad_inputs = [tensor for tensor in inputs if not is_finite(tensor)]
         if _name_of(func) in _OVERWRITING:
             bad_inputs = [tensor for tensor in bad_inputs if tensor is not args[0]]
+        bad_elements = [~tensor.detach().isfinite() for tensor in bad_inputs]  # func may write to them
         ranges = list(map(_range, inputs))
         result = func(*args, **kwargs)
         self._count += 1
@@ -175,29 +200,35 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # What ``empty`` returns was written by nobody.
             if is_view or "empty" in _name_of(func):
                 continue
+            self._note_result(func, output)
             if is_finite(output):
                 # A part of some memory may be finite where another is not.
                 if output.nbytes == output.untyped_storage().nbytes():
                     self._made.pop(_address(output), None)
-                self._note_result(func, output)
             else:
-                self._made[_address(output)] = self._operation(func, output, bad_inputs, ranges)
+                operation = self._operation(func, output, ranges)
+                operation.inputs = self._makers_of(bad_inputs)
+                if operation.inputs:
+                    operation.makes_new = _makes_new(func, output, bad_elements)
+                self._made[_address(output)] = operation
         return result
 
     def _note_result(self, func: Any, output: torch.Tensor) -> None:
-        low, high = _range(output)
+        low, high, _ = _range(output)
         place = (_name_of(func), *self._place())
         self.largest_results[place] = max(-low, high, self.largest_results.get(place, 0.0))
 
-    def _operation(
-        self,
-        func: Any,
-        output: torch.Tensor,
-        bad_inputs: list[torch.Tensor],
-        ranges: list[tuple[float, float]],
-    ) -> Operation:
+    def _makers_of(self, tensors: Iterable[torch.Tensor]) -> list[Operation]:
+        """Return the operations that made the values in ``tensors`` that are not finite."""
+        addresses = map(_address, tensors)
+        return [self._made[address] for address in addresses if address in self._made]
+
+    def _operation(self, func: Any, output: torch.Tensor, ranges: list[Range]) -> Operation:
         direction, module, site = self._place()
-        operation = Operation(
+        gradient_of = ""
+        if direction == "backward":
+            gradient_of = _NODE_ENDING.sub("", current_node().name())
+        return Operation(
             number=self._count,
             name=_name_of(func),
             direction=direction,
@@ -206,12 +237,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype=output.dtype,
             ranges=ranges,
             is_nan=bool(output.isnan().any()),
+            gradient_of=gradient_of,
         )
-        for tensor in bad_inputs:
-            maker = self._made.get(_address(tensor))
-            if maker is not None:
-                operation.inputs.append(maker)
-        return operation
 
     def _place(self) -> tuple[str, str, Site | None]:
         """Return direction, module and line of the operator that runs now."""
@@ -228,17 +255,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = tensors_inside((args, kwargs))
-        nodes = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
-        self._running.append(_RunningModule(self._paths[module], graph_task_id(), nodes))
+        numbers = [sequence_number(tensor.grad_fn) for tensor in inputs if tensor.grad_fn is not None]
+        newest = max(numbers, default=-1)
+        self._running.append(_RunningModule(self._paths[module], graph_task_id(), newest))
 
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._running.pop()
         nodes: list[Any] = [t.grad_fn for t in tensors_inside(output) if t.grad_fn is not None]
-        # The modules inside have marked what they made, and what made its inputs is not this one's.
+        # The modules inside have marked what they made: below that may be more of this one, as between two of
+        # them. What is older than the newest input was made before.
+        seen = set()
         for node in nodes:  # which grows meanwhile
-            if _PATH in node.metadata or node in running.made_inputs:
+            if node in seen or sequence_number(node) <= running.newest_input:
                 continue
-            node.metadata[_PATH] = running.path
+            seen.add(node)
+            node.metadata.setdefault(_PATH, running.path)
             nodes += [below for below, _ in node.next_functions if below is not None]
 
     def _module_of(self, node: Any) -> str:
@@ -274,18 +305,32 @@ def _checked(values: Iterable[Any]) -> list[torch.Tensor]:
     return tensors
 
 
+def _makes_new(func: Any, output: torch.Tensor, bad_elements: list[torch.Tensor]) -> bool:
+    """Return whether an operator on elements gave a value that is not finite where its inputs are finite.
+
+    ``bad_elements`` are flags of its inputs: which of their values are not.
+    """
+    if torch.Tag.pointwise not in func.tags or "foreach" in _name_of(func):
+        return False
+    from_inputs = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
+    for flags in bad_elements:
+        from_inputs |= flags
+    return bool((~output.detach().isfinite() & ~from_inputs).any())
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.detach()).all())
 
 
-def _range(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest of the values that are finite; zeros if there are none."""
+def _range(tensor: torch.Tensor) -> Range:
+    """Return the range of a tensor's finite values; zeros if there are none."""
     values = tensor.detach()
-    values = values[values.isfinite()]
-    if not values.numel():
-        return (0.0, 0.0)
-    low, high = values.aminmax()
-    return (float(low), float(high))
+    finite = values[values.isfinite()]
+    nonfinite = values.numel() - finite.numel()
+    if not finite.numel():
+        return Range(0.0, 0.0, nonfinite)
+    low, high = finite.aminmax()
+    return Range(float(low), float(high), nonfinite)
 
 
 def _name_of(func: Any) -> str:

@@ -85,7 +85,7 @@ class Stepper:
             ``"all"``, or ``"none"``. Modules that are added after the first step are left out.
         process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` do not need it.
         explain_skips: run a skipped step again, and say where its first infinity or NaN arose:
-            ``skip_stories`` (docs/stepper.md). Not with named optimizers.
+            ``skip_stories`` (docs/stepper.md).
 
     Weight casts are kept over the micro-batches of a step (not with ``fully_shard``). A weight that changes
     in between is cast again, except after a write through ``.data``, and except for weights of other models
@@ -130,8 +130,6 @@ class Stepper:
                 "accumulate with named optimizers under DistributedDataParallel would mix their gradients: "
                 "use accumulate=1, or one Stepper for each"
             )
-        if explain_skips and len(by_name) > 1:
-            raise SettingError("explain_skips=True takes one optimizer, or several that step together")
         with undo_on_error([model], list(itertools.chain.from_iterable(by_name.values()))) as undo:
             self._groups = make_groups(
                 model, by_name, self._policy, self._formats, settings, scheduler, scaler, process_group
@@ -464,7 +462,10 @@ class Stepper:
 
     def _finish(self, group: OptimizerGroup, step: Callable[[], StepResult]) -> StepResult:
         """End the accumulation with ``step``, whether it is taken, skipped or raises."""
-        recorded = self._recording.take()
+        recorded = self._recording.recorded_step()
+        self._recording.end_step()
+        if len(self._groups) == 1:  # another optimizer would step on the same calls
+            self._recording.clear()
         try:
             result = step()
             self._statistics.restore(result.skipped_on_device())
