@@ -1,4 +1,4 @@
-"""Twenty trainings with a fault each, by somebody who had not read how replays work, and what they expected."""
+"""Twenty trainings with a fault each, by somebody who had not read the code, and what was expected."""
 
 from __future__ import annotations
 

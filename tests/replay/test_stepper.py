@@ -81,9 +81,9 @@ def trained(steps, bad_steps, *, explain_skips):
         if step(stepper, x, lambda output: torch.rand(()) * output.float().square().mean()).skipped:
             skipped.append(number)
         told += len(stepper.skip_stories)
-        stepper._skip_stories.told.clear()
-        stepper._skip_stories._kinds.clear()
-        stepper._skip_stories._attempts = 0
+        stepper._explainer._stories.told.clear()
+        stepper._explainer._stories._kinds.clear()
+        stepper._explainer._stories._attempts = 0
     tensors = [*model.state_dict().values(), torch.get_rng_state()]
     for state in stepper.optimizers[0].state_dict()["state"].values():
         tensors += state.values()

@@ -50,6 +50,7 @@ class Attachment:
         observer: called while the script runs.
         seed_shift: added to every seed that the script sets for Python's, NumPy's or torch's random numbers.
         explains_skips: run a skipped step again, and say where its first infinity or NaN arose.
+        in_python: it is made in a program, so that notes name arguments in place of options.
 
     Attributes:
         facts: after leaving, the ``end`` event of the capture.
@@ -72,6 +73,7 @@ class Attachment:
         observer: Observer | None = None,
         seed_shift: int = 0,
         explains_skips: bool = False,
+        in_python: bool = False,
     ) -> None:
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
@@ -86,7 +88,7 @@ class Attachment:
             policy=with_fp32_weights(policy),
             asked_scale=loss_scale,
             scale=RunningScale(Off() if loss_scale is None else check_loss_scale(loss_scale)),
-            recorder=EventRecorder(writer, tell),
+            recorder=EventRecorder(writer, tell, in_python=in_python),
             observer=observer or Observer(),
             stopping=Stopping(stop_after, self._close_before_the_end, counts_calls=not is_training),
             explains_skips=explains_skips,
@@ -281,9 +283,7 @@ def attached(
         UnsupportedError: inside, before training that fp16 would get wrong (updates by hand, FSDP).
         ScaleCollapseError: inside, after 25 skipped steps of one optimizer in a row.
     """
-    made = Attachment(policy, loss_scale, explains_skips=explain_skips)
-    made.recorder.in_python = True
-    return made
+    return Attachment(policy, loss_scale, explains_skips=explain_skips, in_python=True)
 
 
 # ---- a whole script

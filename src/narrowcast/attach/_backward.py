@@ -255,7 +255,7 @@ class Backward:
                 tensor.grad = None
             return run_pass(scale, True) or gradients_left_in(leaves)
 
-        recording = self._regions.recording
+        recording = self._regions.explainer.recording
         try:
             left = gradients_at(facts.factor)
             recording.pass_is_repeated = True

@@ -47,7 +47,9 @@ class EventRecorder:
         shared: steps taken and skipped, for the process that started this one.
     """
 
-    def __init__(self, writer: CaptureWriter | None, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, writer: CaptureWriter | None, tell: Callable[[str], None], *, in_python: bool = False
+    ) -> None:
         self._writer = writer
         self._tell = tell
         self._lock = threading.RLock()
@@ -67,7 +69,7 @@ class EventRecorder:
         self.steps = 0
         self.skipped_steps = 0
         self.left_alone: str | None = None
-        self.in_python = False
+        self.in_python = in_python
         self.shared: Any = None
 
     @property

@@ -39,7 +39,7 @@ from narrowcast.gradients import is_capturing
 from narrowcast.machine import best_format, known_device_types, slow_formats
 from narrowcast.observe.profiling import seconds_between, stamp
 from narrowcast.policy import format_name, resolve
-from narrowcast.replay import Recording
+from narrowcast.replay import FOR_PYTHON, FOR_SCRIPTS, SkipExplainer, Surroundings
 from narrowcast.scaling import Dynamic
 
 _MANY_CALLS = 500  # a backward pass; torchdiffeq's examples take 50 to 86 in fp32 and 1,500 to 5,000 in bf16
@@ -81,7 +81,7 @@ class ScriptRegions:
 
     Attributes:
         in_fp32: whether no region is opened for the time being.
-        recording: of the calls since the latest step, if skipped steps are explained.
+        explainer: of skipped steps.
         checkpoints: whether a part of a model is computed again in a backward pass.
     """
 
@@ -97,7 +97,12 @@ class ScriptRegions:
         self._thread = _ThreadCalls()
         self.in_fp32 = False
         self.checkpoints = False
-        self.recording = Recording()
+        self.explainer = SkipExplainer(
+            run.policy,
+            say=functools.partial(run.recorder.note, at_once=True, told=True),
+            wording=FOR_PYTHON if run.recorder.in_python else FOR_SCRIPTS,
+        )
+        self._recording = self.explainer.recording
 
         # By type of device: dtype of the regions (None: it needs none), the region, kernels for its results.
         self._dtypes: dict[str, torch.dtype | None] = {}
@@ -124,7 +129,7 @@ class ScriptRegions:
 
     def install(self, patches: Patches) -> None:
         self._thread.is_main = True
-        self.recording.records = self._run.explains_skips
+        self._recording.records = self._run.explains_skips
         self._fast_path.install(patches)
         self._torch_call = nn.Module.__call__
         patches.replace(nn.Module, "__call__", self._module_call(nn.Module.__call__))
@@ -135,8 +140,8 @@ class ScriptRegions:
         patches.replace(torch.Tensor, "numpy", _numpy_of(torch.Tensor.numpy))
 
     def uninstall(self) -> None:
-        self.recording.records = False
-        self.recording.clear()
+        self._recording.records = False
+        self._recording.clear()
         missed = self._rules.remove()
         for note in missed:
             self._recorder.note(note)
@@ -227,15 +232,15 @@ class ScriptRegions:
             if self.in_fp32:  # the observer has asked for it
                 dtype = None
             recorded = None
-            if self.recording.records and thread.is_main and (dtype is not None or self._run.scale.active):
-                recorded = self.recording.begin(module, args, kwargs)
+            if self._recording.records and thread.is_main and (dtype is not None or self._run.scale.active):
+                recorded = self._recording.begin(module, args, kwargs)
             # A script that trains is timed by its steps.
             if self._recorder.backwards or is_capturing():
                 output = self._in_region(call, module, device_type, dtype)
             else:
                 output = self._timed_in_region(call, module, device_type, dtype)
             if recorded is not None:
-                self.recording.end(recorded, output)
+                self._recording.end(recorded, output)
             self._observer.returned(module, output)
         finally:
             thread.observed = False
@@ -256,11 +261,12 @@ class ScriptRegions:
 
     # ---- calls that are made again, to say where a skipped step went wrong
 
-    def formats(self) -> dict[str, torch.dtype]:
-        """Return the format computed in, by device type."""
-        return {device: dtype or torch.float32 for device, dtype in self._dtypes.items()}
+    def surroundings(self) -> Surroundings:
+        """Return how calls are made again."""
+        formats = {device: dtype or torch.float32 for device, dtype in self._dtypes.items()}
+        return Surroundings(self._call_again, self._call_in_fp32, formats)
 
-    def call_again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module in its region, as when the script called it."""
         parameter = first_parameter(module)
         assert parameter is not None  # else no call of it was recorded
@@ -275,7 +281,7 @@ class ScriptRegions:
         finally:
             thread.observed = False
 
-    def call_in_fp32(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_in_fp32(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module without a region."""
         with self._thread:
             return self._torch_call(module, *args, **kwargs)

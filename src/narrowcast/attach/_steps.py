@@ -15,7 +15,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from narrowcast.attach._leaves import Leaves, leaf_sample
 from narrowcast.attach._regions import ScriptRegions
 from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
-from narrowcast.attach._skipped_steps import SkippedSteps
 from narrowcast.attach._unread_steps import UnreadStep, UnreadSteps, must_wait
 from narrowcast.errors import NarrowcastError, ScaleCollapseError, UnsupportedError, few
 from narrowcast.gradients import (
@@ -107,7 +106,6 @@ class Steps:
         self._numbers = itertools.count()
         self._skips = SkipsInARow(PATIENCE)
         self._unread = UnreadSteps()
-        self._skipped_steps = SkippedSteps(run, regions)
         self._installed = False
 
     # ---- wrapping
@@ -353,13 +351,13 @@ class Steps:
         """Record a step that was taken, or skipped because the gradients of ``bad`` are not finite."""
         self._saw_step(optimizer, skipped=bool(bad), unread=unread)
         if unread:
-            self._skipped_steps.step_ended()
+            self._regions.explainer.step_ended()
             return
         scaled = self._scale.active
         if scaled:
             self._leaves.forget_gradients()
         if not bad:
-            self._skipped_steps.step_ended()
+            self._regions.explainer.step_ended()
             self._skips.took(optimizer)
             self._scale.after_step(overflow=False)
             return
@@ -369,14 +367,24 @@ class Steps:
             self._lower_the_scale(optimizer, bad)
         else:
             self._tell_of_skip(optimizer, bad, number)
-        if not self._record_of(optimizer).evaluates_again:
-            self._skipped_steps.explain(
-                number=number,
-                scale=scale,
-                lower_scale=self._scale.of_next or 1.0,
-                names=tuple(self._names_of(bad)),
-            )
+        self._explain(optimizer, bad, number, scale)
         self._refuse_collapse(optimizer, bad, number)
+
+    def _explain(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int, scale: float) -> None:
+        """Run a step that was skipped at ``scale`` again, and note where it went wrong."""
+        explainer = self._regions.explainer
+        if not explainer.recording.records or self._record_of(optimizer).evaluates_again:
+            explainer.step_ended()
+            return
+        module_calls = self._recorder.module_calls
+        explainer.explain(
+            self._regions.surroundings(),
+            number=number,
+            scale=scale,
+            lower_scale=self._scale.of_next or 1.0,
+            names=tuple(self._names_of(bad)),
+        )
+        self._recorder.module_calls = module_calls
 
     def _saw_step(self, optimizer: Optimizer, *, skipped: bool, unread: bool) -> None:
         """Record a step; whether it was skipped is not known yet if its flag is ``unread``."""

@@ -4,20 +4,18 @@ A skipped step changes no weight. So what went into the model's calls is held by
 and only after a skip the step is run again under hooks: at no cost until then.
 """
 
+from narrowcast.replay._explainer import SkipExplainer
 from narrowcast.replay._random_states import random_states, set_random_states
-from narrowcast.replay._recording import RecordedStep, Recording, called_modules
-from narrowcast.replay._replay import Surroundings, find_origin
-from narrowcast.replay._stories import FOR_PYTHON, FOR_SCRIPTS, SkipStories
+from narrowcast.replay._recording import called_modules
+from narrowcast.replay._replay import Surroundings
+from narrowcast.replay._stories import FOR_PYTHON, FOR_SCRIPTS
 
 __all__ = [
     "FOR_PYTHON",
     "FOR_SCRIPTS",
-    "RecordedStep",
-    "Recording",
-    "SkipStories",
+    "SkipExplainer",
     "Surroundings",
     "called_modules",
-    "find_origin",
     "random_states",
     "set_random_states",
 ]

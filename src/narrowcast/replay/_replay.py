@@ -45,10 +45,12 @@ class Surroundings:
     Attributes:
         mixed: by the policy of the training.
         fp32: without a region.
+        formats: device type -> the format computed in.
     """
 
     mixed: Caller
     fp32: Caller
+    formats: Mapping[str, torch.dtype]
 
     def under(self, policy: Policy, formats: Mapping[str, torch.dtype], model: nn.Module) -> Caller:
         """Return a caller under another policy, whose rules the modules of ``model`` follow meanwhile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +72,6 @@ class SkipStories:
 
     Args:
         policy: that of the training.
-        formats: device type -> the format computed in.
         say: called with each story.
         model: the module that is trained; None: each module that was called is one.
         wording: of advice.
@@ -84,7 +83,6 @@ class SkipStories:
     def __init__(
         self,
         policy: Policy,
-        formats: Mapping[str, torch.dtype],
         say: Callable[[str], None],
         model: nn.Module | None = None,
         wording: Wording = FOR_PYTHON,
@@ -93,7 +91,6 @@ class SkipStories:
         self._wording = wording
         self._model = model
         self._policy = policy
-        self._formats = formats
         self._say_now = say
         self._kinds: set[tuple[str, ...]] = set()
         self._attempts = 0
@@ -260,7 +257,7 @@ class SkipStories:
         if paths:
             advice.append(f"{self._wording.rules(self._policy, paths)}; {finite}")
         in_bf16 = self._in_bf16(finding.call, surroundings)
-        in_fp16 = torch.float16 in self._formats.values()
+        in_fp16 = torch.float16 in surroundings.formats.values()
         if in_fp16 and not self._policy.names_modules and self._is_sound(finding, in_bf16):
             advice.append(f"{self._wording.bf16}; {not_trained}")
         return advice
@@ -302,10 +299,10 @@ class SkipStories:
     def _with_rules(self, paths: list[str], call: RecordedCall, surroundings: Surroundings) -> Caller:
         rules = [rule.module(path, compute="fp32") for path in paths]
         policy = self._policy.with_rules(*rules)
-        return surroundings.under(policy, self._formats, self._model_of(call))
+        return surroundings.under(policy, surroundings.formats, self._model_of(call))
 
     def _in_bf16(self, call: RecordedCall, surroundings: Surroundings) -> Caller:
-        formats = dict.fromkeys(self._formats, torch.bfloat16)
+        formats = dict.fromkeys(surroundings.formats, torch.bfloat16)
         return surroundings.under(Policy(compute="bf16"), formats, self._model_of(call))
 
     def _model_of(self, call: RecordedCall) -> nn.Module:

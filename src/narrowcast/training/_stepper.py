@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,9 +17,7 @@ from narrowcast.errors import CheckpointError, OrderError, SettingError, near_na
 from narrowcast.gradients import GradScaler, StepResult, multiplied
 from narrowcast.policy import Policy, as_policy, dtype_of, format_name, policy_name
 from narrowcast.replay import (
-    RecordedStep,
-    Recording,
-    SkipStories,
+    SkipExplainer,
     Surroundings,
     called_modules,
     random_states,
@@ -113,7 +110,7 @@ class Stepper:
         scaler: Any = None,
         restore: str = "norms",
         process_group: Any | None = None,
-        explain_skips: bool = False,
+        explain_skips: bool = True,
     ) -> None:
         self._statistics = Statistics(model, restore)
         self._policy = as_policy(policy)
@@ -150,9 +147,9 @@ class Stepper:
                 handles.append(cast_inputs(model, self._formats))
 
             # What a skipped step was given, so that it can be run again, and what that shows.
-            self._recording = Recording()
-            self._skip_stories = SkipStories(self._policy, self._formats, _log, model)
             self._explains_skips = explain_skips
+            self._explainer = SkipExplainer(self._policy, model=model)
+            self._recording = self._explainer.recording
             for module in called_modules(model) if explain_skips else []:
                 handles += self._recording.watch(module)
 
@@ -388,7 +385,7 @@ class Stepper:
     @property
     def skip_stories(self) -> list[str]:
         """Where the first infinity or NaN of skipped steps arose: one story for each kind, as logged."""
-        return list(self._skip_stories.told)
+        return self._explainer.told
 
     @property
     def formats(self) -> dict[str, torch.dtype]:
@@ -462,14 +459,11 @@ class Stepper:
 
     def _finish(self, group: OptimizerGroup, step: Callable[[], StepResult]) -> StepResult:
         """End the accumulation with ``step``, whether it is taken, skipped or raises."""
-        recorded = self._recording.recorded_step()
-        self._recording.end_step()
-        if len(self._groups) == 1:  # another optimizer would step on the same calls
-            self._recording.clear()
         try:
             result = step()
             self._statistics.restore(result.skipped_on_device())
         except BaseException:
+            self._recording.clear()
             self._statistics.restore()
             raise
         finally:
@@ -477,21 +471,16 @@ class Stepper:
             self._end_accumulation()
         self.steps += 1
         if self._explains_skips and result.is_known and result.skipped and not group.needs_closure:
-            self._tell_of_skip(group, recorded, result)
+            self._explainer.explain(
+                Surroundings(self._call_in_region, _call, self._formats),
+                number=self.steps,
+                scale=result.scale,
+                lower_scale=group.scaler.get_scale(),
+                names=result.nonfinite,
+            )
+        # With names, another optimizer may step on the same calls.
+        self._explainer.step_ended(may_step_again=len(self._groups) > 1)
         return result
-
-    def _tell_of_skip(self, group: OptimizerGroup, recorded: RecordedStep, result: StepResult) -> None:
-        """Run a skipped step again, and tell where its first infinity or NaN arose."""
-        arose_in_backward = self._skip_stories.tell(
-            recorded,
-            Surroundings(mixed=self._call_in_region, fp32=_call),
-            number=self.steps,
-            scale=result.scale,
-            lower_scale=group.scaler.get_scale(),
-            names=result.nonfinite,
-        )
-        if arose_in_backward is not None:
-            self._recording.hold_gradients(arose_in_backward)
 
     def _call_in_region(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._region:
@@ -544,10 +533,6 @@ class Stepper:
 
 def _call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return module(*args, **kwargs)
-
-
-def _log(story: str) -> None:
-    logging.getLogger("narrowcast").warning("narrowcast: %s", story)
 
 
 def _incomplete(group: OptimizerGroup) -> StepResult:
