@@ -81,6 +81,7 @@ OPERATORS = {
     "squeezed": lambda low: low[:, :1].sigmoid().squeeze(1),
     "part": lambda low: low.softmax(0)[1:, 2],
     "transposed": lambda low: low.log_softmax(1).T.unsqueeze(0),
+    "of a strided part": lambda low: low[:, :3].T.sigmoid()[1],
     "gathered": lambda low: low.log_softmax(1).gather(1, low.argmax(1, keepdim=True)).squeeze(1),
 }
 

@@ -660,8 +660,8 @@ def _replace_all_but(
 
 def _found_inf(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return for each device and dtype of ``gradients`` whether one of them is not finite; does not wait."""
-    groups = nonfinite_flags(gradients).norms_by_group
-    return [torch.isfinite(norms).logical_not().any() for _, norms in groups]
+    norms_by_dtype = nonfinite_flags(gradients).norms_by_dtype
+    return [torch.isfinite(norms).logical_not().any() for _, norms in norms_by_dtype]
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -58,15 +58,16 @@ def notes_on_unreached(policy: Policy, already_said: list[str]) -> list[str]:
 def note_on_sharded(policy: Policy, model: nn.Module) -> str | None:
     """Return a note where ``policy`` asks for fp32, and FSDP's mixed precision casts weights before that."""
     kind = type(model).__name__
-    dtypes: dict[str, torch.dtype | None] = {}  # by path: what FSDP casts the weights there to
+    param_dtypes: dict[str, torch.dtype | None] = {}  # by path: what FSDP casts the weights there to
     by_rules: list[str] = []
     for path, module in modules_by_path(model):
-        # A module that FSDP does not shard by itself belongs to the one around it, or to its wrapper.
+        # A module that FSDP does not shard by itself gets the dtype of the one above it, or of its wrapper,
+        # which has the same path and came first.
         above, _, _ = path.rpartition(".")
-        dtypes.setdefault(path, dtypes.get(above))
+        param_dtypes.setdefault(path, param_dtypes.get(above))
         if is_fsdp(module):
-            dtypes[path] = fsdp_param_dtype(module)
-        if dtypes[path] not in _LOW:
+            param_dtypes[path] = fsdp_param_dtype(module)
+        if param_dtypes[path] not in _LOW:
             continue
         rules = rules_for(policy, path, class_names(type(module)))
         if any(rule.op is None and rule.compute == "fp32" for rule in rules):
@@ -74,13 +75,25 @@ def note_on_sharded(policy: Policy, model: nn.Module) -> str | None:
             if where not in by_rules:  # a wrapper has the path of what it wraps
                 by_rules.append(where)
 
-    low = {dtype for dtype in dtypes.values() if dtype in _LOW}
+    low = [dtype for dtype in _LOW if dtype in param_dtypes.values()]
     if not low or not (by_rules or policy.compute == "fp32"):
         return None
-    format_ = few([format_name(dtype) for dtype in low if dtype is not None])
+    format_ = few([format_name(dtype) for dtype in low])
     if policy.compute == "fp32":
         return _FP32_OVER_FSDP.format(kind, format_)
     return _RULE_OVER_FSDP.format(few(by_rules), format_)
+
+
+def _guess(rule: Rule, model: nn.Module) -> str:
+    """Return in brackets what a rule without effect in ``model`` may have meant, or an empty string."""
+    named = [(path, class_names(type(module))) for path, module in modules_by_path(model)]
+    selected = [path for path, names in named if names_module(rule, path, names)]
+    # A rule without effect may select modules: lists of modules, which are not called themselves, or, with
+    # fp8, modules without a linear layer.
+    if selected and rule.compute not in FP8_RECIPES:
+        written = f"{selected[0]}.*".lstrip(".")
+        return f' (it is not called itself: name the modules in it, as "{written}")'
+    return near_module(rule, named)
 
 
 class ModuleRules:
@@ -125,14 +138,7 @@ class ModuleRules:
         for rule in applied.missed:
             self._misses[rule] = self._misses.get(rule, 0) + 1
             if not self._guesses.get(rule):
-                named = [(path, class_names(type(module))) for path, module in modules_by_path(model)]
-                selected = [path for path, names in named if names_module(rule, path, names)]
-                if selected and rule.compute not in FP8_RECIPES:
-                    written = f"{selected[0]}.*".lstrip(".")
-                    guess = f' (it is not called itself: name the modules in it, as "{written}")'
-                else:
-                    guess = near_module(rule, named)
-                self._guesses[rule] = guess
+                self._guesses[rule] = _guess(rule, model)
         for path, why in applied.fp8.left_out.items():
             layer = f"{kind}.{path}" if path else kind
             self._left_out.setdefault(why, []).append(layer)

@@ -526,18 +526,18 @@ def total_norm(
 
     # One kernel for each device and dtype.
     stacks = []
-    norms_by_group = []
+    norms_by_dtype = []
     for _, _, positions, members in gradients.groups:
         stack = torch.stack(_torch_internals.norms(members, order))
         stacks.append(stack)
-        norms_by_group.append((positions, stack))
+        norms_by_dtype.append((positions, stack))
     flags = None
     if device.type != "cpu":
-        flags = NonfiniteFlags(len(gradients.values), tuple(norms_by_group))
+        flags = NonfiniteFlags(len(gradients.values), tuple(norms_by_dtype))
     if not groups:
         return TotalNorm(norm_of_norms(stacks, order, device).float(), flags=flags)
     sharded_group = scaling.process_group if scaling.sharded else None
-    norm, ranks_differ = norm_over_ranks(gradients, norms_by_group, order, device, groups, sharded_group)
+    norm, ranks_differ = norm_over_ranks(gradients, norms_by_dtype, order, device, groups, sharded_group)
     return TotalNorm(norm.float(), ranks_differ, flags)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from narrowcast.gradients import _torch_internals
 from narrowcast.gradients._optimizer_gradients import MeshPlacement, OptimizerGradients
 
-_SAME = 1e-3  # norms of copies agree to rounding; norms of different gradients do not
+_SAME = 1e-3  # powers of the norms of copies agree to this; those of different gradients do not
 
 
 def norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
@@ -29,56 +29,72 @@ def norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.de
 
 def norm_over_ranks(
     gradients: OptimizerGradients,
-    norms_by_group: Sequence[tuple[Sequence[int], torch.Tensor]],
+    norms_by_dtype: Sequence[tuple[Sequence[int], torch.Tensor]],
     order: float,
     device: torch.device,
-    groups: Sequence[Any],
+    process_groups: Sequence[Any],
     sharded_group: Any | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm over all ranks, and whether ranks with copies differ.
 
     Args:
-        norms_by_group: the positions of gradients of one device and dtype, and the norm of each.
+        norms_by_dtype: for each device and dtype, the positions of its gradients, and the norm of each.
         device: where the result is to be.
-        groups: the process groups that decide together, one collective for each.
-        sharded_group: the group whose ranks hold different gradients that are no DTensors; None: copies.
+        process_groups: those that decide together, one collective for each.
+        sharded_group: the process group whose ranks hold different gradients, of those that are no DTensors;
+            None: all ranks hold copies of these.
     """
-    # The norms of gradients with the same placement add up first. Every rank has the same placements in the
-    # same order; plain gradients first.
-    meshes = gradients.meshes or [None] * len(gradients.values)
-    norms_by_placement: dict[MeshPlacement | None, dict[int, torch.Tensor]] = {None: {}}
-    for mesh in meshes:
-        norms_by_placement.setdefault(mesh, {})
-    for positions, stack in norms_by_group:
-        for position, norm in zip(positions, stack.unbind(), strict=True):
-            norms_by_placement[meshes[position]][position] = norm
-    powers = []
-    for norms in norms_by_placement.values():
-        positions_in_order = sorted(norms)
-        powers.append(_power([norms[position] for position in positions_in_order], order, device))
-
-    # Parts of one gradient add up over the ranks of a group. Copies have to agree.
+    powers = _power_by_placement(gradients, norms_by_dtype, order, device)
     ranks_differ = torch.zeros((), dtype=torch.bool, device=device)
-    for group in groups:
-        row = torch.stack(powers)
+    for group in process_groups:
+        row = torch.stack(list(powers.values()))
         gathered = row.new_empty(dist.get_world_size(group) * len(row))
         _torch_internals.all_gather(gathered, row, group)
-        for index, placement in enumerate(norms_by_placement):
+        for index, placement in enumerate(powers):
             of_ranks = gathered[index :: len(row)]
             split_groups = (sharded_group,) if placement is None else placement.sharded
             is_split = group in split_groups
             largest = of_ranks.amax()
-            powers[index] = largest
+
+            # Parts of one gradient add up over the ranks of the group. Copies have to agree.
+            if is_split and order != math.inf:
+                powers[placement] = of_ranks.sum()
+            else:
+                powers[placement] = largest
             if not is_split:
                 differ = largest > of_ranks.amin() * (1 + _SAME)
                 ranks_differ = ranks_differ | (differ & torch.isfinite(largest))
-            elif order != math.inf:
-                powers[index] = of_ranks.sum()
 
-    total = torch.stack(powers)
+    total = torch.stack(list(powers.values()))
     if order == math.inf:
         return total.amax(), ranks_differ
     return total.sum() ** (1 / order), ranks_differ
+
+
+def _power_by_placement(
+    gradients: OptimizerGradients,
+    norms_by_dtype: Sequence[tuple[Sequence[int], torch.Tensor]],
+    order: float,
+    device: torch.device,
+) -> dict[MeshPlacement | None, torch.Tensor]:
+    """Return the power of the norm of all gradients with the same placement; None: those of plain tensors."""
+    # Ranks compare and add up by position in a row. So each has all placements in the same order: None first,
+    # even if no gradient is plain, and the others as the optimizer's gradients have them.
+    placements = gradients.meshes or [None] * len(gradients.values)
+    norms_by_placement: dict[MeshPlacement | None, dict[int, torch.Tensor]] = {None: {}}
+    for placement in placements:
+        norms_by_placement.setdefault(placement, {})
+    for positions, stack in norms_by_dtype:
+        for position, norm in zip(positions, stack.unbind(), strict=True):
+            norms_by_placement[placements[position]][position] = norm
+
+    # Sorted by position: torch lists devices and dtypes in no fixed order, and ranks with copies have to
+    # round alike.
+    powers: dict[MeshPlacement | None, torch.Tensor] = {}
+    for placement, norms in norms_by_placement.items():
+        in_order = [norms[position] for position in sorted(norms)]
+        powers[placement] = _power(in_order, order, device)
+    return powers
 
 
 def _power(norms: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:

@@ -27,30 +27,30 @@ class NonfiniteFlags:
 
     Attributes:
         count: how many gradients.
-        norms_by_group: positions of gradients, and a 1-dim tensor with a norm of each, which is not finite
+        norms_by_dtype: positions of gradients, and a 1-dim tensor with a norm of each, which is not finite
             if the gradient is not.
     """
 
     count: int
-    norms_by_group: tuple[tuple[Sequence[int], torch.Tensor], ...]
+    norms_by_dtype: tuple[tuple[Sequence[int], torch.Tensor], ...]
 
     def read(self) -> list[bool]:
         """Return the flags in the order of the gradients; waits for each device once."""
         flags = [False] * self.count
-        for positions, norms in self.norms_by_group:
+        for positions, norms in self.norms_by_dtype:
             for position, norm in zip(positions, norms.tolist(), strict=True):
                 flags[position] = not math.isfinite(norm)
         return flags
 
     def any(self, device: torch.device) -> torch.Tensor:
         """Return 1.0 if any flag is set, else 0.0: 0-dim, float32, on ``device``, without a host sync."""
-        if not self.norms_by_group:
+        if not self.norms_by_dtype:
             return torch.zeros((), dtype=torch.float32, device=device)
-        any_in_group = []
-        for _, norms in self.norms_by_group:
+        any_by_dtype = []
+        for _, norms in self.norms_by_dtype:
             is_bad = ~torch.isfinite(norms)
-            any_in_group.append(is_bad.any().to(device, non_blocking=True))
-        return torch.stack(any_in_group).any().float()
+            any_by_dtype.append(is_bad.any().to(device, non_blocking=True))
+        return torch.stack(any_by_dtype).any().float()
 
 
 def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
@@ -75,11 +75,11 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
         return NonfiniteFlags(len(gradients), ())
 
     kept_positions = list(kept)
-    norms_by_group = []
+    norms_by_dtype = []
     for _, _, indices, members in _torch_internals.by_device_and_dtype(list(kept.values())):
         positions = [kept_positions[index] for index in indices]
-        norms_by_group.append((positions, _norms(members)))
-    return NonfiniteFlags(len(gradients), tuple(norms_by_group))
+        norms_by_dtype.append((positions, _norms(members)))
+    return NonfiniteFlags(len(gradients), tuple(norms_by_dtype))
 
 
 def _norms(members: list[torch.Tensor]) -> torch.Tensor:

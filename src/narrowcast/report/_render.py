@@ -26,10 +26,13 @@ _SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'non
 
 
 def html_page(template: str, **values: Any) -> str:
-    """Render a page; every value is escaped, and the page's own policy forbids all scripts."""
+    """Render a page; its own policy forbids all scripts.
+
+    Every value is escaped, unless the template passes it through ``as_is``.
+    """
     style = (_TEMPLATES / "page.css").read_text(encoding="utf-8")
-    rendered = _environment(html=True).get_template(template)
-    return rendered.render(style=style, security_policy=_SECURITY_POLICY, **values)
+    page = _environment(html=True).get_template(template)
+    return page.render(style=style, security_policy=_SECURITY_POLICY, **values)
 
 
 def terminal_text(template: str, *, color: bool = False, **values: Any) -> str:

@@ -121,7 +121,7 @@ def steps_by_site(captures: Iterable[Capture]) -> Counter[str]:
     return most
 
 
-def judged_sites(captures: Iterable[Capture]) -> list[str]:
+def judged_sites(captures: Sequence[Capture]) -> list[str]:
     """List the call sites whose losses are judged, that with the most steps first.
 
     The others that are judged take turns with it, as those of a generator and a discriminator do. A site
@@ -138,8 +138,8 @@ def judged_sites(captures: Iterable[Capture]) -> list[str]:
         if not of_main:
             continue
         for loss in losses:
-            # A site with as many steps counts too: in a run of one step the second loss comes after the first
-            # one's.
+            # As many steps as the main site: they take turns, too. In a run of one step no loss lies between
+            # two of the main site's.
             between = of_main[0] <= loss["backward"] <= of_main[-1]
             if between or steps[loss["site"]] == steps[main_site]:
                 judged[loss["site"]] = None
@@ -158,8 +158,8 @@ class LossVerdict:
         reason: a clause for the table.
         difference: mean over seeds of mixed minus FP32, both from the same seed; None: no pair.
         seed_spread: sample standard deviation of FP32's losses over seeds; None: fewer than three seeds.
-        times_fp32: mixed over FP32, if more than ten for each seed and there are fewer than three: the
-            comparison then cannot pass; else None.
+        times_fp32: the smallest ratio of mixed to FP32 over the seeds, if that is above ten and there are
+            fewer than three seeds (the comparison then cannot pass); else None.
     """
 
     verdict: str
@@ -173,9 +173,10 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     """Judge final losses of one call site, a pair (FP32, mixed) for each seed.
 
     They pass if the mean difference is at most the spread between seeds, or if mixed is lower by more. They
-    fail if mixed is higher by more and the paired differences leave no doubt (Student's t, 97.5 %). Nobody
-    can tell where seeds change nothing, or if FP32's losses are not finite. Fewer than three seeds are not
-    judged, unless mixed precision's loss is many times FP32's.
+    fail if mixed is higher by more and the paired differences leave no doubt (Student's t, 97.5 %), or if
+    mixed's losses alone are not finite. Otherwise nobody can tell; nor where seeds change nothing but the
+    formats differ, or if FP32's losses are not finite. Fewer than three seeds with finite losses are not
+    judged, unless mixed precision's loss is many times FP32's: then nobody can tell.
     """
     if not pairs:
         return LossVerdict("not judged", "no loss was seen in both formats")
@@ -197,12 +198,11 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
 def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float) -> LossVerdict:
     seeds = plural(len(pairs), "seed")
     reason = f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
-    ratios = [0.0]
+    times = None
     # A ratio means nothing where FP32's loss is zero or below.
     if all(fp32 > 0 for fp32, _ in pairs):
-        ratios = [mixed / fp32 for fp32, mixed in pairs]
-    times = min(ratios)
-    if times <= _MANY_TIMES:
+        times = min(mixed / fp32 for fp32, mixed in pairs)
+    if times is None or times <= _MANY_TIMES:
         return LossVerdict("not judged", reason, difference)
     reason = f"{times:.4g} times FP32's, but {reason}"
     return LossVerdict("cannot tell", reason, difference, times_fp32=times)
@@ -237,20 +237,22 @@ def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]])
         fp32, mixed: the losses of each run.
     """
     # Both formats see the same batches, so the difference is no minibatch noise. Another seed changes a final
-    # loss by less than half of what FP32 learns, and rounding by less than a tenth of it: hence the limits.
+    # loss by less than half of what FP32 learns. Rounding changes it by less than a tenth of itself. Hence
+    # two limits.
     if not fp32 or not mixed or min(map(len, [*fp32, *mixed])) < _FEWEST_LOSSES:
         return None
     fp32_losses = list(chain.from_iterable(fp32))
     if not all(map(math.isfinite, fp32_losses)):
         return None
-    first = min(mean(losses[: _tenth_of(losses)]) for losses in fp32)
-    last = max(map(final_loss, fp32))
-    mixed_last = min(map(final_loss, mixed))
+    fp32_began = min(mean(losses[: _tenth_of(losses)]) for losses in fp32)
+    fp32_ended = max(map(final_loss, fp32))
+    mixed_ended = min(map(final_loss, mixed))
     learned = max(fp32_losses) - min(fp32_losses)
-    if last >= first or mixed_last - last <= max(learned / 2, abs(last) / 10):
+    has_learned = fp32_ended < fp32_began
+    if not has_learned or mixed_ended - fp32_ended <= max(learned / 2, abs(fp32_ended) / 10):
         return None
-    fell = f"in FP32 it fell from {first:.3g} to {last:.3g}"
-    return f"far apart: {fell}, and here it ended at {mixed_last:.3g}"
+    fell = f"in FP32 it fell from {fp32_began:.3g} to {fp32_ended:.3g}"
+    return f"far apart: {fell}, and here it ended at {mixed_ended:.3g}"
 
 
 # ---- doubts

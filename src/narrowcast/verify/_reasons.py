@@ -24,7 +24,8 @@ _PARTS = {
 }
 _ON_GPU = _PARTS | {"python": "waiting of the GPU"}
 _SINGULAR = (_PARTS["optimizer"], _PARTS["loading"], _PARTS["python"], _ON_GPU["python"])
-# What a part's share of the lost time has to be, to be named.
+# A share below this is not named: of a part of a step in the lost time, and of a kind of matmul in the time
+# of those that stay in FP32.
 _WORTH_NAMING = 0.1
 # Share of a step that is not called lost: two profiles of one script differ by as much.
 _LITTLE = 0.02
@@ -47,7 +48,7 @@ class Reason(NamedTuple):
 
 
 class Product(msgspec.Struct, frozen=True):
-    """The products of one size and format in a step, as a profile has them."""
+    """The matrix products (matmuls, convolutions, attention) of one size and format in a step, together."""
 
     kind: str
     shape: tuple[int, ...]
@@ -72,7 +73,7 @@ class Product(msgspec.Struct, frozen=True):
 
 
 class TimedProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What is read here of the profile of a run; ``plain_``: of steps without the profiler."""
+    """The fields of a run's profile that this module uses. ``plain_``: timed without the profiler."""
 
     products: list[Product]
     shares: dict[str, float]
@@ -97,13 +98,13 @@ class TimedProfile(msgspec.Struct, frozen=True, kw_only=True):
         return self.shares[part] * self.plain_step_s
 
 
-class Products(NamedTuple):
-    """The products of one step that both profiles show.
+class MatmulTimes(NamedTuple):
+    """Seconds that matmuls take in one step, by their kind.
 
     Attributes:
-        fp32_s: of those that mixed precision computes in the low format, what they take in FP32, by kind.
-        low_s: what they take in the low format, casts not counted, by kind.
-        kept_s: what those take that mixed precision computes in FP32 too, by kind.
+        fp32_s: in the FP32 run, of the sizes that the mixed run computes in the low format.
+        low_s: of the same matmuls in the low format, without their casts.
+        kept_s: in the mixed run, of the matmuls that it too computes in FP32.
     """
 
     fp32_s: dict[str, float]
@@ -111,21 +112,21 @@ class Products(NamedTuple):
     kept_s: dict[str, float]
 
     @classmethod
-    def of(cls, fp32: TimedProfile, mixed: TimedProfile) -> Products:
+    def of(cls, fp32: TimedProfile, mixed: TimedProfile) -> MatmulTimes:
         """Match the products of two profiles by size."""
-        products = cls(defaultdict(float), defaultdict(float), defaultdict(float))
+        times = cls(defaultdict(float), defaultdict(float), defaultdict(float))
         low_each_s: dict[Any, float] = {}
         for product in mixed.products:
             if product.is_fp32:
-                products.kept_s[product.kind] += product.time_s
+                times.kept_s[product.kind] += product.time_s
             else:
                 low_each_s[product.size] = product.each_s
 
         for product in fp32.products:
             if product.size in low_each_s:
-                products.fp32_s[product.kind] += product.time_s
-                products.low_s[product.kind] += low_each_s[product.size] * product.count
-        return products
+                times.fp32_s[product.kind] += product.time_s
+                times.low_s[product.kind] += low_each_s[product.size] * product.count
+        return times
 
 
 def from_profiles(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> Reason:
@@ -187,26 +188,27 @@ def _of_matmuls(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> str:
     if not fp32.products:
         return "no matmuls were seen in a step"
     text = f"matmuls take {percent(share)} of a step in FP32"
-    products = Products.of(fp32, mixed)
-    low_s, kept_s = sum(products.low_s.values()), sum(products.kept_s.values())
+    times = MatmulTimes.of(fp32, mixed)
+    low_s, kept_s = sum(times.low_s.values()), sum(times.kept_s.values())
 
-    # Most of them ran in FP32 all the same: a kernel is missing, or a rule keeps them.
+    # Most matmuls ran in FP32 all the same: a kernel is missing, or a rule keeps them.
     if kept_s > low_s:
-        longest_first = sorted(products.kept_s, key=products.kept_s.__getitem__, reverse=True)
-        kinds = [kind for kind in longest_first if products.kept_s[kind] >= _WORTH_NAMING * kept_s]
+        longest_first = sorted(times.kept_s, key=times.kept_s.__getitem__, reverse=True)
+        kinds = [kind for kind in longest_first if times.kept_s[kind] >= _WORTH_NAMING * kept_s]
         which = "and ran in FP32"
         if low_s:
             which = f"and {percent(kept_s / (kept_s + low_s))} ran in FP32"
         return f"{text}, {which} under {format_} too ({', '.join(kinds)})"
+    # Both are 0: the mixed run has no matmul in FP32, and none of the sizes of the FP32 run to compare.
     if not low_s:
         return text
 
-    text += f", and ran {_speed(sum(products.fp32_s.values()), low_s)} in {format_}"
+    text += f", and ran {_speed(sum(times.fp32_s.values()), low_s)} in {format_}"
     # One kind may be slower where all together are faster, as attention without a fused kernel.
-    lost_s = {kind: kind_s - products.fp32_s[kind] for kind, kind_s in products.low_s.items()}
+    lost_s = {kind: kind_s - times.fp32_s[kind] for kind, kind_s in times.low_s.items()}
     worst = max(lost_s, key=lost_s.__getitem__)
     if len(lost_s) > 1 and lost_s[worst] > _LITTLE * fp32.plain_step_s:
-        slower = _speed(products.fp32_s[worst], products.low_s[worst])
+        slower = _speed(times.fp32_s[worst], times.low_s[worst])
         text += f" ({worst} {slower}, which a rule can keep in fp32: docs/policies.md)"
     return text
 

@@ -3,7 +3,7 @@
 bf16 rounds a sigmoid above 0.998 to 1, where its gradient is 0. A loss outside of the model, which an FP32
 script computes from what the model returns, then stops training. So while a model of ``run`` is called, the
 operators below note their results. What the model returns of them is computed again, in fp32, from the
-operator's input, in the autograd graph.
+operator's input, in the autograd graph. A result is recognized by its memory, so that views of it are too.
 
 Autograd saves the result of these operators and not their input, which therefore has to be kept until the
 model returns. The latest one always is, since it is usually what the model returns. Of earlier ones, such as
@@ -50,13 +50,15 @@ GATHER = "gather"
 """Takes log-probabilities of actions or tokens out of a noted result; its own result is noted too."""
 living: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every ``NotesOfResults`` that is alive; ``begin_gather`` has it give ``gather`` a kernel."""
-_NODES = {
+_NODE_NAMES = {
     "sigmoid": "SigmoidBackward0",
     "sigmoid_": "SigmoidBackward0",
     "_softmax": "SoftmaxBackward0",
     "_log_softmax": "LogSoftmaxBackward0",
     GATHER: "GatherBackward0",
 }
+_CALLED_BY_SCRIPT = PROMOTING[0]
+"""The device type whose autocast is enabled while the script calls a compiled model."""
 # Nodes of torch's own operators; custom functions have no number at the end of their names.
 _TORCH_NODE = re.compile(r"\w+Backward\d+")
 
@@ -66,21 +68,27 @@ class _Result:
 
     Attributes:
         name: of the operator, as ``"softmax"``; of a ``gather``, that of the operator it takes from.
-        storage: a weak reference to the memory of the result.
+        node_name: of the operator in the autograd graph, as ``"SoftmaxBackward0"``.
+        dim: that the operator was called with; None for a sigmoid.
         input: of the operator; None: no longer kept.
+        input_version: of the input when the operator was called.
         source: for ``gather``, the part of another noted result that it takes from; ``input`` is its index.
-        below: the autograd node that computed the input.
+        below: the autograd node that computed the input; None: a leaf, or nothing is recorded.
         nbytes: of what is kept for it.
+        storage: a weak reference to the memory of the result.
+        version: of the result when it was noted; another one means that somebody wrote to it.
+        stride: of the result.
+        wide: the result in fp32, by whether autograd recorded how it was computed.
     """
 
     __slots__ = (
-        "below", "dim", "input", "input_version", "name", "nbytes", "node", "source", "storage", "stride",
-        "version", "wide",
+        "below", "dim", "input", "input_version", "name", "nbytes", "node_name", "source", "storage",
+        "stride", "version", "wide",
     )  # fmt: skip
 
     def __init__(self, op: str, value: torch.Tensor, dim: Any, below: Any) -> None:
         self.name = op.strip("_")
-        self.node = _NODES[op]
+        self.node_name = _NODE_NAMES[op]
         self.dim = dim
         self.input: torch.Tensor | None = value
         self.input_version = _version(value)
@@ -94,9 +102,10 @@ class _Result:
 
     def is_computed_by(self, node: Any) -> bool:
         """Return whether ``node`` of the autograd graph is the call of this operator."""
-        if node.name() != self.node:
+        if node.name() != self.node_name:
             return False
         below = node.next_functions[0][0]
+        # The input was a leaf: below the operator is the node that accumulates its gradient.
         if self.below is None:
             return getattr(below, "variable", None) is self.input
         return below is self.below
@@ -106,6 +115,12 @@ class _Result:
         if self.input is None:
             return True
         return self.source is not None and self.source.result.was_dropped()
+
+    def is_unchanged(self) -> bool:
+        """Return whether everything that it was computed from is kept, and nobody has written to it."""
+        if self.input is None or _version(self.input) != self.input_version:
+            return False
+        return self.source is None or self.source.result.is_unchanged()
 
     def in_fp32(self, recorded: bool) -> torch.Tensor:
         """Return the result in fp32; kept, as a model may return several views. ``recorded``: by autograd."""
@@ -124,12 +139,6 @@ class _Result:
             return torch.softmax(wide, self.dim)
         return torch.log_softmax(wide, self.dim)
 
-    def is_kept(self) -> bool:
-        """Return whether everything that it was computed from is there, as it was then."""
-        if self.input is None or _version(self.input) != self.input_version:
-            return False
-        return self.source is None or self.source.result.is_kept()
-
 
 class _Part:
     """A noted result or a view of it."""
@@ -146,6 +155,9 @@ class _Part:
         whole = self.result.in_fp32(recorded)
         if self.size == whole.size() and self.stride == self.result.stride:
             return whole
+        # Size, strides and offset are those of a view of the low result. They hold for the fp32 result too:
+        # float() and the operators choose the strides of what they return by those of their input. Only
+        # dimensions of size 1 may have other strides.
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
@@ -172,7 +184,7 @@ class DirectResults:
 
     def begin(self) -> DirectResults | None:
         """Note results of this thread from now on; return what did so before, for ``end``."""
-        self._traces_before = _results_traced()
+        self._traces_before = _count_traced()
         before: DirectResults | None = thread.results
         thread.results = self
         return before
@@ -185,7 +197,7 @@ class DirectResults:
 
     def compiled_low(self, output: Any) -> bool:
         """Return whether code compiled since ``begin`` may have computed a low tensor of ``output``."""
-        if self.is_in_one_graph or _results_traced() == self._traces_before:
+        if self.is_in_one_graph or _count_traced() == self._traces_before:
             return False
         return any(tensor.dtype in LOW for tensor in tensors_inside(output))
 
@@ -193,14 +205,15 @@ class DirectResults:
         """Return ``output`` with the noted results in it in fp32; ``did``: what the model did with it."""
         if not self.has_any() or is_transforming():
             return output
-        recomputed = functools.partial(self._recomputed, did=did)
-        return map_tensors(output, recomputed, say_nothing)  # the cast that follows says it
+        in_fp32 = functools.partial(self._tensor_in_fp32, did=did)
+        return map_tensors(output, in_fp32, say_nothing)  # the cast that follows says it
 
     def has_any(self) -> bool:
         """Return whether a result was noted whose memory was not freed."""
         return bool(self._kept or self._dropped)
 
-    def _recomputed(self, tensor: torch.Tensor, did: str) -> torch.Tensor:
+    def _tensor_in_fp32(self, tensor: torch.Tensor, did: str) -> torch.Tensor:
+        """Return ``tensor`` in fp32 if it is of a noted result that can be computed again, else as it is."""
         if tensor.dtype not in LOW or not (self._traced or type(tensor) in CLASSES):
             return tensor
         result = self._result_in(tensor)
@@ -208,8 +221,7 @@ class DirectResults:
             return tensor
         why = self._why_not(tensor, result)
         if why is not None:
-            if why:
-                self._say(did, result.name, tensor.dtype, why)
+            self._say(did, result.name, tensor.dtype, why)
             return tensor
         recorded = tensor.requires_grad
         with torch.set_grad_enabled(recorded):
@@ -227,7 +239,7 @@ class DirectResults:
         if value.dtype not in LOW or is_transforming():
             return go_on()
         self._make_room()  # before more memory is taken
-        below = value.grad_fn
+        below = value.grad_fn  # before sigmoid_ changes it; a clone has another
         if op == "sigmoid_":
             # It overwrites its input, so a copy is noted. Not for a part of a larger tensor, as a gate of a
             # recurrent cell: _note would not take its result.
@@ -260,8 +272,8 @@ class DirectResults:
     def _note(self, noted: _Result, result: torch.Tensor) -> None:
         if not _is_whole(result):
             return
-        # The first result brings gather its kernel, which most models do not need. Traced results outlive a
-        # NotesOfResults, so there at each one.
+        # Only models that have a result need the kernel of gather: ask for it at the first. Traced results
+        # outlive the NotesOfResults that had it, so they ask each time.
         if self._traced or not self.noted:
             for notes in list(living):
                 notes.begin_gather()
@@ -270,7 +282,8 @@ class DirectResults:
         key = id(storage)
         kept, dropped = self._kept, self._dropped
 
-        # Without a reference to what is noted, which would keep itself alive.
+        # Must not refer to noted: noted -> weak reference -> forget -> noted would keep its input until the
+        # garbage collector runs.
         def forget(_: object = None) -> None:
             kept.pop(key, None)
             dropped.pop(key, None)
@@ -288,7 +301,8 @@ class DirectResults:
         keys = list(self._kept)
         for key in keys[: max(0, len(keys) - _MOST_EARLIER)]:
             self._drop(key)
-        # Not the latest alone: a gather may have been noted after a large one.
+        # Each of them, not only the latest: call_gather makes no room, so a large result may still stand
+        # before a gather's.
         for key in keys:
             result = self._kept.get(key)
             if result is not None and result.nbytes > _MOST_EARLIER_BYTES:
@@ -302,22 +316,21 @@ class DirectResults:
             self._dropped[key] = result
 
     def _result_in(self, tensor: torch.Tensor) -> _Result | None:
-        """Return the noted result in whose memory ``tensor`` is, or None."""
+        """Return the noted result in whose memory ``tensor`` is, unless that was written to; else None."""
         if not _has_storage(tensor):
             return None
+        # torch keeps one Python object for each storage as long as the storage lives.
         storage = tensor.untyped_storage()
         result = self._kept.get(id(storage)) or self._dropped.get(id(storage))
         if result is None or result.storage() is not storage:
             return None
-        return result
+        return result if _version(tensor) == result.version else None
 
     def _why_not(self, tensor: torch.Tensor, result: _Result) -> str | None:
-        """Return why ``tensor`` cannot be computed again; "": it is no longer a result; None: it can."""
-        if _version(tensor) != result.version:
-            return ""
+        """Return why ``tensor``, which is in ``result``, cannot be computed again; None: it can."""
         if result.was_dropped():
             return f"its input of {result.nbytes / 2**20:.0f} MB was not kept until then"
-        if not result.is_kept():
+        if not result.is_unchanged():
             return "its input was overwritten"
         return _what_stands_between(tensor, result) if tensor.requires_grad else None
 
@@ -367,15 +380,15 @@ def _results_for(value: torch.Tensor) -> DirectResults | None:
 
 
 def _traced_results() -> DirectResults:
-    """Return those of the fake tensors of this thread, which live as long as a tracer needs them."""
+    """Return the results of this thread's fake tensors, which live as long as a tracer needs them."""
     if thread.traced_results is None:
         thread.traced_results = DirectResults(_nothing, traced=True)
     results: DirectResults = thread.traced_results
     return results
 
 
-def _results_traced() -> int:
-    """Return how many results of fake tensors this thread noted."""
+def _count_traced() -> int:
+    """Return how many results of fake tensors this thread has noted so far."""
     return 0 if thread.traced_results is None else _traced_results().noted
 
 
@@ -386,14 +399,16 @@ def _nothing(*_: object) -> None:
 def call_compiled(call: Callable[[], Any]) -> Any:
     """Return ``call()``, of a compiled model that the script calls.
 
-    The autocast state of ``PROMOTING`` is on meanwhile, a flag that traced code reads and that Dynamo guards.
+    Traced code reads whether autocast is enabled on the device type of ``PROMOTING``: it then computes again
+    what the model returns. Dynamo guards that flag, and nothing computes on that device. (The autocast dtype
+    there says whether operators promote.)
     """
     keep_graphs_with_regions()
-    torch.set_autocast_enabled(PROMOTING[0], True)
+    torch.set_autocast_enabled(_CALLED_BY_SCRIPT, True)
     try:
         return call()
     finally:
-        torch.set_autocast_enabled(PROMOTING[0], False)
+        torch.set_autocast_enabled(_CALLED_BY_SCRIPT, False)
 
 
 @constant_while_tracing
@@ -404,7 +419,11 @@ def begin_traced_model() -> None:
 
 @constant_while_tracing
 def _end_traced_model() -> bool:
-    """Note it if this compilation traced the whole model; return whether a tracer noted results."""
+    """Mark the call as in one graph if the compilation that began the model ends it.
+
+    Return whether a tracer noted results. One function for both, since Dynamo calls it while it traces and
+    keeps what it returns as a constant.
+    """
     if thread.results is not None and thread.traced_from == compile_id():
         thread.results.is_in_one_graph = True
     return _traced_results().has_any()
@@ -414,33 +433,37 @@ def recomputed_while_traced(output: Any) -> Any:
     """As ``DirectResults.recomputed``, at the end of a model that Dynamo traces."""
     if not _end_traced_model():
         return output
-    _let_dynamo_trace_recomputed()
+    _let_dynamo_trace_in_fp32()
 
-    def recomputed(tensor: torch.Tensor) -> torch.Tensor:
+    def low_to_fp32(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in LOW:
             return tensor
-        made = _recomputed_in_graph(tensor)
-        # Low: it was not noted.
-        return tensor if made.dtype in LOW else made
+        wide = _in_fp32_if_noted(tensor)
+        # Still low: it was not noted. Return the tensor itself: the call would cast it where the graph runs
+        # on real tensors.
+        return tensor if wide.dtype in LOW else wide
 
-    return map_tensors(output, recomputed, say_nothing)
+    return map_tensors(output, low_to_fp32, say_nothing)
 
 
-def _recomputed_in_graph(tensor: torch.Tensor, did: str = "returned") -> torch.Tensor:
-    """Return ``tensor`` in fp32 if it was noted; called by the tracers below Dynamo with their tensors.
+def _in_fp32_if_noted(tensor: torch.Tensor, did: str = "returned") -> torch.Tensor:
+    """Return ``tensor`` in fp32 if it was noted; as it is if it was not, unless its values are real.
 
-    Dynamo puts the call itself into the graph. A tracer below it calls this with fake tensors. Where none
-    follows, as with ``backend="eager"``, the graph calls it with real ones: what was not noted of these is
-    cast, since Dynamo found an fp32 result when it traced.
+    Dynamo puts the call itself into the graph. A tracer below Dynamo makes it with fake tensors. Where none
+    follows, as with ``backend="eager"``, the graph makes it with real ones. Eager code makes it too, in
+    ``in_fp32_for``.
     """
-    recomputed = tensor
+    wide = tensor
     results = _results_for(tensor)
     if results is not None:
-        recomputed = results.recomputed(tensor, did)
-    return recomputed.float() if type(tensor) in CLASSES else recomputed
+        wide = results.recomputed(tensor, did)
+    if type(tensor) in CLASSES:
+        # Real values: fp32 is expected of them, noted or not. In a graph Dynamo found fp32 when it traced.
+        return wide.float()
+    return wide
 
 
-_let_dynamo_trace_recomputed = let_dynamo_trace(_recomputed_in_graph)
+_let_dynamo_trace_in_fp32 = let_dynamo_trace(_in_fp32_if_noted)
 
 
 def in_fp32_for(did: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -450,10 +473,10 @@ def in_fp32_for(did: str, tensor: torch.Tensor) -> torch.Tensor:
     forwards have to save equally many tensors. ``did``: what the model does with it, for notes.
     """
     if torch.compiler.is_dynamo_compiling():
-        _let_dynamo_trace_recomputed()
+        _let_dynamo_trace_in_fp32()
     elif saves_by_hooks():
         return tensor.float()
-    return _recomputed_in_graph(tensor, did).float()
+    return _in_fp32_if_noted(tensor, did).float()
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -480,6 +503,9 @@ def _unless_changed(low: torch.Tensor, wide: torch.Tensor, name: str) -> torch.T
     # A kernel of log_softmax that rounds the sum of exponentials is off by half an eps where the result is 0:
     # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/cpu/SoftMaxKernel.cpp
     atol = torch.finfo(low.dtype).eps if name == "log_softmax" else 1e-4
+    # Rounding to bf16 moves a result by 2**-8 of itself at most, and rounding to fp16 by less: 2**-6 is four
+    # times that. Below the smallest normal number of fp16, 6e-5, rounding moves it by more of itself, but by
+    # less than 1e-4.
     was = low.float()
     same = torch.isclose(wide, was, rtol=2**-6, atol=atol, equal_nan=True).all()
     return torch.where(same, wide, was)

@@ -37,7 +37,7 @@ from narrowcast.casting._torch_internals import (
 )
 from narrowcast.casting.kernels._kernels import dtype_and_scope
 from narrowcast.casting.kernels._operators import LOW, compute_dtype, depends_on_inputs, widest
-from narrowcast.casting.models._module_casts import Casts, Copies, cast_arguments, cast_outputs, wants
+from narrowcast.casting.models._module_casts import Copies, RuleCast, cast_arguments, cast_outputs, wants
 from narrowcast.casting.models._tree import cast_where, tensors_inside
 from narrowcast.casting.regions import _regions
 from narrowcast.casting.regions._policy_region import PolicyRegion
@@ -68,15 +68,15 @@ class _ModuleState(NamedTuple):
         dtype: the autocast dtype.
         enabled: whether autocast is on.
         scope: the rules in force.
-        casts: the cast of the inputs, or None.
-        output: the cast of the outputs, or None.
+        input_cast: that of the inputs, or None.
+        output_cast: that of the outputs, or None.
     """
 
     dtype: torch.dtype
     enabled: bool
     scope: Scope
-    casts: Casts | None
-    output: Casts | None
+    input_cast: RuleCast | None
+    output_cast: RuleCast | None
 
 
 TracedState = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
@@ -264,8 +264,8 @@ class ModuleCall:
         # What the module wrote to casts of its arguments is meant for the caller's own.
         for copy in opened.copies:
             copy.write_back()
-        if opened.outputs:
-            output = cast_outputs(opened.outputs, output)
+        if opened.output_casts:
+            output = cast_outputs(opened.output_casts, output)
         return output
 
     def follow_model(self, module: torch.nn.Module) -> None:
@@ -306,10 +306,10 @@ class ModuleCall:
             # least at each call: device type, then whether autocast was on, its dtype and scope, then ours.
             opened.states += ((device, enabled, dtype, outside, state),)
             self._set_state(state, device, enabled, dtype)
-            if state.output is not None:
-                opened.outputs += (state.output,)
-            if state.casts is not None:
-                args, kwargs, copies = cast_arguments(state.casts, args, kwargs)
+            if state.output_cast is not None:
+                opened.output_casts += (state.output_cast,)
+            if state.input_cast is not None:
+                args, kwargs, copies = cast_arguments(state.input_cast, args, kwargs)
                 opened.copies += copies
         return args, kwargs
 
@@ -354,7 +354,7 @@ class ModuleCall:
             state = self.decide_state(outside, device, widest_dtype)
             assert state is not None
             # Without a cast the answer depends on the autocast state outside, so it is not kept.
-            if state.casts is not None:
+            if state.input_cast is not None:
                 self._decided[outside, widest_dtype] = state
         return state
 
@@ -454,13 +454,13 @@ class ModuleCall:
         # An "as-is" module keeps autocast on only if a rule names an operator inside it.
         enabled = CASTS_TO[rule.compute] is not None or scope.rules_operators
 
-        output = None
+        output_cast = None
         if rule.output is not None:
             word = lower if rule.output == "lower" else rule.output
-            output = Casts(rule, device, dtype_of(word))
+            output_cast = RuleCast(rule, device, dtype_of(word))
         if dtype is None:
-            return _ModuleState(dtype_outside, enabled, scope, None, output)
-        return _ModuleState(dtype, enabled, scope, Casts(rule, device, dtype), output)
+            return _ModuleState(dtype_outside, enabled, scope, None, output_cast)
+        return _ModuleState(dtype, enabled, scope, RuleCast(rule, device, dtype), output_cast)
 
 
 class _Forward:
@@ -555,16 +555,16 @@ class _Opened:
     Attributes:
         depth: how many regions this thread was in.
         states: device type, whether autocast was on, its dtype and scope before, and the state inside.
-        outputs: the casts of the outputs.
+        output_casts: of what the module returns, one for each device type that has one.
         copies: what the casts of the arguments made.
     """
 
-    __slots__ = ("copies", "depth", "outputs", "states")
+    __slots__ = ("copies", "depth", "output_casts", "states")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.states: tuple[tuple[str, bool, torch.dtype, Scope, _ModuleState], ...] = ()
-        self.outputs: tuple[Casts, ...] = ()
+        self.output_casts: tuple[RuleCast, ...] = ()
         self.copies: Copies = ()
 
 
@@ -633,8 +633,8 @@ def _traced_state_inside(
     if state is None:
         return None, None, None
     call.shared.traced_scopes.add(state.scope)
-    input_dtype = None if state.casts is None else state.casts.dtype
-    output_dtype = None if state.output is None else state.output.dtype
+    input_dtype = None if state.input_cast is None else state.input_cast.dtype
+    output_dtype = None if state.output_cast is None else state.output_cast.dtype
     region = traced_state(device, state.dtype, state.enabled, state.scope, promotes=False)
     return region, input_dtype, output_dtype
 

@@ -15,41 +15,42 @@ from narrowcast.casting.regions._scopes import thread
 from narrowcast.policy import Rule
 
 
-class Casts(NamedTuple):
-    """A cast by a rule for a module, on one device type."""
+class RuleCast(NamedTuple):
+    """The cast that a rule makes of a module's inputs or outputs, on one device type."""
 
     rule: Rule
     device: str
     dtype: torch.dtype
 
 
-def cast_arguments(casts: Casts, args: Any, kwargs: Any) -> tuple[Any, Any, Copies]:
-    """Cast a module's inputs, and return the copies that were made. One tensor alone takes a shorter way."""
+def cast_arguments(rule_cast: RuleCast, args: Any, kwargs: Any) -> tuple[Any, Any, Copies]:
+    """Cast a module's inputs, and return the copies that were made."""
+    # Most modules take one tensor, in every step: it is cast without walking the tree of arguments.
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         tensor = args[0]
-        cast = _cast_by_rule(casts, tensor)
+        cast = _cast_by_rule(rule_cast, tensor)
         copies = () if cast is tensor else (_TensorCopy(tensor, cast),)
         return (cast,), kwargs, copies
-    cast_args, cast_kwargs = _cast_by_rule(casts, (args, kwargs))
+    cast_args, cast_kwargs = _cast_by_rule(rule_cast, (args, kwargs))
     return cast_args, cast_kwargs, _copies_in((cast_args, cast_kwargs), (args, kwargs))
 
 
 @traced_only_inline
-def cast_outputs(casts_of_devices: tuple[Casts, ...], output: Any) -> Any:
+def cast_outputs(rule_casts: tuple[RuleCast, ...], output: Any) -> Any:
     """Cast what a module returns, on each device type."""
-    for casts in casts_of_devices:
-        output = _cast_by_rule(casts, output)
+    for rule_cast in rule_casts:
+        output = _cast_by_rule(rule_cast, output)
     return output
 
 
-def _cast_by_rule(casts: Casts, values: Any) -> Any:
+def _cast_by_rule(rule_cast: RuleCast, values: Any) -> Any:
     """Cast a module's inputs or outputs; meanwhile ``rule_that_casts`` returns the rule."""
-    if isinstance(values, torch.Tensor) and values.dtype is casts.dtype:
+    if isinstance(values, torch.Tensor) and values.dtype is rule_cast.dtype:
         return values
     # For traces of operators, which say why a tensor was cast.
-    thread.casting_rule = casts.rule
+    thread.casting_rule = rule_cast.rule
     try:
-        return cast_where(values, casts.dtype, wants(casts.device, casts.dtype))
+        return cast_where(values, rule_cast.dtype, wants(rule_cast.device, rule_cast.dtype))
     finally:
         thread.casting_rule = None
 

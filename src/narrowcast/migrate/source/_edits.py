@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -74,7 +74,7 @@ class Changes:
     reports: list[Report] = field(default_factory=list)
 
     def replace(self, span: tuple[int, int], text: str) -> None:
-        """Put ``text`` in place of ``span``."""
+        """Replace the characters of ``span``, two offsets as of ``Source.span``, by ``text``."""
         self.edits.append(Edit(*span, text))
 
     def insert(self, at: int, text: str) -> None:
@@ -112,13 +112,15 @@ class Applied:
 
     def origin(self, offset: int) -> int:
         """Return the old offset of a character; for an inserted one the place of the insertion."""
-        after = bisect_right(self._marks, offset, key=lambda mark: mark[0])
-        new, old = self._marks[after - 1]
+        next_mark = bisect_right(self._marks, offset, key=lambda mark: mark[0])
+        # Count on from the last mark that is not behind the character.
+        new, old = self._marks[next_mark - 1]
         place = old + offset - new
 
         # Inside inserted text, go no further than the end of what it replaced.
-        if after < len(self._marks):
-            place = min(place, self._marks[after][1])
+        if next_mark < len(self._marks):
+            _, next_old = self._marks[next_mark]
+            place = min(place, next_old)
         return place
 
 
@@ -177,10 +179,10 @@ def unwrap(source: Source, changes: Changes, statement: ast.With) -> None:
     begin, end = source.lines(statement.body[0], statement.body[-1])
 
     # Comments right above the body stay.
-    first = source.line_of(begin)[0]  # the first line that stays, from 1
-    while source.starts[first - 2] > whole_begin and _is_comment(source, first - 1):
-        first -= 1
-    begin = source.starts[first - 1]
+    first_kept, _ = source.line_of(begin)
+    while source.line_start(first_kept - 1) > whole_begin and _is_comment(source, first_kept - 1):
+        first_kept -= 1
+    begin = source.line_start(first_kept)
 
     outer, inner = source.indent(statement), source.indent(statement.body[0])
     changes.replace((whole_begin, begin), "")
@@ -191,17 +193,18 @@ def unwrap(source: Source, changes: Changes, statement: ast.With) -> None:
 
 
 def _is_comment(source: Source, line: int) -> bool:
-    return source.text[source.starts[line - 1] :].lstrip().startswith("#")
+    return source.text[source.line_start(line) :].lstrip().startswith("#")
 
 
 def _movable_lines(source: Source, begin: int, end: int) -> list[int]:
-    """Return the starts of the lines that may be indented: no blank ones, none inside a string."""
-    first, last = bisect_left(source.starts, begin), bisect_left(source.starts, end)
+    """Return the starts of the lines that may be indented: no blank ones, none that begin inside a string."""
+    first, _ = source.line_of(begin)
+    last, _ = source.line_of(end - 1)
     in_strings = _lines_in_strings(source)
     movable = []
-    for line in range(first + 1, last + 1):
-        start = source.starts[line - 1]
-        is_blank = source.text[start:end].lstrip(" \t\f")[:1] in ("", "\r", "\n")
+    for line in range(first, last + 1):
+        start = source.line_start(line)
+        is_blank = not source.text[start : source.line_end(line)].strip(" \t\f\r\n")
         if not is_blank and line not in in_strings:
             movable.append(start)
     return movable
@@ -237,8 +240,9 @@ def between_statements(source: Source, statement: ast.stmt) -> str:
 def insert_before(source: Source, changes: Changes, statement: ast.stmt, code: str) -> None:
     """Insert a line before a statement and its decorators, indented as it is."""
     first = statement
-    for decorator in getattr(statement, "decorator_list", [])[:1]:
-        first = decorator
+    decorators = getattr(statement, "decorator_list", [])
+    if decorators:
+        first = decorators[0]
     changes.insert(source.lines(first)[0], source.indent(statement) + code + source.newline)
 
 

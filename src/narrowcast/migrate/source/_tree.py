@@ -275,10 +275,10 @@ class Source:
 
     def offset(self, line: int, column: int) -> int:
         """Return the character at a line (from 1) and a column (from 0, in bytes of UTF-8, as in ``ast``)."""
-        start = self.starts[line - 1]
+        start = self.line_start(line)
         if self._is_ascii:
             return start + column
-        end = self._line_end(line)
+        end = self.line_end(line)
         return start + len(self.text[start:end].encode()[:column].decode(errors="ignore"))
 
     def span(self, node: ast.AST) -> tuple[int, int]:
@@ -297,15 +297,19 @@ class Source:
     def line_of(self, offset: int) -> tuple[int, int]:
         """Return line and column of a character, both from 1."""
         line = bisect_right(self.starts, offset)
-        return line, offset - self.starts[line - 1] + 1
+        return line, offset - self.line_start(line) + 1
 
     def lines(self, first: ast.AST, last: ast.AST | None = None) -> tuple[int, int]:
         """Return the span of the whole lines from the begin of ``first`` to the end of ``last``."""
         end = (last or first).end_lineno  # type: ignore[attr-defined]
-        begin = self.starts[first.lineno - 1]  # type: ignore[attr-defined]
-        return begin, self._line_end(end)
+        begin = self.line_start(first.lineno)  # type: ignore[attr-defined]
+        return begin, self.line_end(end)
 
-    def _line_end(self, line: int) -> int:
+    def line_start(self, line: int) -> int:
+        """Return the offset of the first character of a line (from 1)."""
+        return self.starts[line - 1]
+
+    def line_end(self, line: int) -> int:
         """Return the offset just past a line (from 1), its line end included."""
         return self.starts[line] if line < len(self.starts) else len(self.text)
 

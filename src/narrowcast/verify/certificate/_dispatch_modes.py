@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # no public name as 
 NARROW = frozenset({torch.bfloat16, torch.float16})
 # Tagged as ops that draw, but they choose a kernel, or make masks from a given seed.
 _DRAW_NOTHING = frozenset({"_fused_sdp_choice", "_fill_mem_eff_dropout_mask_", "_cudnn_init_dropout_state"})
-_BELOW_AN_END = frozenset({"rand", "rand_like", "uniform", "uniform_"})
-# Arguments of kernels that drop out inside, of attention and of recurrent layers.
-_OF_ATTENTION = "dropout_p"
-_DROPOUT_IN_KERNEL = (_OF_ATTENTION, "dropout")
+# Draw from a half-open interval: rounding must not reach its upper end.
+_HALF_OPEN = frozenset({"rand", "rand_like", "uniform", "uniform_"})
+# The arguments by which fused kernels take their dropout: attention, and recurrent layers.
+_ATTENTION_DROPOUT = "dropout_p"
+_DROPOUT_ARGUMENTS = (_ATTENTION_DROPOUT, "dropout")
 
 
 class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,7 +61,9 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        with self:  # only in inference mode do composite ops arrive here
+        # A composite op arrives here only in inference mode. Its parts have to come back to this mode, which
+        # is off while it handles an op: hence ``with``.
+        with self:
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -71,15 +74,15 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if generator is not None and id(generator) not in self._generators:
             self._generators[id(generator)] = (generator, generator.get_state())
 
-        for name in _DROPOUT_IN_KERNEL:
-            if name in names:
-                self._see_kernel_that_drops(func, call, name)
+        for argument in _DROPOUT_ARGUMENTS:
+            if argument in names:
+                self._see_kernel_that_drops(func, call, argument)
                 return func(*args, **kwargs)
         return _drawn_in_fp32(func, call)
 
-    def _see_kernel_that_drops(self, func: Any, call: dict[str, Any], share: str) -> None:
-        """Note that a fused kernel draws its dropout, unless it has none; ``share`` is its argument."""
-        drops = call.get(share, 0.0) > 0 and call.get("train", True)
+    def _see_kernel_that_drops(self, func: Any, call: dict[str, Any], argument: str) -> None:
+        """Note that a fused kernel draws its dropout, unless the probability in ``argument`` is 0."""
+        drops = call.get(argument, 0.0) > 0 and call.get("train", True)
         if not drops:
             return
         if self.undecidable is None:
@@ -87,7 +90,7 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{_name(func)} draws its dropout inside a fused kernel, so FP32 and mixed precision saw "
                 "different masks."
             )
-        if share == _OF_ATTENTION:
+        if argument == _ATTENTION_DROPOUT:
             self.in_attention = True
 
 
@@ -96,36 +99,20 @@ def _is_narrow(value: Any) -> bool:
 
 
 def _drawn_in_fp32(func: Any, call: dict[str, Any]) -> Any:
-    """Call ``func`` on contiguous fp32 tensors; results have the formats and strides that it gives itself.
+    """Call ``func`` on contiguous fp32 tensors; return results in the formats and strides of the plain call.
 
     Args:
         call: its arguments by name.
     """
-    arguments = func._schema.arguments
     dtype = _result_dtype(func, call)
-    tensors = {name: value for name, value in call.items() if isinstance(value, torch.Tensor)}
-    in_fp32 = dict(call)
-    for name, tensor in tensors.items():
-        # Tensors of other formats stay as they are.
-        if tensor.dtype in NARROW or tensor.dtype == torch.float32:
-            in_fp32[name] = tensor.float().contiguous()
-    if dtype in NARROW and any(argument.name == "dtype" for argument in arguments):
-        in_fp32["dtype"] = torch.float32
-    results = func(**in_fp32)
+    call_in_fp32 = _in_fp32(func, call, dtype)
+    results = func(**call_in_fp32)
 
-    # What an op writes into goes back into the caller's tensor, which is also what it returns.
-    written = [argument.name for argument in arguments if argument.is_write and argument.name in call]
-    originals: dict[int, torch.Tensor] = {}
-    for name in written:
-        originals[id(in_fp32[name])] = call[name]
-        if in_fp32[name] is not call[name]:
-            call[name].copy_(_cast(func, call, in_fp32[name], call[name].dtype))
-
-    # Without a memory format of its own a result has the strides of the first tensor that the op reads.
-    template: torch.Tensor | None = None
-    if call.get("memory_format") in (None, torch.preserve_format):
-        read = [tensor for name, tensor in tensors.items() if name not in written]
-        template = next(iter(read), None)
+    written = [arg.name for arg in func._schema.arguments if arg.is_write and arg.name in call]
+    _write_back(func, call, call_in_fp32, written)
+    # An op returns what it wrote into. Return the caller's tensor instead of ours.
+    originals: dict[int, torch.Tensor] = {id(call_in_fp32[name]): call[name] for name in written}
+    template = _template_of_strides(call, written)
 
     def as_asked(drawn: torch.Tensor) -> torch.Tensor:
         if id(drawn) in originals:
@@ -139,10 +126,42 @@ def _drawn_in_fp32(func: Any, call: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, as_asked, results)
 
 
+def _in_fp32(func: Any, call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of ``func`` for a draw in fp32, where ``call`` draws in ``dtype``."""
+    call_in_fp32 = dict(call)
+    for name, value in call.items():
+        # Tensors of other formats stay as they are.
+        if _is_narrow(value) or (isinstance(value, torch.Tensor) and value.dtype == torch.float32):
+            call_in_fp32[name] = value.float().contiguous()
+    if dtype in NARROW and any(argument.name == "dtype" for argument in func._schema.arguments):
+        call_in_fp32["dtype"] = torch.float32
+    return call_in_fp32
+
+
+def _write_back(
+    func: Any, call: dict[str, Any], call_in_fp32: dict[str, Any], written: Sequence[str]
+) -> None:
+    """Copy what ``func`` wrote into fp32 tensors to those of the caller; ``written``: names of arguments."""
+    for name in written:
+        if call_in_fp32[name] is not call[name]:
+            call[name].copy_(_cast(func, call, call_in_fp32[name], call[name].dtype))
+
+
+def _template_of_strides(call: dict[str, Any], written: Sequence[str]) -> torch.Tensor | None:
+    """Return the tensor whose strides the results have; None: they are contiguous, or as ``call`` says."""
+    if call.get("memory_format") not in (None, torch.preserve_format):
+        return None
+    # The first tensor that the op reads.
+    for name, value in call.items():
+        if isinstance(value, torch.Tensor) and name not in written:
+            return value
+    return None
+
+
 def _cast(func: Any, call: dict[str, Any], drawn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cast what was drawn in fp32; what rounding takes to the open end of an interval stays below it."""
     narrow = drawn.to(dtype)
-    if dtype in NARROW and _name(func) in _BELOW_AN_END:
+    if dtype in NARROW and _name(func) in _HALF_OPEN:
         end = float(call.get("to", 1.0))
         below = torch.nextafter(torch.tensor(end, dtype=dtype), torch.tensor(-float("inf"), dtype=dtype))
         is_rounded_up = (narrow.float() >= end) & (drawn < end)
@@ -151,6 +170,7 @@ def _cast(func: Any, call: dict[str, Any], drawn: torch.Tensor, dtype: torch.dty
 
 
 def _result_dtype(func: Any, call: dict[str, Any]) -> torch.dtype:
+    """Return the dtype of what an op draws: that asked for, else of its first tensor, else its default."""
     dtype = call.get("dtype")
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -159,7 +179,8 @@ def _result_dtype(func: Any, call: dict[str, Any]) -> torch.dtype:
         if isinstance(value, torch.Tensor):
             return value.dtype
         if argument.name == "dtype" and argument.has_default_value() and argument.default_value is not None:
-            return torch.int64  # randint and randperm
+            # Of the ops that draw, only randint and randperm have a default dtype, int64.
+            return torch.int64
     return torch.get_default_dtype()
 
 
@@ -201,9 +222,9 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
-            return func(*args, **kwargs)
-        if kwargs.get("dtype") is not None or not _can_be_exact(func, tree_leaves((args, kwargs))):
+        # An op that is told its dtype computes and returns in that one, whatever its inputs are in.
+        is_told = kwargs.get("dtype") is not None
+        if self.paused or is_told or not _can_be_exact(func, tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         wide_args, wide_kwargs = _recast((args, kwargs), torch.float32, torch.float64)
         try:
@@ -211,7 +232,7 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Fourier transforms, ``complex`` and ``polar`` make complex numbers of real ones.
             narrow = _recast(result, torch.complex128, torch.complex64)
             return _recast(narrow, torch.float64, torch.float32)
-        except (RuntimeError, TypeError):  # no kernel for float64; torch raises NotImplementedError or these
+        except (RuntimeError, TypeError):  # no kernel for float64 (NotImplementedError is a RuntimeError)
             return func(*args, **kwargs)
 
 

@@ -17,8 +17,8 @@ from narrowcast.casting import tensors_inside
 from narrowcast.gradients import nodes_below, parameters_of
 from narrowcast.verify.runs._model_state import fingerprint, samples_in
 
-# In the metadata of the graph nodes that made the outputs of a call: it lives as long as they do, where a
-# reference to a node would keep the graph.
+# The key of a _Call in the metadata of the graph nodes that made a module's outputs. The nodes hold the call,
+# and it goes with them; a table of ours from nodes to calls would keep the graph alive.
 _CALL = "narrowcast: call"
 
 
@@ -70,7 +70,7 @@ class _ScriptThread(threading.local):
     before: Sequence[_BeforePass] = ()
 
 
-class _OfStep(NamedTuple):
+class _StepCounts(NamedTuple):
     """How many minibatches the gradients of a step average, and the samples in all of them, if known."""
 
     minibatches: int
@@ -93,7 +93,9 @@ class Minibatches:
         self._optimizers = optimizers
         self._numbers = itertools.count()
         self._thread = _ScriptThread()
-        self._largest_steps: dict[torch.optim.Optimizer, _OfStep] = {}
+        self._largest_steps: dict[torch.optim.Optimizer, _StepCounts] = {}
+        # Of each optimizer: the backward passes that its gradients hold, each as the outermost calls behind
+        # its loss.
         self._passes: WeakKeyDictionary[torch.optim.Optimizer, list[list[_Call]]] = WeakKeyDictionary()
 
     # ---- events of the script
@@ -111,7 +113,8 @@ class Minibatches:
                 nodes.append(tensor.grad_fn)
         if inputs is None or not nodes:
             return
-        # Inside torch.func a tensor is one of many, or its graph is not that of any loss.
+        # Under vmap a tensor is one slice of a batch. Under grad its graph is torch.func's own, below no loss
+        # of the script.
         if any(map(is_functorch_wrapped, tensors_inside([inputs, output]))):
             return
         number = next(self._numbers)
@@ -147,12 +150,12 @@ class Minibatches:
     def stepped(self, optimizer: torch.optim.Optimizer) -> tuple[int, int | None]:
         """Note a step; return the most minibatches that a step so far averaged, and the samples in each.
 
-        The step of every optimizer counts as so many minibatches, so the samples are those of the optimizer
-        with the fewest, divided by that number. None: not known of every optimizer.
+        The samples are None if those of an optimizer are not known.
         """
-        step = self._of_step(optimizer)
-        largest = self._largest_steps.get(optimizer, _OfStep(0, None))
-        # The calls of a first step may be from before they were watched.
+        step = self._count(optimizer)
+        largest = self._largest_steps.get(optimizer, _StepCounts(0, None))
+        # As large, and its samples may be known: the calls of a script's first step may have been made before
+        # we watched.
         tells_more = step.minibatches == largest.minibatches and largest.samples is None
         if step.minibatches > largest.minibatches or tells_more:
             self._largest_steps[optimizer] = step
@@ -162,40 +165,50 @@ class Minibatches:
         samples = [step.samples for step in steps if step.samples is not None]
         if len(samples) < len(steps):
             return most, None
-        return most, min(samples) // most or None
+        # A certificate multiplies both numbers, for every optimizer alike. The product must be no more
+        # samples than the step of any optimizer averaged.
+        each = min(samples) // most
+        return most, each or None  # 0: fewer samples than minibatches
 
-    def _of_step(self, optimizer: torch.optim.Optimizer) -> _OfStep:
+    def _count(self, optimizer: torch.optim.Optimizer) -> _StepCounts:
         """Return how many minibatches, and samples, the gradients of ``optimizer`` average.
 
         Where the calls behind a backward pass are not known, every pass counts as a minibatch.
         """
         passes = self._passes.get(optimizer, [])
         if not passes or not all(passes):
-            return _OfStep(max(1, len(passes)), None)
+            return _StepCounts(max(1, len(passes)), None)
+        return _StepCounts(_count_minibatches(passes), _count_samples(passes))
 
-        # Of each module: the samples of each batch, and the sets of batches that passes used. A pass on the
-        # same batches as another, as for a second loss, counts once.
-        samples_of: dict[torch.nn.Module, dict[str, int | None]] = {}
-        passes_of: dict[torch.nn.Module, set[frozenset[str]]] = {}
-        for calls in passes:
-            batches_of: dict[torch.nn.Module, set[str]] = {}
-            for call in calls:
-                samples_of.setdefault(call.module, {})[call.batch] = call.samples
-                batches_of.setdefault(call.module, set()).add(call.batch)
-            for module, batches in batches_of.items():
-                passes_of.setdefault(module, set()).add(frozenset(batches))
 
-        # Modules may see a batch side by side, as an actor and a critic do: it is the same samples.
-        minibatches = max(map(len, passes_of.values()))
-        totals = set()
-        for samples_of_batches in samples_of.values():
-            known = [samples for samples in samples_of_batches.values() if samples is not None]
-            is_known = len(known) == len(samples_of_batches)
-            totals.add(sum(known) if is_known else None)
-        # Modules that see different numbers of samples do not tell how many there are.
-        if len(totals) != 1:
-            return _OfStep(minibatches, None)
-        return _OfStep(minibatches, totals.pop())
+def _count_minibatches(passes: Sequence[Sequence[_Call]]) -> int:
+    """Return how many different sets of batches the passes used, of the module with the most."""
+    # A pass on the same batches as another, as for a second loss, counts once.
+    batch_sets: dict[torch.nn.Module, set[frozenset[str]]] = {}
+    for calls in passes:
+        batches_of_pass: dict[torch.nn.Module, set[str]] = {}
+        for call in calls:
+            batches_of_pass.setdefault(call.module, set()).add(call.batch)
+        for module, batches in batches_of_pass.items():
+            batch_sets.setdefault(module, set()).add(frozenset(batches))
+    # Modules do not add up: an actor and a critic may see the same batch side by side.
+    return max(map(len, batch_sets.values()))
+
+
+def _count_samples(passes: Sequence[Sequence[_Call]]) -> int | None:
+    """Return the samples in all batches of a module; None: not known, or not the same for all modules."""
+    samples_by_batch: dict[torch.nn.Module, dict[str, int | None]] = {}
+    for call in itertools.chain.from_iterable(passes):
+        samples_by_batch.setdefault(call.module, {})[call.batch] = call.samples
+    totals: set[int] = set()
+    for samples_of_batches in samples_by_batch.values():
+        total = 0
+        for samples in samples_of_batches.values():
+            if samples is None:
+                return None
+            total += samples
+        totals.add(total)
+    return totals.pop() if len(totals) == 1 else None
 
 
 def _nodes_of_calls(roots: Sequence[Any]) -> dict[_Call, list[Any]]:
