@@ -110,7 +110,7 @@ class Stepper:
         scaler: Any = None,
         restore: str = "norms",
         process_group: Any | None = None,
-        explain_skips: bool = True,
+        explain_skips: bool = False,
     ) -> None:
         self._statistics = Statistics(model, restore)
         self._policy = as_policy(policy)
