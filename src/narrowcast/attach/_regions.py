@@ -264,7 +264,8 @@ class ScriptRegions:
     def surroundings(self) -> Surroundings:
         """Return how calls are made again."""
         formats = {device: dtype or torch.float32 for device, dtype in self._dtypes.items()}
-        return Surroundings(self._call_again, self._call_in_fp32, formats)
+        # In a call that is counted as one inside of another, no region is opened.
+        return Surroundings(self._call_again, lambda: self._thread, formats)
 
     def _call_again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module in its region, as when the script called it."""
@@ -280,11 +281,6 @@ class ScriptRegions:
             return self._in_region(call, module, parameter.device.type, dtype)
         finally:
             thread.observed = False
-
-    def _call_in_fp32(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module without a region."""
-        with self._thread:
-            return self._torch_call(module, *args, **kwargs)
 
     def _is_double(self, module: nn.Module, parameter: torch.Tensor) -> bool:
         """Return whether all weights are in fp64, which autocast leaves as they are; note it."""

@@ -7,6 +7,7 @@ of containers.
 """
 
 from narrowcast.casting._torch_internals import skipped_by_dynamo, traced_only_inline
+from narrowcast.casting.fp8 import is_fp8
 from narrowcast.casting.kernels._direct_results import (
     DirectResults,
     begin_traced_model,
@@ -15,7 +16,7 @@ from narrowcast.casting.kernels._direct_results import (
 )
 from narrowcast.casting.kernels._kernels import NotesOfResults
 from narrowcast.casting.kernels._watching import ops_under_way, watch_ops
-from narrowcast.casting.models._apply import Applied, ModelRegion, applied_to, apply
+from narrowcast.casting.models._apply import Applied, ModelRegion, applied_to, apply, unapplied
 from narrowcast.casting.models._bake import bake
 from narrowcast.casting.models._compile import compile
 from narrowcast.casting.models._layer_formats import layer_formats, weight_formats
@@ -62,6 +63,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "drop_casts",
+    "is_fp8",
     "layer_formats",
     "modules_by_path",
     "ops_under_way",
@@ -71,6 +73,7 @@ __all__ = [
     "stacklevel_outside",
     "tensors_inside",
     "traced_only_inline",
+    "unapplied",
     "undo_on_error",
     "watch_ops",
     "weight_formats",

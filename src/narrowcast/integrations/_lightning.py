@@ -19,6 +19,7 @@ from narrowcast.errors import OrderError, PolicyError, ScaleCollapseError, Unsup
 from narrowcast.gradients import GradScaler, StepResult, needs_closure
 from narrowcast.integrations._first_step import FirstStep
 from narrowcast.integrations._region import formats_on, host_policy, refuse_low_weights, region_of, scaler_for
+from narrowcast.integrations._skips import HostSkips
 from narrowcast.policy import Policy, policy_name
 
 
@@ -42,9 +43,13 @@ class Plugin:
     _how_to_connect: str
     _switch: str
 
-    def __init__(self, policy: Policy | str, *, scaler: GradScaler | None = None) -> None:
+    def __init__(
+        self, policy: Policy | str, *, scaler: GradScaler | None = None, explain_skips: bool = False
+    ) -> None:
         self.policy = host_policy(policy)
         self.scaler: Any = scaler
+        self._explain_skips = explain_skips
+        self._skips: HostSkips | None = None
         self.last_result: StepResult | None = None
         self._formats: dict[str, torch.dtype] = {}
         self._regions: list[ModelRegion] = []
@@ -94,6 +99,23 @@ class Plugin:
             self._regions.append(region_of(model, self.policy, self._formats))
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._unproven.append(model)
+        if self._explain_skips:
+            self._watch(models)
+
+    def _watch(self, models: list[torch.nn.Module]) -> None:
+        """Hold what the models are given, so that a skipped step can be explained."""
+        if self._skips is None:
+            only_one = models[0] if len(models) == 1 else None
+            self._skips = HostSkips(self.policy, self._call_again, only_one)
+        for model in models:
+            self._skips.watch(model)
+            # A LightningModule calls the models in it, and is seldom called itself.
+            for child in model.children():
+                self._skips.watch(child)
+
+    def _call_again(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._regions[-1]:
+            return module(*args, **kwargs)
 
     def forward_context(self) -> AbstractContextManager[None]:
         self._set_up()
@@ -203,6 +225,8 @@ class Plugin:
         self._stepped = True
         self._unscaled.discard(optimizer)
         self.last_result = result
+        if self._skips is not None:
+            self._skips.step_ended(result, self.scaler, self._formats, may_step_again=True)
         return returned
 
     # ---- saving
@@ -229,6 +253,9 @@ class Plugin:
         for _, first_step in self._looks:
             first_step.remove()
         self._looks.clear()
+        if self._skips is not None:
+            self._skips.remove()
+            self._skips = None
         for region in self._regions:
             region.remove()
         self._regions.clear()
@@ -247,8 +274,10 @@ class TrainerPlugin(Plugin):
     # The host's own, which has no public name: hooks before the step, and clipping.
     _after_closure: Callable[..., None]
 
-    def __init__(self, policy: Policy | str, *, scaler: GradScaler | None = None) -> None:
-        super().__init__(policy, scaler=scaler)
+    def __init__(
+        self, policy: Policy | str, *, scaler: GradScaler | None = None, explain_skips: bool = False
+    ) -> None:
+        super().__init__(policy, scaler=scaler, explain_skips=explain_skips)
         # The result of the last step of each optimizer.
         self._results: dict[torch.optim.Optimizer, StepResult | None] = {}
 
@@ -322,9 +351,14 @@ class FabricPlugin(Plugin):
     )
 
     def __init__(
-        self, policy: Policy | str, *, scaler: GradScaler | None = None, fp32_outputs: bool = True
+        self,
+        policy: Policy | str,
+        *,
+        scaler: GradScaler | None = None,
+        fp32_outputs: bool = True,
+        explain_skips: bool = False,
     ) -> None:
-        super().__init__(policy, scaler=scaler)
+        super().__init__(policy, scaler=scaler, explain_skips=explain_skips)
         self.fp32_outputs = fp32_outputs
 
     def convert_output(self, data: Any) -> Any:

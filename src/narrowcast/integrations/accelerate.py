@@ -16,6 +16,7 @@ from narrowcast.gradients import GradScaler, StepResult
 from narrowcast.integrations._first_step import FirstStep
 from narrowcast.integrations._hosts import require
 from narrowcast.integrations._region import formats_on, host_policy, refuse_low_weights, scaler_for
+from narrowcast.integrations._skips import HostSkips, plain_call
 from narrowcast.policy import Policy, resolve
 
 require("accelerate", "1.10", "accelerate")
@@ -36,6 +37,7 @@ def prepare(
     policy: Policy | str = "auto",
     scaler: GradScaler | None = None,
     fp32_outputs: bool = True,
+    explain_skips: bool = False,
 ) -> Any:
     """Prepare models, optimizers, data loaders and schedulers; the models compute by ``policy``.
 
@@ -64,6 +66,8 @@ def prepare(
         scaler: by default a dynamic loss scale in fp16, and in other formats only the check of gradients.
         fp32_outputs: cast fp16 and bf16 tensors in the outputs of models to fp32, as Accelerate does in mixed
             precision. False saves their memory.
+        explain_skips: run a skipped step again, and log where its first infinity or NaN arose
+            (docs/stepper.md).
 
     Returns:
         What ``accelerator.prepare(*objects)`` returns.
@@ -81,7 +85,7 @@ def prepare(
             raise SettingError(
                 f"expected objects to prepare, got {value!r} among them: write policy={value!r}"
             )
-    Attachment(accelerator, policy, scaler, fp32_outputs=fp32_outputs)
+    Attachment(accelerator, policy, scaler, fp32_outputs=fp32_outputs, explain_skips=explain_skips)
     return accelerator.prepare(*objects)
 
 
@@ -100,15 +104,18 @@ class Attachment:
         scaler: GradScaler | None,
         *,
         fp32_outputs: bool,
+        explain_skips: bool,
     ) -> None:
         _refuse_other_precision(accelerator)
         self._accelerator = accelerator
         self._policy = host_policy(policy)
         self._fp32_outputs = fp32_outputs
         device = accelerator.device.type
-        formats = {device: resolve(self._policy, device)}
-        self.region = PolicyRegion(self._policy, formats, warnings.warn, warns=True)
-        self.scaler = scaler_for({}, formats, scaler)
+        self._formats = {device: resolve(self._policy, device)}
+        self.region = PolicyRegion(self._policy, self._formats, warnings.warn, warns=True)
+        self.scaler = scaler_for({}, self._formats, scaler)
+        # The call of a prepared model opens the region itself.
+        self._skips = HostSkips(self._policy, plain_call) if explain_skips else None
 
         self._first_steps: weakref.WeakKeyDictionary[torch.nn.Module, FirstStep] = weakref.WeakKeyDictionary()
         self._prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -156,6 +163,8 @@ class Attachment:
             switch = "let nothing else in or around the model cast, and write rules into the policy instead"
             formats = formats_on(model, self._policy)
             self._first_steps[model] = FirstStep(model, self._policy, formats, switch=switch)
+            if self._skips is not None:
+                self._skips.watch(model)
             self._names |= {id(parameter): name for name, parameter in model.named_parameters()}
             self.scaler.name_parameters(self._names, refuses_steps_by_hand=False)
         return prepared
@@ -245,8 +254,11 @@ class Attachment:
         self._unscaled.add(id(optimizer))
         self._update_is_due = True
         # Others may still have to step on gradients of this scale, which moves with the next backward pass.
-        if len(self._optimizers) == 1:
+        is_only = len(self._optimizers) == 1
+        if is_only:
             self.update()
+        if self._skips is not None:
+            self._skips.step_ended(result, self.scaler, self._formats, may_step_again=not is_only)
         return result
 
     def update(self) -> None:

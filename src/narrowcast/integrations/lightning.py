@@ -44,6 +44,8 @@ class NarrowcastPrecision(TrainerPlugin, _TrainerPrecision):  # type: ignore[mis
         policy: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"auto"``, a ``Policy``, or the path of one.
         scaler: an ``nc.GradScaler``. Default: a dynamic scale in fp16, and in other formats only the check
             for NaN and infinities.
+        explain_skips: run a skipped step again, and log where its first infinity or NaN arose
+            (docs/stepper.md).
 
     Attributes:
         scaler: the scaler, from ``fit`` on.
@@ -92,6 +94,8 @@ class FabricPrecision(FabricPlugin, _FabricPrecision):
         scaler: an ``nc.GradScaler``. Default: a dynamic scale in fp16, and in other formats only the check
             for NaN and infinities.
         fp32_outputs: whether models return fp16 and bf16 outputs in fp32, as with Fabric's own precision.
+        explain_skips: run a skipped step again, and log where its first infinity or NaN arose
+            (docs/stepper.md).
 
     Attributes:
         scaler: the scaler, from the first call of a model on.

@@ -46,6 +46,8 @@ class NarrowcastMixin(Trainer):
         scaler: by default a dynamic loss scale in fp16, and in other formats only the check of gradients.
         fp32_outputs: cast fp16 and bf16 tensors in the outputs of the model to fp32, as the ``Trainer`` does
             in mixed precision. False saves their memory.
+        explain_skips: run a skipped step again, and log where its first infinity or NaN arose
+            (docs/stepper.md).
 
     All other arguments are those of the trainer.
 
@@ -77,9 +79,11 @@ class NarrowcastMixin(Trainer):
         policy: Policy | str = "auto",
         scaler: GradScaler | None = None,
         fp32_outputs: bool = True,
+        explain_skips: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._settings = policy, scaler, fp32_outputs
+        self._settings = policy, scaler
+        self._options = {"fp32_outputs": fp32_outputs, "explain_skips": explain_skips}
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -92,8 +96,8 @@ class NarrowcastMixin(Trainer):
         if not hasattr(self.args, "mixed_precision"):
             os.environ[_FORMAT] = _LAUNCHED_WITH
         super().create_accelerator_and_postprocess()
-        policy, scaler, fp32_outputs = self._settings
-        self._attachment = Attachment(self.accelerator, policy, scaler, fp32_outputs=fp32_outputs)
+        policy, scaler = self._settings
+        self._attachment = Attachment(self.accelerator, policy, scaler, **self._options)
         # A search of hyperparameters makes an accelerator for each trial, and may give all one scaler.
         if self._counting is not None:
             self._counting.remove()

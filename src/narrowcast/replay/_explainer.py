@@ -63,6 +63,7 @@ class SkipExplainer:
         """
         step = self.recording.recorded_step()
         self.recording.end_step()
+        records, self.recording.records = self.recording.records, False
         arose_in_backward = self._stories.tell(
             step,
             surroundings,
@@ -71,6 +72,7 @@ class SkipExplainer:
             lower_scale=lower_scale,
             names=names,
         )
+        self.recording.records = records
         if arose_in_backward is not None:
             self.recording.hold_gradients(arose_in_backward)
 

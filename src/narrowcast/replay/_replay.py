@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowcast.casting import ModelRegion, cast_floating, drop_casts, tensors_inside
+from narrowcast.casting import ModelRegion, cast_floating, drop_casts, is_fp8, tensors_inside, unapplied
 from narrowcast.machine import first_line
 from narrowcast.policy import Policy
 from narrowcast.replay._random_states import random_states, set_random_states
@@ -44,24 +44,30 @@ class Surroundings:
 
     Attributes:
         mixed: by the policy of the training.
-        fp32: without a region.
+        bare: returns a context in which no region is opened.
         formats: device type -> the format computed in.
     """
 
     mixed: Caller
-    fp32: Caller
+    bare: Callable[[], AbstractContextManager[Any]]
     formats: Mapping[str, torch.dtype]
+
+    def fp32(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call without a policy."""
+        with self.bare(), unapplied(module):
+            return module(*args, **kwargs)
 
     def under(self, policy: Policy, formats: Mapping[str, torch.dtype], model: nn.Module) -> Caller:
         """Return a caller under another policy, whose rules the modules of ``model`` follow meanwhile."""
 
         def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            region = ModelRegion(policy, formats, lambda _: None, model=model, warns=False)
-            try:
-                with region:
-                    output = self.fp32(module, args, kwargs)
-            finally:
-                region.remove()
+            with self.bare(), unapplied(model):
+                region = ModelRegion(policy, formats, lambda _: None, model=model, warns=False)
+                try:
+                    with region:
+                        output = module(*args, **kwargs)
+                finally:
+                    region.remove()
             return cast_floating(output, torch.float32)
 
         return call
@@ -178,8 +184,12 @@ def _find_origin(step: RecordedStep, surroundings: Surroundings, deadline: float
 def _judged(call: RecordedCall, mixed: Observation, surroundings: Surroundings, deadline: float) -> Finding:
     """Make the call at fault again in fp32, and judge by that."""
     only_backward = mixed.finite_outputs
+    reason = ""
     if any(parameter.dtype in _LOW for parameter in call.module.parameters()):
         reason = "the weights are not kept in fp32"
+    elif any(map(is_fp8, call.module.modules())):
+        reason = "layers multiply in fp8"
+    if reason:
         return Finding("undecided", call, only_backward, mixed.origin, reason=reason)
     _check_time(deadline)
     # What arrived at outputs that are not finite says nothing of fp32.

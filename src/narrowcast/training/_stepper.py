@@ -7,7 +7,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -472,7 +472,7 @@ class Stepper:
         self.steps += 1
         if self._explains_skips and result.is_known and result.skipped and not group.needs_closure:
             self._explainer.explain(
-                Surroundings(self._call_in_region, _call, self._formats),
+                Surroundings(self._call_in_region, nullcontext, self._formats),
                 number=self.steps,
                 scale=result.scale,
                 lower_scale=group.scaler.get_scale(),
@@ -529,10 +529,6 @@ class Stepper:
             # This try and the next one are one step.
             self.steps -= 1
             set_random_states(random)
-
-
-def _call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return module(*args, **kwargs)
 
 
 def _incomplete(group: OptimizerGroup) -> StepResult:

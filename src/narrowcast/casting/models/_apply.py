@@ -14,7 +14,8 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -157,22 +158,30 @@ class Applied:
         self._model = weakref.ref(model)
 
         # What is wrong with the policy is said before anything has changed.
-        modules = all_paths(model)
         self.missed = missed_rules(self.policy, model)
         if strict:
             refuse_missed(self.missed)
             refuse_in_torchscript(self.policy, model)
 
-        self._shared = Shared(self.policy, opens, admits)
-        if how_to_end is not None:
-            self._shared.how_to_end = how_to_end
+        self._opens = opens
+        self._admits = admits
+        self._how_to_end = how_to_end
+        self.warns_if_not_called = False
+        self._begin(model)
+
+    def _begin(self, model: torch.nn.Module) -> None:
+        """Put calls by the policy in front of the model and its parts."""
+        modules = all_paths(model)
+        self._shared = Shared(self.policy, self._opens, self._admits)
+        if self._how_to_end is not None:
+            self._shared.how_to_end = self._how_to_end
         ruled = RuledModules(self._shared)
         self._calls = ruled.calls
         # A module inside may turn out to have another policy after others were given this one: undo that.
         with undo_on_error([model]):
             _remove_copied_calls(modules, self.policy)
             self.fp8 = apply_fp8(model, self.policy)
-            if opens or self.policy.names_modules:
+            if self._opens or self.policy.names_modules:
                 for paths, module in modules:
                     # The model, and what it wraps, which may be called directly.
                     if "" in paths and (module is model or not is_wrapper(module)):
@@ -180,7 +189,6 @@ class Applied:
                         self._calls.add(_ModelCall(ruled, rules, module, model))
             ruled.follow(model)
             self._end_watching = _watch_moves_and_copies(self)
-        self.warns_if_not_called = False
         _applied[model] = self
 
     @property
@@ -218,6 +226,22 @@ class Applied:
         if model is not None and _applied.get(model) is self:
             del _applied[model]
         self.warn_if_not_called()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """End the policy on the model for a while, if its calls open the region; copies keep it.
+
+        Code that was compiled before is compiled again afterwards.
+        """
+        model = self._model()
+        if model is None or not self._opens or self._shared.ended:
+            yield
+            return
+        self.remove(copies=False)
+        try:
+            yield
+        finally:
+            self._begin(model)
 
     __reduce_ex__ = not_copied("the handle of nc.apply", "copy or save the model, which keeps its policy")
 
@@ -450,6 +474,17 @@ def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
             "policy"
         )
     return applied
+
+
+@contextmanager
+def unapplied(model: torch.nn.Module) -> Iterator[None]:
+    """End the policies of ``nc.apply`` on a model and its parts for a while."""
+    with ExitStack() as stack:
+        for part in model.modules():
+            applied = _applied.get(part)
+            if applied is not None:
+                stack.enter_context(applied.paused())
+        yield
 
 
 def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
