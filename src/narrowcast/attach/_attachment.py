@@ -42,6 +42,7 @@ class Attachment:
         loss_scale: as for ``attached``.
         writer: of the capture; it is closed on leaving.
         tell: called with notes that should be shown at once, such as a format that is slow here.
+        tell_story: called with what a skipped step shows that is run again; by default ``tell``.
         stop_after: end the script after so many optimizer steps, skipped ones included; 0: it ends by
             itself. Without an optimizer, or if a compiled function hides the steps, backwards are counted;
             without backwards, outermost calls of modules.
@@ -68,6 +69,7 @@ class Attachment:
         *,
         writer: CaptureWriter | None = None,
         tell: Callable[[str], None] = lambda _: None,
+        tell_story: Callable[[str], None] | None = None,
         stop_after: int = 0,
         is_training: bool = False,
         observer: Observer | None = None,
@@ -92,6 +94,7 @@ class Attachment:
             observer=observer or Observer(),
             stopping=Stopping(stop_after, self._close_before_the_end, counts_calls=not is_training),
             explains_skips=explains_skips,
+            tell_story=tell_story or tell,
         )
         self.policy = run.policy
         self.scale = run.scale

@@ -99,7 +99,7 @@ class ScriptRegions:
         self.checkpoints = False
         self.explainer = SkipExplainer(
             run.policy,
-            say=functools.partial(run.recorder.note, at_once=True, told=True),
+            say=self._say_story,
             wording=FOR_PYTHON if run.recorder.in_python else FOR_SCRIPTS,
         )
         self._recording = self.explainer.recording
@@ -260,6 +260,10 @@ class ScriptRegions:
         return output
 
     # ---- calls that are made again, to say where a skipped step went wrong
+
+    def _say_story(self, story: str) -> None:
+        self._recorder.note(story, told=True)
+        self._run.tell_story(story)
 
     def surroundings(self) -> Surroundings:
         """Return how calls are made again."""

@@ -269,6 +269,7 @@ class AttachedRun:
         asked_scale: the loss scale that was asked for; None: dynamic in fp16, else off.
         scale: the one in force.
         explains_skips: whether a skipped step is run again, to say where it went wrong.
+        tell_story: called with what that shows.
     """
 
     policy: Policy
@@ -278,6 +279,7 @@ class AttachedRun:
     observer: Observer
     stopping: Stopping
     explains_skips: bool
+    tell_story: Callable[[str], None]
 
     def leave_alone(self, why: str, *, in_call: bool = False) -> None:
         """Add nothing to the script from now on: no new region, no scaling, no skipping.

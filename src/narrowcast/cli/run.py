@@ -141,8 +141,8 @@ def run(
     attach = partial(Attachment, policy, scale, writer=writer, explains_skips=not no_replay)
     # main calls what is returned, so that typer is not on the script's stack.
     if rank > 0:
-        # Rank 0 speaks for all.
-        attachment = attach(tell=lambda _: None)
+        # Rank 0 speaks for all, but only this rank knows what its own part of the batch did.
+        attachment = attach(tell=lambda _: None, tell_story=lambda story: tell(f"rank {rank}: {story}"))
         return partial(run_attached, found, attachment, seed=seed, at_end=lambda: None)
     attachment = attach(tell=tell)
     again = _command_of_ranks(policy, loss_scale, folder, seed, no_replay=no_replay)
