@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from narrowcast.report import Lock
 
 _SCHEMA = 1
+_RANGES_PAGE = "ranges.html"
 
 _PolicyOption = Annotated[
     str | None,
@@ -79,6 +80,10 @@ def explain(
     every: Annotated[
         bool, typer.Option("--all", help="Show each call site alone, not repeated layers as one.")
     ] = False,
+    ranges: Annotated[
+        bool,
+        typer.Option("--ranges", help="Show how large numbers are in FP32, and what each format loses."),
+    ] = False,
     against: _AgainstOption = None,
     lock: _LockOption = None,
     check: _CheckOption = None,
@@ -91,8 +96,9 @@ def explain(
     The five rows that cost most; --table shows all. Watches a few steps of the script in mixed precision,
     then stops it.
     """
-    if [against, lock, check].count(None) < 2:
-        raise typer.BadParameter("one of them at a time", param_hint="'--against', '--lock' or '--check'")
+    if [against, lock, check, ranges or None].count(None) < 3:
+        hint = "'--ranges', '--against', '--lock' or '--check'"
+        raise typer.BadParameter("one of them at a time", param_hint=hint)
 
     from narrowcast.capture import make_run_folder
     from narrowcast.machine import require_torch
@@ -107,6 +113,9 @@ def explain(
     require_torch()
     name = find_script(script, arguments, module=module).name
     folder = make_run_folder(f"explain-{name}", asked=run_dir, tell=tell)
+    if ranges:
+        _show_ranges((script, *(arguments or [])), folder, module=module, steps=steps, as_json=as_json)
+        return 0
     watch = partial(_watch, (script, *(arguments or [])), module=module, steps=steps)
 
     found, code = watch(policy, folder), 0
@@ -141,6 +150,24 @@ def _watch(target: tuple[str, ...], policy: str, folder: Path, *, module: bool, 
     if found["problem"] is None:
         found["report"] = str(save_page(find_capture(folder)))
     return found
+
+
+def _show_ranges(target: tuple[str, ...], folder: Path, *, module: bool, steps: int, as_json: bool) -> None:
+    """Show how large the numbers of a few steps are."""
+    from narrowcast.report import ranges_page, ranges_text, write_page
+    from narrowcast.verify import ScriptSettings, ranges_of_script
+
+    settings = ScriptSettings(target=target, is_module=module, policy="fp32", folder=folder)
+    with shown_progress() as progress:
+        found = ranges_of_script(settings, steps=steps, progress=progress)
+    tell_outputs(folder)
+    page = None
+    if found["problem"] is None:
+        page = write_page(ranges_page(found), folder / _RANGES_PAGE)
+    color = sys.stdout.isatty()
+    show_result(found, lambda: ranges_text(found, color=color), as_json=as_json)
+    if page is not None:
+        talk(f"report: {page}")
 
 
 def _policy_of(locked: Lock, path: Path | None) -> str:

@@ -22,6 +22,7 @@ from narrowcast.report._lock import (
     read_lock,
     write_lock,
 )
+from narrowcast.report._ranges import ranges_page, ranges_text
 from narrowcast.report._run import run_block, run_summary
 from narrowcast.report._summary import summary
 from narrowcast.report._table import comparison_table
@@ -49,6 +50,8 @@ __all__ = [
     "percent",
     "policies_text",
     "printable",
+    "ranges_page",
+    "ranges_text",
     "read_explanation",
     "read_lock",
     "run_block",

@@ -2,6 +2,7 @@
 
 from narrowcast.verify._diagnosis import DiagnosisSettings, diagnose
 from narrowcast.verify._explain import Explanation, explain, explain_script
+from narrowcast.verify._ranges import ranges_of_script
 from narrowcast.verify.certificate._certificate import Certificate, ParameterResult
 from narrowcast.verify.certificate._certify import certify
 from narrowcast.verify.runs._runs import ScriptSettings
@@ -16,4 +17,5 @@ __all__ = [
     "diagnose",
     "explain",
     "explain_script",
+    "ranges_of_script",
 ]

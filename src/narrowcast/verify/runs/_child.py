@@ -38,6 +38,7 @@ _PROBES: dict[str, str] = {
     Purpose.PROFILE: _PROFILE,
     Purpose.SHARES: _PROFILE,
     Purpose.EXPLAIN: "narrowcast.verify._explain:ExplainProbe",
+    Purpose.RANGES: "narrowcast.verify._ranges:RangesProbe",
 }
 
 

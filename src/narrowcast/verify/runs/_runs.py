@@ -85,6 +85,7 @@ class Purpose(StrEnum):
     PROFILE = "profile"
     SHARES = "shares"
     EXPLAIN = "explain"
+    RANGES = "ranges"
     REFERENCE = "gradients-reference"
     EXACT = "gradients-exact"
     MIXED = "gradients-mixed"
@@ -98,6 +99,7 @@ _PHASES = {
     Purpose.PROFILE: "profiling",
     Purpose.SHARES: "profiling",
     Purpose.EXPLAIN: "watching",
+    Purpose.RANGES: "counting numbers",
     Purpose.REFERENCE: "comparing gradients",
     Purpose.EXACT: "comparing gradients",
     Purpose.MIXED: "comparing gradients",

@@ -1,0 +1,198 @@
+"""What ``narrowcast explain --ranges`` shows: a table of the worst rows, and a page with heat maps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from narrowcast.report._render import html_page
+from narrowcast.report._text import bold, cut, plural, printable, shortened, without_escapes, wrapped
+
+_WORST = 10
+_MOST_ROWS = 150
+_KINDS = {
+    "activation": "Activations: what modules return",
+    "gradient": "Gradients of activations",
+    "weight gradient": "Gradients of weights",
+}
+_SHORT = {"activation": "output", "gradient": "gradient", "weight gradient": "weight"}
+_LINE = "{:<27}{:<10}{:>12}{:>10}{:>10}{:>10}"
+# Exponents of two of fp16: the smallest subnormal number, the smallest normal one, and the largest.
+_FP16 = (-24, -14, 15)
+_CELL, _ROW = 14, 16
+
+
+def ranges_text(found: Mapping[str, Any], *, color: bool = False) -> str:
+    """Return the ten worst rows in lines of at most 79 columns."""
+    target = " ".join(found["target"])
+    if found["problem"] is not None:
+        return wrapped(f"{target}: {found['problem']}.")
+    ranges = found["ranges"]
+    worst = sorted(ranges, key=_badness, reverse=True)[:_WORST]
+    steps = plural(found["steps"], found["unit"])
+    lines = [
+        bold(wrapped(f"{target}: numbers of {steps} in FP32, {plural(len(ranges), 'row')} in all")),
+        "",
+        bold(_LINE.format("module, parameter", "numbers", "exponents", "fp16 lost", "subnormal", "fp8 lost")),
+        *(_LINE.format(*_line(entry)) for entry in worst),
+        "",
+        wrapped(
+            f"The {plural(len(worst), 'row')} of which fp16 loses most. numbers: what a module returns, the "
+            "gradient of that, or the gradient of a weight; exponents: of two, smallest and largest; lost: share "
+            "of the finite numbers other than zero that a cast flushes to zero or overflows; subnormal: of "
+            "which fp16 keeps part of the digits. Gradients in fp16 are multiplied by "
+            f"{found['loss_scale']:g}, the largest loss scale up to 65536 with which none of them overflows. "
+            "fp8 is E4M3 for outputs and E5M2 for gradients, with a scale for each row."
+        ),
+    ]
+    if any(entry["nonfinite"] for entry in ranges):
+        names = ", ".join(entry["module"] for entry in ranges if entry["nonfinite"])
+        lines.append(wrapped(f"Not finite in FP32 already, in part: {cut(names, 300)}."))
+    text = "\n".join(lines)
+    return text if color else without_escapes(text)
+
+
+def ranges_page(found: Mapping[str, Any]) -> str:
+    """Render the page: one heat map for each kind of numbers, and the shares of every format."""
+    maps = []
+    for what, heading in _KINDS.items():
+        rows = [entry for entry in found["ranges"] if entry["values"] == what]
+        if rows:
+            maps.append(_heat_map(heading, rows, 1.0 if what == "activation" else found["loss_scale"]))
+    rows = sorted(found["ranges"], key=_badness, reverse=True)
+    return html_page(
+        "ranges.html",
+        title=shortened(found["target"][0].replace("\\", "/").rsplit("/", 1)[-1], 60),
+        found=found,
+        steps=plural(found["steps"], found["unit"]),
+        maps=maps,
+        rows=[_shown(entry) for entry in rows[:_MOST_ROWS]],
+        more=max(0, len(rows) - _MOST_ROWS),
+        cell=_CELL,
+        row=_ROW,
+    )
+
+
+# ---- rows
+
+
+def _badness(entry: Mapping[str, Any]) -> tuple[float, float]:
+    shares = entry["formats"]["fp16"]
+    return (_lost(shares), shares.get("subnormal", 0.0))
+
+
+def _lost(shares: Mapping[str, float]) -> float:
+    lost = shares.get("flushed", 0.0) + shares.get("overflowed", 0.0)
+    return float(lost)
+
+
+def _fp8_of(entry: Mapping[str, Any]) -> Mapping[str, float]:
+    name = "fp8_e4m3" if entry["values"] == "activation" else "fp8_e5m2"
+    shares: Mapping[str, float] = entry["formats"][name]
+    return shares
+
+
+def _line(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    formats = entry["formats"]
+    return (
+        _end_of(entry["module"], 26),
+        _SHORT[entry["values"]],
+        _span(entry),
+        _percent(_lost(formats["fp16"])),
+        _percent(formats["fp16"].get("subnormal", 0.0)),
+        _percent(_lost(_fp8_of(entry))),
+    )
+
+
+def _end_of(name: str, longest: int) -> str:
+    """Return a name without its beginning if it is too long: the end of a path says more."""
+    shown = printable(name)
+    if len(shown) <= longest:
+        return shown
+    return f"..{shown[-(longest - 2) :]}"
+
+
+def _shown(entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a row of the page shows, in words."""
+    formats = entry["formats"]
+    return {
+        "module": entry["module"],
+        "numbers": _SHORT[entry["values"]],
+        "exponents": _span(entry),
+        "zeros": _percent(entry["zeros"] / entry["numbers"] if entry["numbers"] else 0.0),
+        "flushed": _percent(formats["fp16"].get("flushed", 0.0)),
+        "subnormal": _percent(formats["fp16"].get("subnormal", 0.0)),
+        "overflowed": _percent(formats["fp16"].get("overflowed", 0.0)),
+        "bf16": _percent(_lost(formats["bf16"])),
+        "fp8_e4m3": _percent(_lost(formats["fp8_e4m3"])),
+        "fp8_e5m2": _percent(_lost(formats["fp8_e5m2"])),
+    }
+
+
+def _span(entry: Mapping[str, Any]) -> str:
+    exponents = sorted(map(int, entry["exponents"]))
+    return f"{exponents[0]} to {exponents[-1]}" if exponents else "zeros"
+
+
+def _percent(share: float) -> str:
+    if share == 0.0:
+        return "0 %"
+    if share < 0.0005:
+        return "<0.1 %"
+    return f"{100 * share:.1f} %"
+
+
+# ---- heat maps
+
+
+class _Cell(NamedTuple):
+    """An exponent of a row: its place, how strong its colour is, and what its tooltip says."""
+
+    x: int
+    opacity: float
+    text: str
+
+
+class _HeatMap(NamedTuple):
+    """One heat map: rows of cells, marks at the limits of fp16, and the exponents along the axis.
+
+    Attributes:
+        rows: name and cells of each.
+        marks: place and words of each limit that lies inside.
+        ticks: place and exponent of each tick.
+        more: how many rows are left out.
+    """
+
+    heading: str
+    rows: list[tuple[str, list[_Cell]]]
+    marks: list[tuple[int, str]]
+    ticks: list[tuple[int, int]]
+    width: int
+    more: int
+
+
+def _heat_map(heading: str, entries: Sequence[Mapping[str, Any]], scale: float) -> _HeatMap:
+    exponents = [int(exponent) for entry in entries for exponent in entry["exponents"]]
+    limits = [exponent - round(math.log2(scale)) for exponent in _FP16]
+    first = min([*exponents, limits[0]]) - 1
+    last = max([*exponents, limits[2]]) + 1
+    rows = []
+    for entry in entries[:_MOST_ROWS]:
+        counts = {int(exponent): count for exponent, count in entry["exponents"].items()}
+        nonzero = sum(counts.values())
+        cells = []
+        for exponent, count in counts.items():
+            share = count / nonzero
+            # The root, so that rare numbers are seen too.
+            text = f"2^{exponent}: {_percent(share)}"
+            cells.append(_Cell((exponent - first) * _CELL, round(max(0.08, math.sqrt(share)), 3), text))
+        rows.append((shortened(entry["module"], 60), cells))
+    words = ("fp16: smallest number", "smallest normal number", "largest number")
+    places = (limits[0], limits[1], limits[2] + 1)
+    marks = [((place - first) * _CELL, word) for place, word in zip(places, words, strict=True)]
+    ticks = [
+        ((exponent - first) * _CELL, exponent) for exponent in range(first, last + 1) if exponent % 4 == 0
+    ]
+    width = (last - first + 1) * _CELL
+    return _HeatMap(heading, rows, marks, ticks, width, max(0, len(entries) - _MOST_ROWS))
