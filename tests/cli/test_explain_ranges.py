@@ -90,19 +90,9 @@ def test_the_table_fits_a_terminal_and_names_the_page(ranges):
     lines = ended.stdout.splitlines()
     assert lines[0] == "ranges.py: numbers of 2 steps in FP32, 10 rows in all"
     assert all(len(line) < 80 for line in lines)
-    (head,) = [line for line in lines if "fp16 lost" in line and "exponents" in line]
-    assert head.split() == [
-        "module,",
-        "parameter",
-        "numbers",
-        "exponents",
-        "fp16",
-        "lost",
-        "subnormal",
-        "fp8",
-        "lost",
-    ]
-    assert "report: ranges/ranges.html" in ended.stderr
+    assert lines[2].startswith("module, parameter ")
+    assert lines[2].endswith(" fp16 lost subnormal  fp8 lost")
+    assert "ranges/ranges.html" in ended.stderr
     page = (workshop.folder / "ranges" / "ranges.html").read_text()
     assert page.count("<svg") == 10 + 3  # a row each, and an axis for each kind
     assert "Gradients of weights" in page

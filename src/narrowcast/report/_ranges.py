@@ -39,9 +39,9 @@ def ranges_text(found: Mapping[str, Any], *, color: bool = False) -> str:
         "",
         wrapped(
             f"The {plural(len(worst), 'row')} of which fp16 loses most. numbers: what a module returns, the "
-            "gradient of that, or the gradient of a weight; exponents: of two, smallest and largest; lost: share "
-            "of the finite numbers other than zero that a cast flushes to zero or overflows; subnormal: of "
-            "which fp16 keeps part of the digits. Gradients in fp16 are multiplied by "
+            "gradient of that, or the gradient of a weight; exponents: of two, smallest and largest; lost: "
+            "share of the finite numbers other than zero that a cast flushes to zero or overflows; "
+            "subnormal: of which fp16 keeps part of the digits. Gradients in fp16 are multiplied by "
             f"{found['loss_scale']:g}, the largest loss scale up to 65536 with which none of them overflows. "
             "fp8 is E4M3 for outputs and E5M2 for gradients, with a scale for each row."
         ),
