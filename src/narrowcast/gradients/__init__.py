@@ -11,6 +11,7 @@ from narrowcast.gradients._scaler import GradScaler
 from narrowcast.gradients._scales import multiplied
 from narrowcast.gradients._steps import (
     HostCopies,
+    HostCopy,
     SkipsInARow,
     SkipStep,
     StepResult,
@@ -41,6 +42,7 @@ __all__ = [
     "GradScaler",
     "GradientCheck",
     "HostCopies",
+    "HostCopy",
     "SkipStep",
     "SkipsInARow",
     "StepResult",
