@@ -32,6 +32,7 @@ PAGES = {
         "--run-dir",
         "NARROWCAST_CACHE_DIR",
         "--seed",
+        "--tensorboard",
     ],
     ("compare", "-h"): [
         "your files are as before",

@@ -138,6 +138,7 @@ KILLED = """
     """
 
 
+@pytest.mark.long
 def test_a_run_killed_in_a_replay_leaves_the_checkpoint_of_the_step_before(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(KILLED))
@@ -246,3 +247,15 @@ def test_the_advice_for_a_script_is_what_the_command_takes(tmp_path):
     assert policy.compute == "fp16"
     with Attachment(policy, Static(scale=8.0)), torch.no_grad():
         assert model(torch.full((2, 4), 100.0)).isfinite().all()
+
+
+def test_the_line_that_calls_a_plain_container_is_that_of_the_script():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with nc.attached("fp16", Static(scale=8.0)) as run:
+        model(torch.full((2, 4), 1e6)).sum().backward()  # this line
+        optimizer.step()
+    (story,) = [note for note in run.notes if "Run again, it shows" in note]
+    assert "test_script.py:" in story
+    assert "# this line" in story

@@ -1,5 +1,6 @@
 """Stepper on a GPU: no step waits for the device, and what it does there is what it does on a CPU."""
 
+import contextlib
 import math
 
 import pytest
@@ -78,3 +79,29 @@ def test_steps_are_those_of_a_loop_by_hand(policy, max_norm, accumulate):
     tolerance = 0.0 if max_norm is None else 1e-6
     for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_writer_gets_all_steps_and_waits_for_none(fused, no_waiting):
+    """Without fused the step itself waits for its flag; then only what was written is compared."""
+    written = {}
+
+    class Writer:
+        def add_scalar(self, tag, value, step):
+            written.setdefault(tag, []).append((step, value))
+
+        def add_text(self, tag, text, step):
+            pass
+
+    model = network("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=fused)
+    stepper = nc.Stepper(model, optimizer, "bf16", max_norm=1.0, writer=Writer())
+    x, y = torch.randn(16, 32, device="cuda"), torch.randint(0, 4, (16,), device="cuda")
+    one_step(model, stepper, x, y)
+    with no_waiting() if fused else contextlib.nullcontext():
+        results = [one_step(model, stepper, batch, y) for batch in (x, x * math.inf, x)]
+    stepper.flush()
+    assert written["narrowcast/skipped_steps"] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    norms = [value for _, value in written["narrowcast/grad_norm"]]
+    assert norms[1::2] == [results[0].grad_norm, results[2].grad_norm]
+    assert not math.isfinite(norms[2])

@@ -24,6 +24,7 @@ from narrowcast.attach._regions import ScriptRegions
 from narrowcast.attach._run import AttachedRun, Observer, Patches, RunningScale, Stopping
 from narrowcast.attach._seeds import seed_everything, shift_seeds
 from narrowcast.attach._steps import Steps
+from narrowcast.attach._tensorboard import TensorBoard
 from narrowcast.capture import CaptureWriter, start_event
 from narrowcast.errors import NarrowcastError, OrderError, UnsupportedError, not_copied
 from narrowcast.machine import first_line
@@ -52,6 +53,7 @@ class Attachment:
         seed_shift: added to every seed that the script sets for Python's, NumPy's or torch's random numbers.
         explains_skips: run a skipped step again, and say where its first infinity or NaN arose.
         in_python: it is made in a program, so that notes name arguments in place of options.
+        board: where TensorBoard finds what the capture has too; it needs a ``writer``.
 
     Attributes:
         facts: after leaving, the ``end`` event of the capture.
@@ -76,6 +78,7 @@ class Attachment:
         seed_shift: int = 0,
         explains_skips: bool = False,
         in_python: bool = False,
+        board: TensorBoard | None = None,
     ) -> None:
         self.facts: dict[str, Any] = {}
         self.exit_code: int | None = None
@@ -90,7 +93,7 @@ class Attachment:
             policy=with_fp32_weights(policy),
             asked_scale=loss_scale,
             scale=RunningScale(Off() if loss_scale is None else check_loss_scale(loss_scale)),
-            recorder=EventRecorder(writer, tell, in_python=in_python),
+            recorder=EventRecorder(writer, tell, in_python=in_python, board=board),
             observer=observer or Observer(),
             stopping=Stopping(stop_after, self._close_before_the_end, counts_calls=not is_training),
             explains_skips=explains_skips,
@@ -107,7 +110,8 @@ class Attachment:
 
         # A process that the script spawns gets the same.
         capture = None if writer is None else writer.path
-        settings = (self.policy, loss_scale, capture, stop_after, seed_shift)
+        board_folder = None if board is None else board.folder
+        settings = (self.policy, loss_scale, capture, board_folder, stop_after, seed_shift)
         self._processes = _ChildProcesses(self.recorder, settings)
 
     def __repr__(self) -> str:
@@ -428,16 +432,22 @@ def _call_attached(target: Callable[..., Any], settings: tuple[Any, ...], *args:
     """Call the target of the process that an attached script started as its ``number``-th, attached too.
 
     Its capture is ``capture-processN.jsonl`` beside its parent's; it is deleted again if it records nothing.
+    What TensorBoard shows of it is in ``processN`` in the folder of its parent.
     """
-    policy, loss_scale, capture, stop_after, seed_shift, files, number, counts = settings
+    policy, loss_scale, capture, board_folder, stop_after, seed_shift, files, number, counts = settings
     # What the parent has recorded and replaced does not reach this process.
     writer = None
     if capture is not None:
         writer = CaptureWriter(capture.with_stem(f"{capture.stem}-process{number}"))
         writer.write(start_event(sys.argv, policy.compute, process=number))
+    board = None
+    if board_folder is not None:
+        board = TensorBoard(board_folder / f"process{number}")
     if files is not None:
         files.install()
-    attachment = Attachment(policy, loss_scale, writer=writer, stop_after=stop_after, seed_shift=seed_shift)
+    attachment = Attachment(
+        policy, loss_scale, writer=writer, stop_after=stop_after, seed_shift=seed_shift, board=board
+    )
     attachment.recorder.shared = counts
     try:
         with _entered(attachment):

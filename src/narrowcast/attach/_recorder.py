@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import narrowcast
+from narrowcast.attach._tensorboard import TensorBoard
 from narrowcast.capture import CaptureWriter
 from narrowcast.gradients import is_capturing
 from narrowcast.machine import UNREADABLE, arithmetic_settings, first_line, read_each, versions
@@ -35,7 +36,7 @@ class EventRecorder:
     """Count what happens and write it to the capture, late enough that no step waits for a device.
 
     A killed run loses at most the last second of events before its last activity. Without a writer, only
-    counts and notes are kept.
+    counts and notes are kept. With a board, what is written to the capture is shown there too.
 
     Attributes:
         devices: for each type of device, the format of its regions and why.
@@ -48,9 +49,15 @@ class EventRecorder:
     """
 
     def __init__(
-        self, writer: CaptureWriter | None, tell: Callable[[str], None], *, in_python: bool = False
+        self,
+        writer: CaptureWriter | None,
+        tell: Callable[[str], None],
+        *,
+        in_python: bool = False,
+        board: TensorBoard | None = None,
     ) -> None:
         self._writer = writer
+        self._board = board
         self._tell = tell
         self._lock = threading.RLock()
         self._started = time.perf_counter()
@@ -77,6 +84,11 @@ class EventRecorder:
         """Whether losses and the lines of their backwards are written."""
         return self._writer is not None
 
+    @property
+    def keeps_norms(self) -> bool:
+        """Whether the norms of gradients are written."""
+        return self._board is not None
+
     def saw_device(self, device_type: str, format_name: str, because: str) -> None:
         """Record that the first region on a device type was opened, or turned out not to be needed."""
         self.devices[device_type] = {"device_type": device_type, "format": format_name, "because": because}
@@ -101,11 +113,14 @@ class EventRecorder:
             if value is not None:
                 self._add("loss", backward=self.backwards, site=site, value=value)
 
-    def saw_step(self, *, optimizer: int, skipped: bool, scale: float | None) -> None:
+    def saw_step(
+        self, *, optimizer: int, skipped: bool, scale: float | None, grad_norm: torch.Tensor | None = None
+    ) -> None:
         """Record a step that an optimizer took or skipped; ``scale`` is the loss scale of its gradients.
 
-        ``optimizer`` is its number in the order of first steps, from 0. The duration of a step is the time
-        since the previous step of the same optimizer: if several take turns, that is a whole iteration.
+        ``grad_norm`` is their norm, kept only for a board. ``optimizer`` is its number in the order of first
+        steps, from 0. The duration of a step is the time since the previous step of the same optimizer: if
+        several take turns, that is a whole iteration.
         """
         with self._lock:
             self.steps += not skipped
@@ -118,6 +133,10 @@ class EventRecorder:
             last_of_any = max(self._last_step_of.values(), default=now)
             last_of_own = self._last_step_of.get(optimizer)
             self._last_step_of[optimizer] = now
+            for_board: dict[str, Any] = {}
+            if self._board is not None:
+                for_board["skipped_steps"] = self.skipped_steps
+                for_board["grad_norm"] = None if grad_norm is None else _reading(grad_norm)
             self._add(
                 "step",
                 optimizer=optimizer,
@@ -125,6 +144,7 @@ class EventRecorder:
                 scale=scale,
                 interval_s=None if last_of_own is None else now - last_of_own,
                 backward=self.backwards,
+                **for_board,
             )
             # Steps take over a second each: write now, instead of when the next one ends.
             if now - last_of_any > _FLUSH_EVERY_S:
@@ -155,13 +175,14 @@ class EventRecorder:
         if now - self._last_flush > patience_s or len(self._unwritten) >= _FLUSH_AFTER_EVENTS:
             self.flush()
 
-    def note(self, text: str, *, at_once: bool = False, told: bool = False) -> None:
+    def note(self, text: str, *, at_once: bool = False, told: bool = False, story: bool = False) -> None:
         """Record a note for the user, once however often it is given.
 
         Args:
             text: a sentence without its period.
             at_once: whether to show it now.
             told: whether that is enough, so that the end of ``run`` does not repeat it.
+            story: whether it says where a skipped step went wrong.
         """
         if self.in_python:
             text = text.replace("--policy ", "policy ").replace("--loss-scale ", "loss_scale ")
@@ -171,6 +192,8 @@ class EventRecorder:
                 event: dict[str, Any] = {"event": "note", "text": text}
                 if told:
                     event["told"] = True
+                if story:
+                    event["story"] = True
                 self._write_at_once(event)
                 if at_once:
                     self._tell(text)
@@ -187,7 +210,10 @@ class EventRecorder:
             if self._waits_for_device and is_capturing():
                 return  # a CUDA graph is being recorded, where reading is an error
             if self._writer and self._unwritten:
-                self._writer.write(*map(_read, self._unwritten))
+                events = list(map(_read, self._unwritten))
+                self._writer.write(*events)
+                if self._board is not None:
+                    self._board.write(events)
             self._unwritten.clear()
             self._waits_for_device = False
             self._last_flush = time.perf_counter()
@@ -195,6 +221,7 @@ class EventRecorder:
     def forget_writer(self) -> None:
         """Stop writing in a forked child: the file belongs to its parent."""
         self._writer = None
+        self._board = None
         self._lock = threading.RLock()  # another thread of the parent may have held it
         self._unwritten.clear()
 
@@ -221,6 +248,12 @@ class EventRecorder:
         for name, value in peaks.items():
             if isinstance(value, str):  # why it is unreadable
                 peaks[name] = None
+
+        # After the last note but one of its own.
+        if self._board is not None:
+            self._board.close(skipped_steps=self.skipped_steps)
+            if self._board.error is not None:
+                self.note(f"TensorBoard's files in {self._board.folder} are incomplete: {self._board.error}")
         facts = {
             "event": "end",
             **more,

@@ -262,7 +262,7 @@ class ScriptRegions:
     # ---- calls that are made again, to say where a skipped step went wrong
 
     def _say_story(self, story: str) -> None:
-        self._recorder.note(story, told=True)
+        self._recorder.note(story, told=True, story=True)
         self._run.tell_story(story)
 
     def surroundings(self) -> Surroundings:

@@ -27,6 +27,7 @@ from narrowcast.gradients import (
     is_torchs_own,
     known_to_be_finite,
     needs_closure,
+    norm_of_gradients,
     parameters_of,
     step_or_restore,
     untraced,
@@ -74,6 +75,7 @@ class _OptimizerRecord:
             scale: of optimizers that need a closure, as LBFGS and SAM do.
         moves_first: whether a step moves parameters before the last evaluation of its closure; None: a step
             must show it.
+        grad_norm: of the gradients that the present step uses; None unless it is written.
     """
 
     name: str
@@ -83,6 +85,7 @@ class _OptimizerRecord:
     skips_in_a_row: int = 0
     evaluates_again: bool = False
     moves_first: bool | None = None
+    grad_norm: torch.Tensor | None = None
 
 
 class Steps:
@@ -208,6 +211,7 @@ class Steps:
             self._leaves.step_begins(optimizer)
         try:
             if closure is None:
+                self._measure_norm(optimizer)
                 bad = self._nonfinite(optimizer)
                 result = None if bad else hooked(optimizer, *args, **kwargs)
             else:
@@ -219,6 +223,11 @@ class Steps:
             unread = self._unread.end(optimizer, number, counts=self._nesting.depth == 1)
         self._ended(optimizer, bad, unread=unread)
         return result
+
+    def _measure_norm(self, optimizer: Optimizer) -> None:
+        """Measure, if it is written, the norm of the gradients that an outermost step uses."""
+        if self._recorder.keeps_norms and self._nesting.depth == 1:
+            self._record_of(optimizer).grad_norm = norm_of_gradients(parameters_of(optimizer))
 
     def _nonfinite(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """Return the parameters whose gradient is not finite; a step that uses them must be skipped.
@@ -273,6 +282,7 @@ class Steps:
             elif before is not None and not moved:
                 moved = evaluations > 1 or _differ(before, parameters_of(optimizer))
             loss, bad = self._evaluated(closure, optimizer, record)
+            self._measure_norm(optimizer)  # the last evaluation decides
             if bad:
                 own_skip = SkipStep(loss, bad)
                 raise own_skip
@@ -393,7 +403,13 @@ class Steps:
         record = self._record_of(optimizer)
         if record.number is None:
             record.number = next(self._numbers)
-        self._recorder.saw_step(optimizer=record.number, skipped=skipped, scale=self._scale.of_gradients)
+        self._recorder.saw_step(
+            optimizer=record.number,
+            skipped=skipped,
+            scale=self._scale.of_gradients,
+            grad_norm=record.grad_norm,
+        )
+        record.grad_norm = None
         if not unread:
             self._count(record, skipped=skipped)
 

@@ -76,8 +76,8 @@ _START_OF_COMPARISON = _record(
 
 EVENTS: dict[str, Any] = {
     "start": _record(**_START),
-    # For the user. told: shown already, so the end of the run does not repeat it.
-    "note": _record(text=str, told=NotRequired[bool]),
+    # For the user. told: shown already, so the end of the run does not repeat it. story: of a skipped step.
+    "note": _record(text=str, told=NotRequired[bool], story=NotRequired[bool]),
     # ---- ``capture.jsonl`` of a run
     "device": _record(device_type=str, format=str, because=str),  # the first region on a device type
     # The one number that an outermost ``backward`` started from; site: file and line of the call.
@@ -89,6 +89,10 @@ EVENTS: dict[str, Any] = {
         skipped=bool,
         scale=Number | None,
         backward=_Count,  # number of the latest one, counted from 1
+        # With --tensorboard only. grad_norm: of all gradients that the step used, None if not measured;
+        # skipped_steps: how many are known to be skipped so far.
+        grad_norm=NotRequired[Number | None],
+        skipped_steps=NotRequired[_Count],
     ),
     # An outermost call of a module before the first backward; gradients: whether autograd recorded.
     "forward": _record(time_s=_Seconds, duration_s=_Seconds, gradients=bool, training=bool),

@@ -92,6 +92,15 @@ def run(
             show_default=False,
         ),
     ] = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(
+            "--tensorboard",
+            metavar="DIR",
+            help="Write losses, loss scale, skipped steps, gradient norms and notes to DIR, for TensorBoard.",
+            show_default=False,
+        ),
+    ] = None,
     no_replay: Annotated[
         bool,
         typer.Option(
@@ -108,7 +117,7 @@ def run(
     check_seed(seed)
     scale = None if loss_scale is None else parse(loss_scale)
 
-    from narrowcast.attach import Attachment, run_attached
+    from narrowcast.attach import Attachment, TensorBoard, run_attached
     from narrowcast.capture import (
         COMPARISON,
         RUN,
@@ -128,6 +137,10 @@ def run(
         # Ranks share only a folder that was asked for; each has a new folder of its own otherwise.
         if run_dir is not None:
             capture = f"capture-rank{rank}.jsonl"
+    board = None
+    if tensorboard is not None:
+        board = TensorBoard(tensorboard / f"rank{rank}" if rank > 0 else tensorboard)
+        board.make_folder()
     folder = make_run_folder(name, asked=run_dir, tell=tell)
     if rank == 0:
         if (folder / RUN).is_file() or (folder / COMPARISON).is_file():
@@ -138,14 +151,14 @@ def run(
     rules = len(with_fp32_weights(policy).rules)
     writer.write(start_event(found.argv, policy, rules=rules, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
-    attach = partial(Attachment, policy, scale, writer=writer, explains_skips=not no_replay)
+    attach = partial(Attachment, policy, scale, writer=writer, board=board, explains_skips=not no_replay)
     # main calls what is returned, so that typer is not on the script's stack.
     if rank > 0:
         # Rank 0 speaks for all, but only this rank knows what its own part of the batch did.
         attachment = attach(tell=lambda _: None, tell_story=lambda story: tell(f"rank {rank}: {story}"))
         return partial(run_attached, found, attachment, seed=seed, at_end=lambda: None)
     attachment = attach(tell=tell)
-    again = _command_of_ranks(policy, loss_scale, folder, seed, no_replay=no_replay)
+    again = _command_of_ranks(policy, loss_scale, folder, seed, tensorboard, no_replay=no_replay)
     return partial(run_attached, found, attachment, seed=seed, at_end=_ending(writer), again=again)
 
 
@@ -224,7 +237,13 @@ def _ending(writer: CaptureWriter) -> Callable[[], None]:
 
 
 def _command_of_ranks(
-    policy: str, loss_scale: str | None, folder: Path, seed: int | None, *, no_replay: bool
+    policy: str,
+    loss_scale: str | None,
+    folder: Path,
+    seed: int | None,
+    tensorboard: Path | None,
+    *,
+    no_replay: bool,
 ) -> list[str]:
     """Return the words before the script in the command of ranks that the script itself starts."""
     if Path(policy).is_file() and policy not in PRESET_TABLE:
@@ -234,6 +253,8 @@ def _command_of_ranks(
         words.append(f"--loss-scale={loss_scale}")
     if seed is not None:
         words.append(f"--seed={seed}")
+    if tensorboard is not None:
+        words.append(f"--tensorboard={tensorboard.resolve()}")
     if no_replay:
         words.append("--no-replay")
     return words

@@ -1,6 +1,7 @@
 """Gradients: scaled, unscaled, checked, clipped, and stepped on if they are finite."""
 
 from narrowcast.gradients._check import GradientCheck, check_gradients, known_to_be_finite, unscale_by
+from narrowcast.gradients._norms import norm_of_gradients
 from narrowcast.gradients._optimizer_gradients import (
     check_apart,
     lost_eps,
@@ -11,6 +12,7 @@ from narrowcast.gradients._scaler import GradScaler
 from narrowcast.gradients._scales import multiplied
 from narrowcast.gradients._steps import (
     HostCopies,
+    HostCopy,
     SkipsInARow,
     SkipStep,
     StepResult,
@@ -41,6 +43,7 @@ __all__ = [
     "GradScaler",
     "GradientCheck",
     "HostCopies",
+    "HostCopy",
     "SkipStep",
     "SkipsInARow",
     "StepResult",
@@ -60,6 +63,7 @@ __all__ = [
     "needs_closure",
     "nodes_below",
     "nonfinite_flags",
+    "norm_of_gradients",
     "parameters_of",
     "starts_momentum",
     "step_or_restore",

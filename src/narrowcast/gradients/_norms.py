@@ -27,6 +27,36 @@ def norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.de
     return total
 
 
+@torch.no_grad()
+def norm_of_gradients(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the Euclidean norm of all gradients of ``parameters`` together, without a host sync.
+
+    0-dim, on the device of the first; summed in fp32 (in fp64 for fp64). It changes no gradient. None if
+    there are none, or if one is neither a plain dense tensor nor sparse COO, as the part of a sharded one.
+    """
+    values: list[torch.Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if type(gradient) not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()  # an optimizer uses the sums
+        if gradient.layout != torch.strided:
+            return None
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient.resolve_conj())
+        values.append(gradient)
+    if not values:
+        return None
+
+    stacks = []
+    for _, _, _, members in _torch_internals.by_device_and_dtype(values):
+        stacks.append(torch.stack(_torch_internals.norms(members, 2.0)))
+    return norm_of_norms(stacks, 2.0, values[0].device)
+
+
 def norm_over_ranks(
     gradients: OptimizerGradients,
     norms_by_dtype: Sequence[tuple[Sequence[int], torch.Tensor]],

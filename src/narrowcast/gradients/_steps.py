@@ -88,6 +88,10 @@ class StepResult:
             return self._found_inf > 0
         return self._found_inf
 
+    def values_on_device(self) -> dict[str, torch.Tensor | float | None]:
+        """Return ``skipped``, ``scale`` and ``grad_norm`` without a host sync; tensors may be on a device."""
+        return {"skipped": self.skipped_on_device(), "scale": self._scale, "grad_norm": self._grad_norm}
+
     def settle(self, *, skipped: bool) -> None:
         """Learn whether the step was skipped, and let go of gradients that were held to name parameters."""
         self._found_inf = skipped
@@ -153,6 +157,23 @@ class StepResult:
 Listener = Callable[[StepResult], None]
 
 
+class HostCopy:
+    """Values on their way to the host; call it once, which waits for them and returns them."""
+
+    __slots__ = ("_event", "_read")
+
+    def __init__(self, read: Callable[[], list[float]], event: torch.cuda.Event | None = None) -> None:
+        self._read = read
+        self._event = event
+
+    def __call__(self) -> list[float]:
+        return self._read()
+
+    def has_arrived(self) -> bool:
+        """Return whether a call would not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
 class HostCopies:
     """Copies of small tensors that are on their way to the host, without a sync where that is possible.
 
@@ -162,10 +183,10 @@ class HostCopies:
     def __init__(self) -> None:
         self._free: dict[tuple[torch.device, int], list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
 
-    def start(self, values: torch.Tensor) -> Callable[[], list[float]]:
-        """Copy 1-dim values; return a function that waits for them and returns them, to be called once."""
+    def start(self, values: torch.Tensor) -> HostCopy:
+        """Start to copy 1-dim values, of one dtype in all calls."""
         if values.device.type != "cuda":  # only CUDA copies without a sync
-            return values.cpu().tolist
+            return HostCopy(values.cpu().tolist)
 
         free = self._free.setdefault((values.device, len(values)), [])
         if free:
@@ -182,7 +203,7 @@ class HostCopies:
             free.append((host, event))
             return numbers
 
-        return read
+        return HostCopy(read, event)
 
 
 @dataclass(slots=True)

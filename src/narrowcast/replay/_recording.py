@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ MOST_BYTES = 64 * 2**20
 """Of the inputs and arriving gradients that are held for one step."""
 
 _STEPS_WITH_GRADIENTS = 4000  # after a skip that arose in a backward pass
+_NARROWCAST = str(Path(__file__).parents[1]) + os.sep
 _MODULES: str = nn.Module.__call__.__code__.co_filename
 _CONTAINERS = (list, tuple, dict)
 _GRAPH = attrgetter("grad_fn")
@@ -260,9 +263,12 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _call_site() -> tuple[str, int]:
-    """Return file and line of the code that called the module."""
-    frame = sys._getframe(3)  # of the hook's caller, in torch
-    while frame.f_code.co_filename == _MODULES and frame.f_back is not None:
+    """Return file and line that called the module, outside of torch's modules and of this package."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if file != _MODULES and not file.startswith(_NARROWCAST):
+            break
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno)
 

@@ -24,6 +24,7 @@ from narrowcast.replay import (
     set_random_states,
 )
 from narrowcast.training._accumulation import Synchronization, WeightCasts
+from narrowcast.training._board import StepBoard, check_writer
 from narrowcast.training._make import (
     cast_inputs,
     formats_of,
@@ -83,6 +84,9 @@ class Stepper:
         process_group: ranks that skip together; see ``GradScaler``. DDP and ``fully_shard`` do not need it.
         explain_skips: run a skipped step again, and say where its first infinity or NaN arose:
             ``skip_stories`` (docs/stepper.md).
+        writer: gets the loss scale, skipped steps, the norm of the gradients, swallowed updates and stories
+            (docs/stepper.md): a ``torch.utils.tensorboard.SummaryWriter``, or another object with
+            ``add_scalar(tag, value, step)`` and ``add_text(tag, text, step)``.
 
     Weight casts are kept over the micro-batches of a step (not with ``fully_shard``). A weight that changes
     in between is cast again, except after a write through ``.data``, and except for weights of other models
@@ -111,7 +115,10 @@ class Stepper:
         restore: str = "norms",
         process_group: Any | None = None,
         explain_skips: bool = False,
+        writer: Any = None,
     ) -> None:
+        if writer is not None:
+            check_writer(writer)
         self._statistics = Statistics(model, restore)
         self._policy = as_policy(policy)
         self._formats = formats_of(model, self._policy)
@@ -152,6 +159,11 @@ class Stepper:
             self._recording = self._explainer.recording
             for module in called_modules(model) if explain_skips else []:
                 handles += self._recording.watch(module)
+
+            self._board = None
+            if writer is not None:
+                self._board = StepBoard(writer, self._groups, self._explainer)
+                handles += self._board.meters
 
     def _make_region(self) -> ModelRegion:
         return ModelRegion(self._policy, self._formats, warnings.warn, model=self.model, warns=True)
@@ -206,23 +218,29 @@ class Stepper:
         group = self._group(name)
         self._check_outside("step", "stepper.step(loss)")
         if callable(loss) and not isinstance(loss, torch.Tensor):
-            return self._step_by_function(group, name, loss)
-        check_loss(loss, group)
-        if self._checks_first_loss and is_fp32(loss, self.model):
-            warnings.warn(
-                "the loss was computed from fp32 weights without a cast: call the model and the loss inside "
-                '"with stepper.autocast():", or make the Stepper with policy="fp32"',
-                stacklevel=2,
-            )
-        self._checks_first_loss = False
-        return self._backward(group, loss)
+            result = self._step_by_function(group, name, loss)
+        else:
+            check_loss(loss, group)
+            if self._checks_first_loss and is_fp32(loss, self.model):
+                warnings.warn(
+                    "the loss was computed from fp32 weights without a cast: call the model and the loss "
+                    'inside "with stepper.autocast():", or make the Stepper with policy="fp32"',
+                    stacklevel=2,
+                )
+            self._checks_first_loss = False
+            result = self._backward(group, loss)
+
+        # Here and not in _finish: a function may be tried again, and its tries are one step.
+        if self._board is not None and result.complete:
+            self._board.step_ended(group, self.steps, result)
+        return result
 
     def flush(self, name: str | None = None) -> StepResult:
         """Step on an unfinished accumulation, as at the end of an epoch: on the mean of its micro-batches.
 
         Nothing happens, and ``complete`` is False, if there is none. Without ``name`` every optimizer is
         flushed, and the last result is returned. Under DDP every rank calls it, with or without micro-batches
-        of its own: the mean is that of all ranks.
+        of its own: the mean is that of all ranks. Steps that a ``writer`` has not got yet are written.
         """
         self._check_outside("flush", "stepper.flush()")
         groups = self._groups_called(name)
@@ -234,6 +252,10 @@ class Stepper:
                 filled = self._synchronization.reduce_now(filled)
             if filled:
                 result = self._finish(group, functools.partial(group.step, filled))
+                if self._board is not None:
+                    self._board.step_ended(group, self.steps, result)
+        if self._board is not None:
+            self._board.write_all()
         return result
 
     def grad(
@@ -291,6 +313,8 @@ class Stepper:
             OrderError: during an accumulation, whose gradients would be lost.
         """
         self._refuse_unfinished()
+        if self._board is not None:
+            self._board.write_all()
         states = Objects(self.model, self._groups).state()
         # torch.distributed.checkpoint takes text for keys.
         objects = {"\n".join(key): entry for key, entry in states.items()}

@@ -6,6 +6,7 @@ from narrowcast.weights._lower import LOW_DTYPES as LOW_DTYPES
 from narrowcast.weights._lower import is_batch_or_instance_norm as is_batch_or_instance_norm
 from narrowcast.weights._lower import lower
 from narrowcast.weights._meter import UpdateMeter
+from narrowcast.weights._meter import take_swallowed_share as take_swallowed_share
 from narrowcast.weights._torch_internals import version_of as version_of
 
 __all__ = ["HeldWeights", "UpdateMeter", "hold", "lower"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,6 +287,27 @@ class UpdateMeter:
         if key in self._sums:
             sums = sums + self._sums[key]
         self._sums[key] = sums
+
+
+def take_swallowed_share(meters: Iterable[UpdateMeter]) -> torch.Tensor | None:
+    """Return the share of swallowed updates of low parameters since the last call, and clear the sums.
+
+    0-dim, on a device, without waiting for it; NaN if no update was intended, None if no step was measured.
+    Which step is measured next stays as it is, unlike after ``UpdateMeter.reset``.
+    """
+    counts: list[torch.Tensor] = []
+    for meter in meters:
+        for (row, _), sums in meter._sums.items():
+            _, format, _ = row
+            if format != "fp32":
+                counts.append(sums[:2])
+        meter._sums.clear()
+    if not counts:
+        return None
+    device = counts[0].device
+    on_device = [count.to(device, non_blocking=True) for count in counts]
+    intended, swallowed = torch.stack(on_device).sum(0).unbind()
+    return swallowed / intended
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

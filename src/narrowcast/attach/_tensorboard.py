@@ -1,0 +1,118 @@
+"""Events of a run as TensorBoard shows them: losses, loss scale, skipped steps, gradient norms, notes."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from narrowcast.errors import FileError, MissingModuleError
+from narrowcast.machine import first_line
+
+
+class TensorBoard:
+    """Writes events of a run, which the capture has too, to a file for TensorBoard.
+
+    Losses are at the number of their backward pass, all else at the number of the step. An error ends the
+    file, not the run.
+
+    Args:
+        folder: where the file goes; it is made with the first event.
+
+    Attributes:
+        error: what ended the file early, or None.
+
+    Raises:
+        MissingModuleError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # Now, since the script may have a module beside it with the same name.
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MissingModuleError(
+                f"--tensorboard needs the package tensorboard, which cannot be imported ({error}): "
+                "pip install tensorboard"
+            ) from None
+        self._make_writer = SummaryWriter
+        self._writer: Any = None
+        self.folder = folder.resolve()  # the script may change its folder
+        self.error: str | None = None
+        self._began = time.time()
+        self._steps = 0
+        self._skipped_steps = 0
+
+    def make_folder(self) -> None:
+        """Make the folder now, so that a wrong one is refused before the script starts.
+
+        Raises:
+            FileError: it cannot be made.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(
+                f"cannot write to {self.folder}: {error.strerror}; choose another with --tensorboard"
+            ) from error
+
+    def write(self, events: Sequence[dict[str, Any]]) -> None:
+        """Write events; they have reached the operating system when it returns."""
+        if self.error is not None:
+            return
+        try:
+            for event in events:
+                self._write(event)
+            if self._writer is not None:
+                self._writer.flush()
+        except Exception as error:  # a full disk, or a fault of ours: the run goes on
+            self.error = first_line(error)
+
+    def close(self, *, skipped_steps: int) -> None:
+        """End the file. ``skipped_steps`` has those too that were known only after the last step."""
+        if self._writer is None or self.error is not None:
+            return
+        try:
+            if skipped_steps != self._skipped_steps:
+                self._scalar("narrowcast/skipped_steps", skipped_steps, self._steps, time.time())
+            self._writer.close()
+        except Exception as error:
+            self.error = first_line(error)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "loss":
+            at = self._began + event["time_s"]
+            self._scalar(f"loss/{event['site']}", event["value"], event["backward"], at)
+        elif kind == "step":
+            self._write_step(event)
+        elif kind == "note":
+            tag = "narrowcast/skips" if event.get("story") else "narrowcast/notes"
+            # Indented, so that TensorBoard, which shows Markdown, keeps its lines.
+            text = textwrap.indent(event["text"], "    ")
+            self._opened().add_text(tag, text, self._steps)
+
+    def _write_step(self, event: dict[str, Any]) -> None:
+        self._steps += 1
+        self._skipped_steps = event["skipped_steps"]
+        at = self._began + event["time_s"]
+        self._scalar("narrowcast/skipped_steps", self._skipped_steps, self._steps, at)
+
+        # Optimizers have norms of their own.
+        folder = "narrowcast"
+        if event["optimizer"]:
+            folder = f"narrowcast/optimizer{event['optimizer']}"
+        if event["scale"] is not None:
+            self._scalar("narrowcast/loss_scale", event["scale"], self._steps, at)
+        if event["grad_norm"] is not None:
+            self._scalar(f"{folder}/grad_norm", event["grad_norm"], self._steps, at)
+
+    def _scalar(self, tag: str, value: float, step: int, at: float) -> None:
+        self._opened().add_scalar(tag, value, step, walltime=at)
+
+    def _opened(self) -> Any:
+        if self._writer is None:
+            self._writer = self._make_writer(str(self.folder))
+        return self._writer
