@@ -93,6 +93,7 @@ def both(tmp_path_factory):
     return workshop.folder / "board", workshop.end(shown), workshop.end(plain)
 
 
+@pytest.mark.long
 def test_tensorboard_reads_what_the_script_saw(both):
     board, ours, _ = both
     told = json.loads(ours.stdout)
@@ -128,6 +129,7 @@ def test_tensorboard_reads_what_the_script_saw(both):
     assert any("NaN or infinite itself" in note for _, note in texts["narrowcast/notes"])
 
 
+@pytest.mark.long
 def test_the_option_changes_no_bit_and_costs_nothing_without(both):
     _, ours, plain = both
     assert json.loads(ours.stdout) == json.loads(plain.stdout)
@@ -135,6 +137,7 @@ def test_the_option_changes_no_bit_and_costs_nothing_without(both):
     assert not any("grad_norm" in step for step in plain.capture.of("step"))
 
 
+@pytest.mark.long
 def test_a_killed_run_keeps_what_was_written(workshop):
     kill = "if __name__ == '__main__':\n    train(4, 0.3)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     workshop.write("train.py", SCRIPT, kill)
@@ -147,6 +150,7 @@ def test_a_killed_run_keeps_what_was_written(workshop):
     assert "narrowcast/skips" in texts
 
 
+@pytest.mark.long
 def test_other_ranks_and_processes_have_folders_of_their_own(workshop):
     spawn = """\
     if __name__ == "__main__":
