@@ -34,8 +34,8 @@ Reading = float | Callable[[], float]
 class EventRecorder:
     """Count what happens and write it to the capture, late enough that no step waits for a device.
 
-    A killed run loses at most the last second of events before its last activity. Without a writer, only
-    counts and notes are kept.
+    A killed run loses at most the events of the second before its last one. Without a writer, only counts and
+    notes are kept.
 
     Attributes:
         devices: for each type of device, the format of its regions and why.
@@ -126,7 +126,8 @@ class EventRecorder:
                 interval_s=None if last_of_own is None else now - last_of_own,
                 backward=self.backwards,
             )
-            # Steps take over a second each: write now, instead of when the next one ends.
+            # Steps take over a second each. The loss just before this step made ``_add`` flush, so the step
+            # itself may still wait: write it now, instead of when the next one ends.
             if now - last_of_any > _FLUSH_EVERY_S:
                 self.flush()
 
@@ -161,7 +162,7 @@ class EventRecorder:
         Args:
             text: a sentence without its period.
             at_once: whether to show it now.
-            told: whether that is enough, so that the end of ``run`` does not repeat it.
+            told: whether the user has seen it, so that the end of ``run`` leaves it out.
         """
         if self.in_python:
             text = text.replace("--policy ", "policy ").replace("--loss-scale ", "loss_scale ")
@@ -205,7 +206,6 @@ class EventRecorder:
         """
         self.flush()
 
-        # What cannot be read on this machine is said in a note.
         peaks = read_each(
             {
                 "peak_resident_bytes": _peak_resident_bytes,
@@ -215,6 +215,7 @@ class EventRecorder:
         )
         settings = arithmetic_settings()
         software = versions()
+        # What cannot be read is a text that begins with UNREADABLE: say it in a note.
         for name, value in (peaks | settings | software).items():
             if str(value).startswith(UNREADABLE):
                 self.note(f"{name} is {value}")
@@ -303,7 +304,7 @@ def call_site() -> str:
     return nearest or "unknown"
 
 
-# Cached by path: a str keeps its hash, a code object computes it anew from all that it holds.
+# Takes the path, not the code object, which would be hashed anew at each look-up.
 @lru_cache(maxsize=4096)
 def _owner(path: str) -> str:
     """Return ``"script"``, ``"library"``, or ``"skipped"`` for narrowcast, torch and the standard library."""
