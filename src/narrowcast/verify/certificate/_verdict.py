@@ -124,7 +124,10 @@ def certificate_of(
             judgment = _of_lost(lost, rounding_unknown)
 
     # If no parameter has a second batch, the verdict itself says so.
-    notes = _notes(results, totals_without_second if with_second else None)
+    names_without_second = []
+    if with_second:
+        names_without_second = [parameter.name for parameter in without_second]
+    notes = _notes(results, names_without_second, totals_without_second.relative_error)
     if note:
         notes.append(note)
     error_over_noise = None
@@ -152,21 +155,24 @@ def certificate_of(
     return certificate
 
 
-def _notes(parameters: Sequence[ParameterResult], without_second: Totals | None) -> list[str]:
-    """Return sentences to add to the reason; ``without_second``: of parameters without a second batch."""
+def _notes(
+    parameters: Sequence[ParameterResult], without_second: Sequence[str], relative_error: float | None
+) -> list[str]:
+    """Return sentences to add to the reason.
+
+    Args:
+        parameters: all of them.
+        without_second: names of the judged ones without a second batch.
+        relative_error: of those together.
+    """
     notes = []
     of_all = f"of {len(parameters)} parameters"
     has_judged = any(parameter.judged for parameter in parameters)
 
-    names = []
-    for parameter in parameters:
-        has_noise = parameter.noise_norm is not None or parameter.reason == _NOT_FINITE_OTHER
-        if parameter.judged and not has_noise:
-            names.append(parameter.name)
-    if names and without_second is not None:
+    if without_second:
         notes.append(
-            f"There was no second batch for {len(names)} {of_all} ({few(names)}): of them only the relative "
-            f"error counts, {number(without_second.relative_error)}."
+            f"There was no second batch for {len(without_second)} {of_all} ({few(without_second)}): of them "
+            f"only the relative error counts, {number(relative_error)}."
         )
 
     names = _because(parameters, _ROUNDING_NOISE)
