@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from narrowcast.errors import NarrowcastError, near_names
+from narrowcast.errors import NarrowcastError, did_you_mean
 
 if TYPE_CHECKING:
     from narrowcast import apex, errors, formats, integrations, observe, scaling, training, weights
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> object:
     elif name in __all__:
         value = import_module(f"narrowcast.{name}")
     else:
-        raise AttributeError(f"module 'narrowcast' has no attribute {name!r}. {near_names(name, __all__)}")
+        raise AttributeError(f"module 'narrowcast' has no attribute {name!r}. {did_you_mean(name, __all__)}")
     globals()[name] = value
     return value
 

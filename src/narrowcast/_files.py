@@ -45,6 +45,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         OSError: the file cannot be written; ``path`` is unchanged.
     """
     target = Path(path).resolve()
+    # File systems allow names of 255 bytes: 40 characters, of up to 4 bytes each, leave room for the rest.
     prefix = f".{target.name[:40]}."
     part = target.with_name(f"{prefix}{uuid.uuid4().hex}.part")
     try:
@@ -93,7 +94,8 @@ def _remove_abandoned(folder: Path, prefix: str, own: Path) -> None:
     with contextlib.suppress(OSError):  # a folder may be writable and not readable
         for path in folder.iterdir():
             is_temporary = path.name.startswith(prefix) and path.name.endswith(".part")
-            # ".a." also begins the temporary files of a target "a.b", whose names are longer.
+            # The prefix ".a." also begins ".a.b.<uuid>.part", which is of the target "a.b"; that name is
+            # longer.
             if is_temporary and len(path.name) == len(own.name) and path != own:
                 # A running writer holds the lock, which raises.
                 with contextlib.suppress(OSError), path.open("r+b") as file:

@@ -120,10 +120,10 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 _MOST_KNOWN = 40
 
 
-def near_names(name: str, known: Iterable[str], *, guess: str | None = None) -> str:
+def did_you_mean(name: str, known: Iterable[str], *, guess: str | None = None) -> str:
     """End an error message about an unknown ``name``: ``guess`` or the nearest known name, then known ones.
 
-    >>> near_names("bf61", ["bf16", "fp16", "fp32"])
+    >>> did_you_mean("bf61", ["bf16", "fp16", "fp32"])
     'Did you mean "bf16"? Known: bf16, fp16, fp32.'
     """
     names = list(known)

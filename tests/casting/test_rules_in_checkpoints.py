@@ -127,7 +127,7 @@ def test_a_region_of_torch_around_a_checkpoint_is_back_inside_rules(way):
     """The checkpoint is bound for the sake of a region on another device."""
     block = Block(WAYS[way])
     x = X.clone().requires_grad_()
-    with torch.autocast("cpu", BF16), _regions.regions([("cuda", FP32, True, None)], True):
+    with torch.autocast("cpu", BF16), _regions.open_regions([("cuda", FP32, True, None)], True):
         loss = block(x).float().square().sum()
     with nc.autocast("cpu", policy=POLICIES["op rules"]):
         warned(loss.backward)

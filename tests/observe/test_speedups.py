@@ -211,7 +211,7 @@ def test_one_or_two_pairs_without_turns_give_no_speedup():
         sides = one_after_the_other(*ratios)
         assert speedup_of(*sides, "training") is None
         assert pairs in why_no_speedup(*sides, "training")
-        assert "--time-limit 0 times more" in why_no_speedup(*sides, "training")
+        assert "give --time-limit 0 to time more of them" in why_no_speedup(*sides, "training")
     assert why_no_speedup([run_of(1.0)], [], "training") == "a time is missing"
 
 

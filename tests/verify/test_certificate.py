@@ -362,6 +362,16 @@ def test_fp32_that_is_not_finite_is_no_reference(column, value):
         assert finished(made(), tuple(parameter)).verdict == "cannot tell"
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_second_batch_that_is_not_finite_is_a_second_batch(value):
+    """The reason claims no missing batch, also where the mixed gradient is not finite either."""
+    name, fp32, _, _, perturbed = made(name="broken")
+    bad = torch.full((4,), value)
+    found = finished(made(), (name, fp32, bad, bad, perturbed))
+    assert found.verdict == "fail"
+    assert found.reason == "Finite in FP32 and not in mixed precision: the gradient of broken."
+
+
 def test_a_gradient_on_one_side_only_counts_as_zero():
     name, fp32, other, mixed, perturbed = made(name="one")
     gone = finished(made(), (name, fp32, other, None, perturbed))

@@ -123,7 +123,7 @@ def test_one_pair_says_that_it_does_not_show_how_far_equal_runs_differ(timed):
     (note,) = timed(time_limit_s=1.0).noted
     assert note["text"] == (
         "one pair of runs is too few to show how far equal runs differ here, so that the interval is wide; "
-        "the time limit had no room for more: --time-limit 0 times 8 pairs"
+        "the time limit had no room for more: give --time-limit 0 to time 8 pairs"
     )
 
 

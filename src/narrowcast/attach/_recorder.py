@@ -35,17 +35,22 @@ Reading = float | Callable[[], float]
 class EventRecorder:
     """Count what happens and write it to the capture, late enough that no step waits for a device.
 
-    A killed run loses at most the last second of events before its last activity. Without a writer, only
-    counts and notes are kept. With a board, what is written to the capture is shown there too.
+    <<<<<<< HEAD
+        A killed run loses at most the last second of events before its last activity. Without a writer, only
+        counts and notes are kept. With a board, what is written to the capture is shown there too.
+    =======
+        A killed run loses at most the events of the second before its last one. Without a writer, only counts and
+        notes are kept.
+    >>>>>>> reader2
 
-    Attributes:
-        devices: for each type of device, the format of its regions and why.
-        backwards: outermost backward passes.
-        forwards: outermost calls of modules before the first backward.
-        module_calls: calls of every module, those inside of others too.
-        left_alone: why narrowcast does nothing more for this script; None while it does.
-        in_python: whether it belongs to ``nc.attached``, which has arguments in place of options.
-        shared: steps taken and skipped, for the process that started this one.
+        Attributes:
+            devices: for each type of device, the format of its regions and why.
+            backwards: outermost backward passes.
+            forwards: outermost calls of modules before the first backward.
+            module_calls: calls of every module, those inside of others too.
+            left_alone: why narrowcast does nothing more for this script; None while it does.
+            in_python: whether it belongs to ``nc.attached``, which has arguments in place of options.
+            shared: steps taken and skipped, for the process that started this one.
     """
 
     def __init__(
@@ -146,7 +151,8 @@ class EventRecorder:
                 backward=self.backwards,
                 **for_board,
             )
-            # Steps take over a second each: write now, instead of when the next one ends.
+            # Steps take over a second each. The loss just before this step made ``_add`` flush, so the step
+            # itself may still wait: write it now, instead of when the next one ends.
             if now - last_of_any > _FLUSH_EVERY_S:
                 self.flush()
 
@@ -178,11 +184,15 @@ class EventRecorder:
     def note(self, text: str, *, at_once: bool = False, told: bool = False, story: bool = False) -> None:
         """Record a note for the user, once however often it is given.
 
-        Args:
-            text: a sentence without its period.
-            at_once: whether to show it now.
-            told: whether that is enough, so that the end of ``run`` does not repeat it.
-            story: whether it says where a skipped step went wrong.
+                Args:
+                    text: a sentence without its period.
+                    at_once: whether to show it now.
+        <<<<<<< HEAD
+                    told: whether that is enough, so that the end of ``run`` does not repeat it.
+                    story: whether it says where a skipped step went wrong.
+        =======
+                    told: whether the user has seen it, so that the end of ``run`` leaves it out.
+        >>>>>>> reader2
         """
         if self.in_python:
             text = text.replace("--policy ", "policy ").replace("--loss-scale ", "loss_scale ")
@@ -232,7 +242,6 @@ class EventRecorder:
         """
         self.flush()
 
-        # What cannot be read on this machine is said in a note.
         peaks = read_each(
             {
                 "peak_resident_bytes": _peak_resident_bytes,
@@ -242,6 +251,7 @@ class EventRecorder:
         )
         settings = arithmetic_settings()
         software = versions()
+        # What cannot be read is a text that begins with UNREADABLE: say it in a note.
         for name, value in (peaks | settings | software).items():
             if str(value).startswith(UNREADABLE):
                 self.note(f"{name} is {value}")
@@ -336,7 +346,7 @@ def call_site() -> str:
     return nearest or "unknown"
 
 
-# Cached by path: a str keeps its hash, a code object computes it anew from all that it holds.
+# Takes the path, not the code object, which would be hashed anew at each look-up.
 @lru_cache(maxsize=4096)
 def _owner(path: str) -> str:
     """Return ``"script"``, ``"library"``, or ``"skipped"`` for narrowcast, torch and the standard library."""

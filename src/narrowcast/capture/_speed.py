@@ -40,7 +40,7 @@ def kind_of(captures: Sequence[Capture]) -> str | None:
     return None
 
 
-def pace_of(captures: Sequence[Capture]) -> int | None:
+def timed_optimizer(captures: Sequence[Capture]) -> int | None:
     """Return the number of the optimizer whose steps are timed in all runs of a script; None: no steps.
 
     It is the one with the most steps in the first run that has any. That run has to be whole: a shorter one
@@ -58,24 +58,25 @@ def pace_of(captures: Sequence[Capture]) -> int | None:
 
 def times_of_runs(captures: Sequence[Capture], kind: str | None) -> list[list[float]]:
     """Return ``times_s`` of each of several runs of one script, the first of which is whole."""
-    pace = pace_of(captures)
-    return [times_s(capture, kind, pace) for capture in captures]
+    optimizer = timed_optimizer(captures)
+    return [times_s(capture, kind, optimizer) for capture in captures]
 
 
-def times_s(capture: Capture, kind: str | None, pace: int | None = None) -> list[float]:
+def times_s(capture: Capture, kind: str | None, optimizer: int | None = None) -> list[float]:
     """Durations of steps, or for the kind ``"inference"`` of outermost forward calls, warm-up left out.
 
-    Only steps of the optimizer ``pace`` count, by default those of the one with the most: in a GAN, whose two
-    optimizers alternate, each of them lasts a whole iteration, and no iteration counts twice.
+    Only steps of the optimizer with number ``optimizer`` count, by default of the one with the most. In a GAN
+    two optimizers alternate, and from one step of either to its next is a whole iteration: counting both
+    would count each iteration twice.
     """
     if kind == "inference":
         return _without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
-    if pace is None:
-        pace = pace_of([capture])
+    if optimizer is None:
+        optimizer = timed_optimizer([capture])
     times: list[float] = []
     for step in capture.of("step"):
         # The first step of an optimizer has no step before it, and so no interval.
-        if step["optimizer"] == pace and step["interval_s"] is not None:
+        if step["optimizer"] == optimizer and step["interval_s"] is not None:
             times.append(step["interval_s"])
     return _without_warm_up(times)
 
@@ -87,27 +88,31 @@ def _without_warm_up(times: Sequence[float]) -> list[float]:
     return list(times[max(1, int(len(times) * _WARM_UP_SHARE)) :])
 
 
-def blocks_of(capture: Capture, kind: str | None, pace: int | None = None) -> list[list[float]]:
+def blocks_of(capture: Capture, kind: str | None, optimizer: int | None = None) -> list[list[float]]:
     """Return durations as in ``times_s``, in a list for each block; a block ends where the run pauses.
 
-    As warm-up the first block is left out, and after it a tenth of all blocks. In a block of three
-    steps or more the first step is left out: it finds caches that the other process filled. It stays where
-    the block ended with a wait for the device: that is time of all steps, and is added to the last one.
+    As warm-up the first block is left out, and after it a tenth of all blocks; and of a block of three steps
+    or more the first step, unless the block ended with a wait for the device. The wait is added to the last
+    step. Steps after the last pause belong to no block and are left out.
     """
-    if pace is None:
-        pace = pace_of([capture])
+    if optimizer is None:
+        optimizer = timed_optimizer([capture])
     blocks: list[list[float]] = []
     current: list[float] = []
     for event in capture.events:
         if event["event"] == "pause":
+            # What the device still had to do for the steps of this block.
+            waited_s = event["waited_s"]
             if current:
-                current[-1] += event["waited_s"]  # what a device still had to do
-            is_cold = len(current) > 2 and not event["waited_s"]
+                current[-1] += waited_s
+            # The first step finds caches that the other process filled. After a wait it must stay: some of
+            # what was waited for is its time, and cannot be told from that of the others.
+            is_cold = len(current) > 2 and not waited_s
             blocks.append(current[1:] if is_cold else current)
             current = []
         elif kind == "inference" and event["event"] == "forward":
             current.append(event["duration_s"])
-        elif event["event"] == "step" and event["optimizer"] == pace and event["interval_s"] is not None:
+        elif event["event"] == "step" and event["optimizer"] == optimizer and event["interval_s"] is not None:
             current.append(event["interval_s"])
     return blocks[1 + int(len(blocks) * _WARM_UP_SHARE) :]
 
@@ -139,8 +144,8 @@ def why_no_speedup(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str 
         return "a time is missing"
     timed = "one pair" if pairs == 1 else f"{pairs} pairs"
     return (
-        f"steps took too few turns, and {timed} of runs do not show how far equal runs differ; "
-        "--time-limit 0 times more"
+        f"steps took too few turns, and {timed} of runs cannot show how far equal runs differ; "
+        "give --time-limit 0 to time more of them"
     )
 
 
@@ -154,10 +159,10 @@ def _pairs_in_turns(
     fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None
 ) -> list[tuple[Blocks, Blocks]]:
     """Return the blocks of both runs of each pair whose runs took turns."""
-    pace = pace_of(fp32)
+    optimizer = timed_optimizer(fp32)
     pairs: list[tuple[Blocks, Blocks]] = []
     for fp32_run, mixed_run in zip(fp32, mixed, strict=False):  # the last pair may lack a run
-        blocks = (blocks_of(fp32_run, kind, pace), blocks_of(mixed_run, kind, pace))
+        blocks = (blocks_of(fp32_run, kind, optimizer), blocks_of(mixed_run, kind, optimizer))
         if log_ratios_of_blocks(*blocks):
             pairs.append(blocks)
     return pairs

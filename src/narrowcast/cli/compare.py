@@ -113,6 +113,7 @@ def compare(
     elif fp32_because:
         raise SettingError(f"FP32 is not compared with itself: give another --policy, got {policy}")
 
+    # Under the names of the options, which the page shows as typed; ``ComparisonSettings`` has them too.
     chosen: dict[str, Any] = {
         "policy": narrow_format or policy,
         "loss_scale": loss_scale,
@@ -184,6 +185,9 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
     shown = result | {"notes": notes}
     show_result(result, lambda: comparison_table(shown, color=sys.stdout.isatty()), as_json=as_json)
     talk(f"report: {page}")
+    is_wrong = result["verdict"]["right"].startswith("no")
+    if is_wrong and "fp16" in (result["mixed"]["format"] or ""):
+        talk("what to try: --loss-scale dynamic (the default in fp16), or --policy bf16")
     return _exit_code(result, strict=strict, with_speed=settings.min_speedup is not None)
 
 
@@ -193,8 +197,6 @@ def _exit_code(result: dict[str, Any], *, strict: bool, with_speed: bool) -> int
     With ``strict`` "cannot tell" counts as no.
     """
     right, worth_it = result["verdict"]["right"], result["verdict"]["worth_it"]
-    if right.startswith("no") and "fp16" in (result["mixed"]["format"] or ""):
-        talk("what to try: --loss-scale dynamic (the default in fp16), or --policy bf16")
     failing = ("no", "cannot tell") if strict else ("no",)
     if right.startswith(failing) or (with_speed and worth_it.startswith(failing)):
         return CHECK_FAILED

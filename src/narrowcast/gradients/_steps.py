@@ -131,9 +131,11 @@ class StepResult:
         """Names of the parameters whose gradient held a NaN or an infinity.
 
         A Stepper has the model's names. A GradScaler has those that the optimizer was given
-        (``SGD(model.named_parameters())``), or says ``"group 0, parameter 3, shape (4, 5)"``. All parameters
-        if it is no longer known on a GPU: torch's ``clip_grad_norm_`` divided by a NaN norm before the step,
-        or the gradients' memory was written again before this was read.
+        (``SGD(model.named_parameters())``), or says ``"group 0, parameter 3, shape (4, 5)"``.
+
+        On a GPU it may be too late to tell which: if torch's ``clip_grad_norm_`` divided by a NaN norm before
+        the step, or the gradients' memory was written again before this was read, these are the names of all
+        parameters.
         """
         if callable(self._nonfinite):
             self._nonfinite = self._nonfinite() if self.skipped else ()
@@ -211,7 +213,9 @@ class PendingStep:
     """A step whose flags are on their way to the host.
 
     Attributes:
+        number: of the step among all steps of the scaler, from 1.
         read: returns the overflow flag, the scale and, where ranks are compared, whether they differ.
+        learn_scale: tells the ``DeviceScale``, which kept no copy on the host, what the scale was.
     """
 
     optimizer: weakref.ref[torch.optim.Optimizer]
@@ -327,8 +331,8 @@ class Outcomes:
         """
         if ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)
-        # A copy, since a listener may remove itself.
         listeners = self.on_skip if result.skipped else self.on_step
+        # A copy, since a listener may remove itself.
         for listener in list(listeners.values()):
             listener(result)
 

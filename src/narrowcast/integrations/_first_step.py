@@ -24,7 +24,7 @@ class FirstStep:
         model: the model that the host trains.
         policy: the policy that should be in force.
         formats: device type -> the format of the policy's region there.
-        switch: what to change in the host if another format came, for the message.
+        advice: what to change in the host if another format came, for the message.
     """
 
     def __init__(
@@ -33,20 +33,22 @@ class FirstStep:
         policy: Policy,
         formats: Mapping[str, torch.dtype],
         *,
-        switch: str,
+        advice: str,
     ) -> None:
-        self._switch = switch
+        self._advice = advice
         self._expected = layer_formats(model, policy, formats)
-        self._was_called = False
+        self._called_with_gradients = False
         self._was_traced = False
         # Layers that a rule names; it does nothing for those that are not called.
         self._ruled: set[str] = set()
+        # Layers that were called outside of torch.compile's tracing, with gradients or without.
         self._called: set[str] = set()
         self._differences: dict[str, str] = {}
         self._handles = []
         for path, module in modules_by_path(model):
             if path in self._expected:
                 rules = rules_for(policy, path, class_names(type(module)))
+                # A rule for an operator inside the module does not name the module itself.
                 if any(rule.op is None for rule in rules):
                     self._ruled.add(path)
                 look = functools.partial(self._look, path)
@@ -55,36 +57,39 @@ class FirstStep:
     def _look(self, path: str, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         # Nothing is compared while torch.compile traces: making the message would break the graph. The region
         # that is open now is compiled into it.
-        is_traced = torch.compiler.is_compiling()
-        if is_traced:
+        if torch.compiler.is_compiling():
             self._was_traced = True
-        else:
-            self._called.add(path)
+            if torch.is_grad_enabled():
+                self._called_with_gradients = True
+            return
+
+        self._called.add(path)
         # A call under torch.no_grad, as in an evaluation, proves nothing about the training.
         if not torch.is_grad_enabled():
             return
-        self._was_called = True
-        if is_traced:
-            return
+        self._called_with_gradients = True
         if not isinstance(output, torch.Tensor) or output.dtype == self._expected[path]:
             return
         expected = format_name(self._expected[path])
-        reason = _why(module, self._expected[path], self._switch)
+        reason = _why(module, self._expected[path], self._advice)
         self._differences[path] = (
             f"expected {path!r} ({type(module).__name__}) to compute in {expected} as the policy says, got "
             f"{format_name(output.dtype)}: {reason}"
         )
 
     def remove(self) -> None:
-        """Stop comparing, and raise nothing, as after an error."""
-        # The hooks stay on a model that was traced: without them torch.compile would compile it again.
+        """End the look without a verdict, for a host whose step failed.
+
+        The hooks stay on a traced model; what they find is not read.
+        """
+        # Without its hooks torch.compile would compile the model again.
         if not self._was_traced:
             for handle in self._handles:
                 handle.remove()
         self._handles.clear()
 
     def end(self) -> None:
-        """End the look, and raise if the policy was not in force.
+        """End the look, and raise if the policy was not in force. May be called again.
 
         Raises:
             PolicyError: a layer computed in another format, or the model that trains is another one.
@@ -94,7 +99,7 @@ class FirstStep:
             first, *others = self._differences.items()
             more = f" (so did {few([path for path, _ in others])})" if others else ""
             raise PolicyError(first[1] + more)
-        if self._expected and not self._was_called:
+        if self._expected and not self._called_with_gradients:
             raise PolicyError(
                 f"expected the first step to call {few(list(self._expected))} of the model that has the "
                 "policy, and it called none: give the policy to the model that trains, after its parts are "
@@ -107,13 +112,14 @@ class FirstStep:
                 "that reads its weight, as a fused loss does, would compute by the rest of the policy",
                 stacklevel=stacklevel_outside(_HOSTS),
             )
+            # The host may call this again, as for another optimizer of the model: warn once.
             self._ruled.clear()
 
 
 _HOSTS = ("narrowcast.", "torch.", "lightning", "pytorch_lightning", "accelerate.", "transformers.", "trl.")
 
 
-def _why(layer: torch.nn.Module, expected: torch.dtype, switch: str) -> str:
+def _why(layer: torch.nn.Module, expected: torch.dtype, advice: str) -> str:
     """Return what was seen at a layer that computed in another format, and what to change."""
     weight: Any = layer.weight
     # FSDP gathers weights in the format that they compute in.
@@ -123,9 +129,9 @@ def _why(layer: torch.nn.Module, expected: torch.dtype, switch: str) -> str:
     if not torch.is_autocast_enabled(device):
         return (
             "autocast was off around it, by a torch.autocast(enabled=False) or since it was called outside "
-            f"of the model; {switch}"
+            f"of the model; {advice}"
         )
     inside = torch.get_autocast_dtype(device)
     if inside != expected:
-        return f"a torch.autocast in {format_name(inside)} is open around it; {switch}"
-    return switch
+        return f"a torch.autocast in {format_name(inside)} is open around it; {advice}"
+    return advice

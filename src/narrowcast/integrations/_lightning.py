@@ -41,7 +41,7 @@ class Plugin:
     """
 
     _how_to_connect: str
-    _switch: str
+    _advice: str
 
     def __init__(
         self, policy: Policy | str, *, scaler: GradScaler | None = None, explain_skips: bool = False
@@ -123,7 +123,7 @@ class Plugin:
             # Now, since modules may have been replaced after the setup.
             for model in self._unproven:
                 refuse_low_weights(model)
-                first_step = FirstStep(model, self.policy, self._formats, switch=self._switch)
+                first_step = FirstStep(model, self.policy, self._formats, advice=self._advice)
                 self._looks.append((model, first_step))
             self._unproven.clear()
         # The last one covers the devices of all models; rules for modules hold in any region of the policy.
@@ -138,7 +138,7 @@ class Plugin:
             if _has_one_of(model, trained):
                 raise PolicyError(
                     f"expected the first step to compute in the region of {self!r}, got one that did not: "
-                    f"{self._switch}"
+                    f"{self._advice}"
                 )
         due = [first_step for model, first_step in self._looks if _has_one_of(model, trained)]
         self._looks = [(model, first_step) for model, first_step in self._looks if first_step not in due]
@@ -269,7 +269,7 @@ class TrainerPlugin(Plugin):
     """The plugin of ``Trainer``, to be put in front of its ``Precision``."""
 
     _how_to_connect = "give it to Trainer(plugins=[...]) before trainer.fit"
-    _switch = "delete torch.autocast, .half() and .bfloat16() from the LightningModule and its callbacks"
+    _advice = "delete torch.autocast, .half() and .bfloat16() from the LightningModule and its callbacks"
     _strategies: tuple[type, ...]
     # The host's own, which has no public name: hooks before the step, and clipping.
     _after_closure: Callable[..., None]
@@ -345,7 +345,7 @@ class FabricPlugin(Plugin):
     """The plugin of ``Fabric``, to be put in front of its ``Precision``."""
 
     _how_to_connect = "give it to Fabric(plugins=[...]), and set the model up by fabric.setup"
-    _switch = (
+    _advice = (
         "call what fabric.setup returned, another method than its forward inside 'with fabric.autocast():', "
         "and delete torch.autocast, .half() and .bfloat16() around it"
     )

@@ -160,9 +160,9 @@ class Attachment:
         prepared = self._host_prepare_model(model, device_placement, evaluation_mode)
         if is_trained and model not in self._first_steps:
             # Accelerate has moved the model to its device.
-            switch = "let nothing else in or around the model cast, and write rules into the policy instead"
+            advice = "let nothing else in or around the model cast, and write rules into the policy instead"
             formats = formats_on(model, self._policy)
-            self._first_steps[model] = FirstStep(model, self._policy, formats, switch=switch)
+            self._first_steps[model] = FirstStep(model, self._policy, formats, advice=advice)
             if self._skips is not None:
                 self._skips.watch(model)
             self._names |= {id(parameter): name for name, parameter in model.named_parameters()}

@@ -87,7 +87,7 @@ def shard(
 
     how = "make another model and shard it by the policy that you want"
     Applied(model, wanted, how_to_end=how)
-    first = FirstStep(model, wanted, {mesh.device_type: dtype}, switch="leave out the model's own autocast")
+    first = FirstStep(model, wanted, {mesh.device_type: dtype}, advice="leave out the model's own autocast")
     for module, weight_dtype in reversed(groups):
         # The region casts inputs, and rules cast outputs: a cast by FSDP would not know the operators.
         output_dtype = torch.float32 if module is model and fp32_outputs else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import DeviceError, UnsupportedError, near_names
+from narrowcast.errors import DeviceError, UnsupportedError, did_you_mean
 from narrowcast.machine._torch_internals import capabilities_before_2_12
 
 _OLDEST_TORCH = (2, 11)
@@ -134,7 +134,7 @@ def check_device(device_type: str, *, present: bool = True) -> None:
     if device_type not in known_device_types():
         raise DeviceError(
             f"unknown device type {device_type!r} (a type such as 'cuda', without an index). "
-            + near_names(device_type, known_device_types())
+            + did_you_mean(device_type, known_device_types())
         )
     # Types without torch.<type>.is_available (xla, whose package is apart) cannot be asked, and pass.
     is_available = getattr(getattr(torch, device_type, None), "is_available", None)

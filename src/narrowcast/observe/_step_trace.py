@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from narrowcast.casting import tensors_inside
-from narrowcast.errors import OrderError, SettingError, UnsupportedError, near_names
+from narrowcast.errors import OrderError, SettingError, UnsupportedError, did_you_mean
 from narrowcast.observe._torch_internals import at_the_end_of_backward, graph_task_id
 from narrowcast.training import Stepper
 from narrowcast.weights import held_by
@@ -223,7 +223,7 @@ class StepTrace:
             SettingError: it was not recorded.
         """
         if stage not in self._stages:
-            hint = near_names(str(stage), [recorded.name for recorded in self.stages])
+            hint = did_you_mean(str(stage), [recorded.name for recorded in self.stages])
             raise SettingError(f"stage {stage!r} is not in this trace. {hint}")
         return self._stages[stage]
 

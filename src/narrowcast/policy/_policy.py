@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from narrowcast.errors import PolicyError, near_names
+from narrowcast.errors import PolicyError, did_you_mean
 from narrowcast.policy import _toml
 from narrowcast.policy._presets import PRESET_TABLE, PRESETS
 from narrowcast.policy._rule import FP8_RECIPES, OTHER_FORMAT_NAMES, Rule, check_no_contradictions
@@ -75,7 +75,7 @@ class Policy:
         object.__setattr__(self, "rules", _checked_rules(self.rules))  # the class is frozen
         if self.tables not in TABLE_NAMES:
             meant = "cuda" if self.tables == "gpu" else str(self.tables)
-            raise PolicyError(f"unknown tables {self.tables!r}. {near_names(meant, TABLE_NAMES)}")
+            raise PolicyError(f"unknown tables {self.tables!r}. {did_you_mean(meant, TABLE_NAMES)}")
 
         # A str from a file, as "false", would count as true.
         for name in ("master_weights", "low_weights"):
@@ -200,13 +200,13 @@ def _unknown_format(compute: object) -> str:
     word = str(compute).removeprefix("torch.")
     if _OTHER_NAMES.get(word) in formats:
         return f'unknown format {compute!r}. Did you mean "{_OTHER_NAMES[word]}"?'
-    return f"unknown format {compute!r}. {near_names(word, formats)}"
+    return f"unknown format {compute!r}. {did_you_mean(word, formats)}"
 
 
 def _near_presets(name: object) -> str:
     if isinstance(name, str) and name in _OTHER_NAMES:
         return f'Did you mean "{_OTHER_NAMES[name]}"? Known: {", ".join(PRESETS)}.'
-    return near_names(str(name), PRESETS)
+    return did_you_mean(str(name), PRESETS)
 
 
 # ---- policies in TOML files

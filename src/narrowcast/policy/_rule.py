@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from narrowcast.errors import PolicyError, near_names
+from narrowcast.errors import PolicyError, did_you_mean
 from narrowcast.policy._ops import base_of, canonical_op
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def _class_in_torch(name: str, written: str) -> Any:
 
     if found is None and name.startswith("torch.nn.") and name.count(".") == 2:
         classes = [word for word in dir(torch.nn) if isinstance(getattr(torch.nn, word), type)]
-        guess = near_names(name.rpartition(".")[2], classes)
+        guess = did_you_mean(name.rpartition(".")[2], classes)
         # Without all the classes of torch.nn, which would follow.
         near = guess.partition(" Known:")[0] if guess.startswith("Did") else "Look in torch.nn."
         raise PolicyError(f"there is no class {written!r}. {near}")
@@ -280,13 +280,13 @@ def _check_word(what: str, value: Any, known: Collection[str]) -> None:
     word = str(value).removeprefix("torch.")
     if word in OTHER_FORMAT_NAMES:
         raise PolicyError(f'unknown {what} {value!r} of a rule. Did you mean "{OTHER_FORMAT_NAMES[word]}"?')
-    # near_names would suggest "fp16" for "fp64", the opposite of what was meant.
+    # did_you_mean would suggest "fp16" for "fp64", the opposite of what was meant.
     if word in ("fp64", "float64", "double"):
         raise PolicyError(
             f"unknown {what} {value!r} of a rule: autocast casts nothing from fp64 or to it. "
             f"Known: {', '.join(known)}."
         )
-    raise PolicyError(f"unknown {what} {value!r} of a rule. {near_names(word, known)}")
+    raise PolicyError(f"unknown {what} {value!r} of a rule. {did_you_mean(word, known)}")
 
 
 def _printable(text: str) -> str:

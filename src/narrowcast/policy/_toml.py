@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast._files import replacing
-from narrowcast.errors import PolicyError, near_names
+from narrowcast.errors import PolicyError, did_you_mean
 from narrowcast.policy._rule import Rule
 
 VERSION = 1
@@ -104,7 +104,7 @@ def _rule(table: dict[str, Any], where: str) -> Rule:
 def _check_keys(table: dict[str, Any], known: Collection[str], where: str) -> None:
     for key in table:
         if key not in known:
-            raise PolicyError(f"{where}: unknown key {key!r}. {near_names(key, known)}")
+            raise PolicyError(f"{where}: unknown key {key!r}. {did_you_mean(key, known)}")
 
 
 def dumps(settings: Mapping[str, str | bool], rules: tuple[Rule, ...]) -> str:

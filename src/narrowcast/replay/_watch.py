@@ -31,8 +31,8 @@ _NARROWCAST = str(Path(__file__).parents[1]) + os.sep
 _WHERE_REPLAYS_BEGIN = str(Path(__file__).with_name("_replay.py"))
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _PATH = "narrowcast_module"  # in the metadata of a node: the path of the module that made it
-# Of the operators that talk to other ranks, which do not run the step again at the same time.
-_NODE_ENDING = re.compile(r"Backward\d*$")
+_NODE_ENDING = re.compile(r"Backward\d*$")  # "MmBackward0" -> "Mm"
+# Namespaces of operators that talk to other ranks, which do not run the step again meanwhile.
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 INPUT = "input"
@@ -86,7 +86,7 @@ class Operation:
         ranges: of its inputs.
         is_nan: whether its result holds NaN, and not only infinities.
         gradient_of: the operator or Function whose backward it is part of; empty in a forward pass.
-        makes_new: whether values are not finite where all of its inputs are.
+        makes_new: whether it made an infinity or a NaN of finite inputs, instead of passing one on.
         inputs: the operations that made those of its inputs that are not finite.
     """
 
@@ -108,11 +108,11 @@ class Operation:
 
 
 class _RunningModule(NamedTuple):
-    """A module that is running.
+    """What is known of a module from its call to its return.
 
     Attributes:
         path: of the module.
-        graph_task: the backward pass in which it was called.
+        graph_task: the backward pass in which it was called; NO_GRAPH_TASK in a forward pass.
         newest_input: the number of the newest node of the graph that made one of its inputs; -1: none did.
     """
 
@@ -154,7 +154,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def begins_with(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Let values that are not finite in some tensors be made by an operation of that name."""
+        """Say where values come from that are not finite before any operator ran: ``INPUT`` or ``BUFFER``."""
         for tensor in _checked(tensors):
             if not is_finite(tensor):
                 is_nan = bool(tensor.isnan().any())
@@ -163,19 +163,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def origin_of(self, tensors: Iterable[torch.Tensor]) -> Operation | None:
-        """Return the operation that made the first of the values in ``tensors`` that are not finite.
+        """Return the earliest operation to blame for the values in ``tensors`` that are not finite.
 
-        An input counts only if no operator made one. Infinities that were written on purpose count only if
-        nothing else did; then the operation that made NaN of them.
+        It is of the first of these groups that has any: operators that made one; inputs that held one;
+        operators that made NaN of infinities that were written on purpose; those infinities.
         """
         operations = _with_inputs(self._makers_of(tensors))
         origins = [operation for operation in operations if operation.makes_new]
-        accidents = [one for one in origins if one.name not in (*MEANT, INPUT)]
-        if not accidents:
-            accidents = [one for one in origins if one.name == INPUT]
-        if not accidents:
-            accidents = [one for one in operations if one.is_nan]
-        return min(accidents or origins, key=lambda operation: operation.number, default=None)
+        groups = (
+            [operation for operation in origins if operation.name not in (*MEANT, INPUT)],
+            [operation for operation in origins if operation.name == INPUT],
+            [operation for operation in operations if operation.is_nan],
+            origins,
+        )
+        blamed = next(filter(None, groups), [])
+        return min(blamed, key=lambda operation: operation.number, default=None)
 
     # ---- operators
 
@@ -262,8 +264,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._running.pop()
         nodes: list[Any] = [t.grad_fn for t in tensors_inside(output) if t.grad_fn is not None]
-        # The modules inside have marked what they made: below that may be more of this one, as between two of
-        # them. What is older than the newest input was made before.
+        # Walk from the outputs back to the inputs. Nodes of the modules inside are marked already and keep their
+        # mark, but the walk goes on through them: nodes of this module may lie behind. It ends at nodes no newer
+        # than the newest input, which were made before the call.
         seen = set()
         for node in nodes:  # which grows meanwhile
             if node in seen or sequence_number(node) <= running.newest_input:
@@ -306,10 +309,11 @@ def _checked(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _makes_new(func: Any, output: torch.Tensor, bad_elements: list[torch.Tensor]) -> bool:
-    """Return whether an operator on elements gave a value that is not finite where its inputs are finite.
+    """Return whether an operator has a value that is not finite at an element where every input is finite.
 
     ``bad_elements`` are flags of its inputs: which of their values are not.
     """
+    # Else its elements do not match those of the inputs: the input, which is known to be bad, is to blame.
     if torch.Tag.pointwise not in func.tags or "foreach" in _name_of(func):
         return False
     from_inputs = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
@@ -345,6 +349,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_users(file: str) -> bool:
+    """Return whether a file is neither torch's nor ours; a line of another library is better than none."""
     return not file.startswith((_TORCH, _NARROWCAST))
 
 

@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, fields
 from typing import Protocol, Self
 
-from narrowcast.errors import ScaleError, near_names
+from narrowcast.errors import ScaleError, did_you_mean
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32. Devices may flush a smaller scale to zero, and from 2**-128 down its inverse
@@ -197,7 +197,7 @@ class Dynamic:
                     f"rule {self.rule!r} is gone: use {replacement!r}, which backs off at the same overflows "
                     "and grows after growth_interval good steps"
                 )
-            raise ScaleError(f"unknown rule {self.rule!r}. {near_names(str(self.rule), RULES)}")
+            raise ScaleError(f"unknown rule {self.rule!r}. {did_you_mean(str(self.rule), RULES)}")
         if not _is_whole(self.hysteresis) or self.hysteresis < 1:
             raise ScaleError(f"hysteresis must be a whole number of at least 1, got {self.hysteresis!r}")
         if self.rule == "torch" and self.hysteresis != 1:

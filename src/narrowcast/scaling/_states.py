@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from narrowcast.errors import ScaleError, near_names
+from narrowcast.errors import ScaleError, did_you_mean
 from narrowcast.scaling._loss_scales import SMALLEST_SCALE, Dynamic, LossScale, Off, Static
 
 SOURCES = ("torch", "apex")
@@ -71,7 +71,7 @@ def from_state(state: object, source: str | None = None) -> list[LossScale]:
         return [from_torch(state)]
     if source == "apex":
         return from_apex(state)
-    raise ScaleError(f"unknown source {source!r}. {near_names(str(source), SOURCES)}")
+    raise ScaleError(f"unknown source {source!r}. {did_you_mean(str(source), SOURCES)}")
 
 
 def from_torch(state: object) -> Off | Dynamic:
@@ -241,7 +241,7 @@ def _scale_of(fields: Mapping[str, Any]) -> LossScale:
     kind = fields.get("kind")
     if kind not in _KINDS:
         raise ScaleError(
-            f"unknown kind of loss scale {kind!r} in a saved state. {near_names(str(kind), _KINDS)}"
+            f"unknown kind of loss scale {kind!r} in a saved state. {did_you_mean(str(kind), _KINDS)}"
         )
     values = {name: value for name, value in fields.items() if name != "kind"}
     try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from narrowcast.errors import SettingError, near_names
+from narrowcast.errors import SettingError, did_you_mean
 from narrowcast.training._torch_internals import buffers_of
 from narrowcast.weights import is_batch_or_instance_norm
 
@@ -26,7 +26,7 @@ class Statistics:
 
     def __init__(self, model: torch.nn.Module, restore: str) -> None:
         if restore not in RESTORE:
-            raise SettingError(f"unknown restore={restore!r}. {near_names(str(restore), RESTORE)}")
+            raise SettingError(f"unknown restore={restore!r}. {did_you_mean(str(restore), RESTORE)}")
         self._model = model
         self._restore = restore
         self._modules: list[torch.nn.Module] | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from narrowcast.casting import ModelRegion, undo_on_error
-from narrowcast.errors import CheckpointError, OrderError, SettingError, near_names, not_copied
+from narrowcast.errors import CheckpointError, OrderError, SettingError, did_you_mean, not_copied
 from narrowcast.gradients import GradScaler, StepResult, multiplied
 from narrowcast.policy import Policy, as_policy, dtype_of, format_name, policy_name
 from narrowcast.replay import (
@@ -449,7 +449,7 @@ class Stepper:
             raise SettingError(f"expected no name, since the optimizer has none, got {name!r}")
         if name is None:
             raise SettingError(f"expected name=... of the optimizer that steps: {', '.join(names)}")
-        raise SettingError(f"no optimizer is called {name!r}. {near_names(name, names)}")
+        raise SettingError(f"no optimizer is called {name!r}. {did_you_mean(name, names)}")
 
     def _groups_called(self, name: str | None) -> list[OptimizerGroup]:
         """Return the group of an optimizer, or without a name every group."""

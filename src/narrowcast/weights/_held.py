@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.errors import SettingError, UnsupportedError, near_names, not_copied
+from narrowcast.errors import SettingError, UnsupportedError, did_you_mean, not_copied
 from narrowcast.gradients import ASKED_BY_SCALERS, untraced
 from narrowcast.weights._gradients import (
     ScalerGuard,
@@ -134,7 +134,7 @@ def _update_method(updates: str, generator: torch.Generator | None) -> UpdateMet
     methods: dict[str, type[UpdateMethod]] = {"masters": MastersMethod, "kahan": KahanMethod}
     if updates not in methods:
         known = [*methods, "stochastic"]
-        raise SettingError(f'unknown updates="{updates}". {near_names(str(updates), known)}')
+        raise SettingError(f'unknown updates="{updates}". {did_you_mean(str(updates), known)}')
     if generator is not None:
         raise SettingError(f'updates="{updates}" draws no random numbers: leave out the generator')
     return methods[updates]()

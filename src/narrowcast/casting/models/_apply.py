@@ -35,7 +35,7 @@ from narrowcast.casting.models._tree import (
 )
 from narrowcast.casting.regions._policy_region import PolicyRegion
 from narrowcast.casting.regions._warnings import stacklevel_outside
-from narrowcast.errors import OrderError, PolicyError, near_names, not_copied
+from narrowcast.errors import OrderError, PolicyError, did_you_mean, not_copied
 from narrowcast.policy import (
     FP8_RECIPES,
     LOWER,
@@ -519,7 +519,7 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
                 f'that a rule for it does nothing: name the modules in it, as "{inside}"'
             )
         elif in_fp8 and not _holds_any(selected, linears):
-            known = near_names(rule.module or "", linears) if linears else "The model has none."
+            known = did_you_mean(rule.module or "", linears) if linears else "The model has none."
             expected = f"expected a torch.nn.Linear for the rule {rule}"
             missed[rule] = f"{expected}, got none in {rule.target}. {known}"
     return missed
@@ -529,13 +529,13 @@ def _near_modules(rule: Rule, modules: list[tuple[str, torch.nn.Module]]) -> str
     """Suggest paths or classes of ``modules`` for those that ``rule`` names and that do not exist."""
     if rule.module is None:
         kinds = sorted({type(module).__name__ for _, module in modules})
-        return near_names(str(rule.module_type).rpartition(".")[2], kinds)
+        return did_you_mean(str(rule.module_type).rpartition(".")[2], kinds)
     known = [path for path, _ in modules if path]
     named = [(path, class_names(type(module))) for path, module in modules]
     shorter = without_prefix(rule, named)
     if shorter is None:
-        return near_names(rule.module, known)
-    return f"Paths start at the model itself. {near_names(rule.module, known, guess=shorter)}"
+        return did_you_mean(rule.module, known)
+    return f"Paths start at the model itself. {did_you_mean(rule.module, known, guess=shorter)}"
 
 
 def _holds_any(selected: list[str], linears: list[str]) -> bool:

@@ -33,7 +33,7 @@ from narrowcast.casting.kernels._kernels import dtype_and_scope
 from narrowcast.casting.models._apply import RuledModules, compiled_rules, missed_rules, refuse_missed
 from narrowcast.casting.models._module_calls import TracedState, traced_state
 from narrowcast.casting.models._tree import tensors_inside
-from narrowcast.casting.regions._regions import regions, traced_region
+from narrowcast.casting.regions._regions import open_regions, traced_region
 from narrowcast.errors import NarrowcastError, PolicyError, UnsupportedError
 from narrowcast.machine import check_device
 from narrowcast.policy import FP8_RECIPES, Policy, Scope, with_fp32_weights
@@ -79,7 +79,7 @@ class _Compiled:
         self.follow_module()
         devices = device_types(self.module, args, kwargs)
         # Not nc.autocast, which in a thread beside one that compiles would take itself for traced.
-        return regions(map(self.region_on, devices), torch.is_autocast_cache_enabled())
+        return open_regions(map(self.region_on, devices), torch.is_autocast_cache_enabled())
 
     def region_on(self, device: str) -> tuple[str, torch.dtype, bool, Scope | None]:
         check_device(device)

@@ -48,7 +48,13 @@ _State = tuple[str, torch.dtype, bool, Scope | None]
 
 
 class _Process:
-    """State shared by the regions of all threads; read and written with the lock held."""
+    """State shared by the regions of all threads; read and written with the lock held.
+
+    Attributes:
+        caching: the open regions of all threads that keep casts.
+        dtype_of_casts: of what is in torch's cache; None: unknown, perhaps of a ``torch.autocast``.
+        had_a_region: whether a region was ever opened.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -60,12 +66,12 @@ class _Process:
         with self.lock:
             if not self.had_a_region:
                 self.prepare_compiler()
-            # A torch.autocast between an outer region of ours and this one may have filled the cache with its
-            # own dtype, unseen, while ``dtype_of_casts`` still names the outer region's. Set it to that of
-            # torch.autocast, so that those casts are dropped below if this region's dtype is another.
+            # The state outside may be that of a torch.autocast inside an outer region of ours. It filled the
+            # cache unseen, while ``dtype_of_casts`` still names the outer region's dtype: where the two
+            # differ, drop what is there.
             if region.enabled_before and region.cache_before:
                 self.drop_casts_unless_of(region.dtype_before)
-            # Beside a thread that keeps casts of another dtype, this one casts at each use.
+            # Otherwise the region casts its weights at each use.
             if cache and self.may_cache(region):
                 region.caching = True
                 self.caching.add(region)
@@ -151,7 +157,8 @@ def enter(
         torch.set_autocast_enabled(device, enabled)
     if dtype is not region.dtype_before:
         torch.set_autocast_dtype(device, dtype)
-    # A region that casts no weights has its caller's setting, which is the default of regions made inside.
+    # Where nothing is cast, leave the setting as the caller asked for: regions made inside take it as their
+    # default.
     caches = region.caching if wants_cache else cache_enabled
     if caches is not region.cache_before:
         torch.set_autocast_cache_enabled(caches)
@@ -184,10 +191,10 @@ def traced_region(
         if not scope_state:
             yield
             return
-        # One for the scope, and in promoting regions one more. Dynamo traces no loop of contexts, so two are
-        # always entered: a single one twice. They leave autocast off, since torch.autocast takes such a dtype
-        # only then. ``set_scope`` turns it on for Dynamo's guards, which check the state before a graph, not
-        # inside it.
+        # ``scope_state`` has one entry for the scope, and in a promoting region a second. Dynamo traces no
+        # loop over contexts, so two are entered always; a single entry is entered twice, which changes
+        # nothing. ``enabled=False``: torch.autocast takes these dtypes only when off. (``set_scope`` has
+        # autocast on there, for Dynamo's guards; those look at the state before a graph, not inside it.)
         with torch_autocast(*scope_state[0], enabled=False), torch_autocast(*scope_state[-1], enabled=False):
             yield
 
@@ -235,7 +242,8 @@ def _close(region: OpenRegion) -> None:
     torch.set_autocast_enabled(device, region.enabled_before)
     torch.set_autocast_dtype(device, region.dtype_before)
     torch.set_autocast_cache_enabled(region.cache_before)
-    # The first condition covers a ``set_scope`` that was interrupted, the second a module's call that was.
+    # By the region, since an interrupted ``set_scope`` leaves a half-set state that ``scope_on`` does not
+    # show; and by the state, since an interrupted call of a module leaves the module's scope in force.
     if region.scope is not region.scope_before or scope_on(device) is not region.scope_before:
         set_scope(region.scope_before, device)
     if region.promotion is not None:
@@ -249,7 +257,7 @@ def _close(region: OpenRegion) -> None:
 
 
 @contextmanager
-def regions(
+def open_regions(
     states: Iterable[_State], cache_enabled: bool, promotion: Callable[[str, str], None] | None = None
 ) -> Iterator[None]:
     """Open the regions of ``states`` in order; close those that were opened, also after an error."""
@@ -271,7 +279,8 @@ def state_here(
     """Return a function whose contexts have the current autocast state, in any thread.
 
     Args:
-        promotion: that of a region which a compiled graph entered; ``thread.regions`` does not list it.
+        promotion: that of the region, given only where a compiled graph entered it: ``thread.regions`` does
+            not list such a region, so it is found by the autocast state. None: ``thread.regions`` lists all.
     """
     cache_enabled = torch.is_autocast_cache_enabled()
     devices = set(scopes_here())
@@ -279,7 +288,7 @@ def state_here(
     if promotion is None:
         promotion = promotion_here()
     else:
-        # The graph's region is known by the autocast state alone.
+        # Any device on which autocast is on may be the graph's.
         devices.update(device for device in TABLES if torch.is_autocast_enabled(device))
 
     states: list[_State] = []
@@ -295,7 +304,7 @@ def state_here(
             if device not in devices:
                 is_enabled = torch.is_autocast_enabled(device)
                 without_rules.append((device, torch.get_autocast_dtype(device), is_enabled, None))
-        return regions([*without_rules, *states], cache_enabled, promotion)
+        return open_regions([*without_rules, *states], cache_enabled, promotion)
 
     return again
 

@@ -89,47 +89,50 @@ def certificate_of(
         rounding_unknown: why FP32's own rounding was not measured, as a sentence; None: it was. If it was
             not, a single parameter cannot fail: its gradient may be rounding noise.
     """
-    # How many of the measured gradients a step averages.
-    gradients_averaged = minibatches / averaged
-    results = [_result(parameter, gradients_averaged) for parameter in measured]
+    # A step averages ``minibatches``; each gradient measured was already a mean of ``averaged`` of them.
+    gradients_in_step = minibatches / averaged
+    results = [_result(parameter, gradients_in_step) for parameter in measured]
     both = zip(measured, results, strict=True)
     judged = [parameter for parameter, result in both if result.judged]
 
     # Only parameters with a second batch have noise to divide by; of the others the relative error counts.
-    with_noise = [parameter for parameter in judged if parameter.noise is not None]
+    with_second = [parameter for parameter in judged if parameter.noise is not None]
+    without_second = [parameter for parameter in judged if parameter.noise is None]
     totals = Totals.of(judged)
-    without_noise = Totals.of([parameter for parameter in judged if parameter.noise is None])
-    by_noise = Totals.of(with_noise) if with_noise else None
-    has_noise = by_noise is not None and not by_noise.no_noise
+    totals_with_second = Totals.of(with_second) if with_second else None
+    totals_without_second = Totals.of(without_second)
+    has_noise = totals_with_second is not None and not totals_with_second.no_noise
     moments = None
     if has_noise:
-        moments = Moments.total([parameter.moments for parameter in with_noise])
+        moments = Moments.total([parameter.moments for parameter in with_second])
 
     lost = _lost(results, has_noise=has_noise)
     lost_names = {parameter.name for parameter in lost}
     if minibatches > 1:
-        for estimate, name in _in_step(results, gradients_averaged):
-            if estimate.low > PARAMETER_LIMIT:
-                lost_names.add(name)
+        lost_names.update(name for _, name in _lost_in_step(results, gradients_in_step))
     results = [replace(result, lost=result.name in lost_names) for result in results]
 
     judgment = _without_ratios(results, cannot_tell)
     if judgment is None:
         of_step = None
         if minibatches > 1:
-            of_step = _of_step(results, moments, minibatches, gradients_averaged)
-        judgment = _by_total(totals, by_noise, without_noise, of_step)
-        # A single layer whose gradient is lost, which the total of a large model would not show.
+            of_step = _of_step(results, moments, minibatches, gradients_in_step)
+        judgment = _by_total(totals, totals_with_second, totals_without_second, of_step)
+        # A single layer whose gradient is lost, which the total of a large model would not show. Without
+        # FP32's own rounding it is only "cannot tell", which must not soften a fail.
         if lost and (rounding_unknown is None or judgment.verdict != FAIL):
             judgment = _of_lost(lost, rounding_unknown)
 
     # If no parameter has a second batch, the verdict itself says so.
-    notes = _notes(results, None if by_noise is None else without_noise)
+    names_without_second = []
+    if with_second:
+        names_without_second = [parameter.name for parameter in without_second]
+    notes = _notes(results, names_without_second, totals_without_second.relative_error)
     if note:
         notes.append(note)
     error_over_noise = None
-    if by_noise is not None:
-        error_over_noise = by_noise.error_over_noise(moments, gradients_averaged)
+    if totals_with_second is not None:
+        error_over_noise = totals_with_second.error_over_noise(moments, gradients_in_step)
     certificate = Certificate(
         minibatches=minibatches,
         averaged=averaged,
@@ -145,28 +148,31 @@ def certificate_of(
 
     # The reason of a pass also says for which batches it holds, which only a finished certificate can tell.
     holds_for = up_to(certificate)
-    passes_for_step = (certificate.holds_up_to or 0) >= minibatches
-    if judgment.verdict != PASS or holds_for is None or not passes_for_step:
-        return certificate
-    holds = f"Holds for {holds_for}. Larger batches have less noise to hide the error."
-    return replace(certificate, reason=" ".join([judgment.reason, holds, *notes]))
+    holds_for_step = (certificate.holds_up_to or 0) >= minibatches
+    if judgment.verdict == PASS and holds_for is not None and holds_for_step:
+        holds = f"Holds for {holds_for}. Larger batches have less noise to hide the error."
+        certificate = replace(certificate, reason=" ".join([judgment.reason, holds, *notes]))
+    return certificate
 
 
-def _notes(parameters: Sequence[ParameterResult], without_noise: Totals | None) -> list[str]:
-    """Return sentences to add to the reason; ``without_noise``: of parameters without a second batch."""
+def _notes(
+    parameters: Sequence[ParameterResult], without_second: Sequence[str], relative_error: float | None
+) -> list[str]:
+    """Return sentences to add to the reason.
+
+    Args:
+        parameters: all of them.
+        without_second: names of the judged ones without a second batch.
+        relative_error: of those together.
+    """
     notes = []
     of_all = f"of {len(parameters)} parameters"
     has_judged = any(parameter.judged for parameter in parameters)
 
-    names = []
-    for parameter in parameters:
-        has_noise = parameter.noise_norm is not None or parameter.reason == _NOT_FINITE_OTHER
-        if parameter.judged and not has_noise:
-            names.append(parameter.name)
-    if names and without_noise is not None:
+    if without_second:
         notes.append(
-            f"There was no second batch for {len(names)} {of_all} ({few(names)}): of them only the relative "
-            f"error counts, {number(without_noise.relative_error)}."
+            f"There was no second batch for {len(without_second)} {of_all} ({few(without_second)}): of them "
+            f"only the relative error counts, {number(relative_error)}."
         )
 
     names = _because(parameters, _ROUNDING_NOISE)
@@ -196,19 +202,21 @@ def _because(parameters: Sequence[ParameterResult], *reasons: str) -> list[str]:
 # ---- one parameter
 
 
-def _result(parameter: Measured, gradients_averaged: float) -> ParameterResult:
+def _result(parameter: Measured, gradients_in_step: float) -> ParameterResult:
+    # In ``error``, ``first`` is the FP32 gradient and ``second`` the mixed one of the same batch.
     name, shape = parameter.name, parameter.shape
     if not math.isfinite(parameter.error.first):
         return ParameterResult(name=name, shape=shape, reason=_NOT_FINITE_FP32)
     if parameter.error.missing == "both":
         return ParameterResult(name=name, shape=shape, reason=_NO_GRADIENT)
+    # The exact gradient is not finite, as by an overflow, which tells nothing of how FP32 rounds.
     if parameter.rounding is not None and not math.isfinite(parameter.rounding.second):
         parameter = replace(parameter, rounding=None)
 
     totals = Totals.of([parameter])
     noise_norm = error_over_noise = None
     if parameter.noise is not None:
-        error_over_noise = totals.error_over_noise(parameter.moments, gradients_averaged)
+        error_over_noise = totals.error_over_noise(parameter.moments, gradients_in_step)
         if not math.isinf(totals.noise):
             noise_norm = totals.noise
     relative_error = totals.relative_error
@@ -236,13 +244,14 @@ def _whether_judged(totals: Totals, parameter: Measured) -> tuple[bool, str | No
     """Return whether a parameter is judged, and the first reason that applies."""
     if not math.isfinite(parameter.error.second):
         return True, _NOT_FINITE_MIXED
-    if parameter.rounding is not None and 0 < totals.rounding >= ROUNDING_SHARE * totals.gradient:
+    # Without a measured rounding the total is 0.
+    if totals.rounding > 0 and totals.rounding >= ROUNDING_SHARE * totals.gradient:
         return False, _ROUNDING_NOISE
     if math.isinf(totals.noise):
         return True, _NOT_FINITE_OTHER
 
-    zero_in_all_batches = totals.gradient == 0 and not totals.noise > 0
-    if totals.gradient == 0 == totals.error:
+    zero_in_all_batches = totals.gradient == 0 and totals.noise == 0
+    if totals.gradient == 0 and totals.error == 0:
         return False, _ZERO_GRADIENT if zero_in_all_batches else _ZERO_FP32
     return True, _why_a_number_is_none(totals, parameter, zero_in_all_batches=zero_in_all_batches)
 
@@ -330,14 +339,14 @@ def _nothing_judged(parameters: Sequence[ParameterResult]) -> str:
 
 
 def _by_total(
-    totals: Totals, by_noise: Totals | None, without_noise: Totals, of_step: _Verdict | None
+    totals: Totals, with_second: Totals | None, without_second: Totals, of_step: _Verdict | None
 ) -> _Verdict:
     """Judge all parameters together.
 
     Args:
         totals: of all judged parameters.
-        by_noise: of those with a second batch; None: there is none.
-        without_noise: of those without one.
+        with_second: of those with a second batch; None: there is none.
+        without_second: of those without one.
         of_step: the verdict on a step of several minibatches; None: a step is of one.
     """
     if totals.error == 0:
@@ -346,20 +355,22 @@ def _by_total(
         )
         return _Verdict(PASS, reason)
 
-    # Only what has noise is divided by it; without any, the relative error is all there is.
-    relative = (by_noise or totals).relative_error
-    if by_noise is not None and not by_noise.no_noise:
-        judgment = of_step or _with_noise(by_noise.error / by_noise.noise, relative)
+    # Without any second batch the relative error is all there is.
+    if with_second is None:
+        return _without_second_batch(totals.relative_error)
+
+    # Only what has noise is divided by it.
+    relative = with_second.relative_error
+    if not with_second.no_noise:
+        judgment = of_step or _with_noise(with_second.error / with_second.noise, relative)
     elif relative is None:
         which = " with a second batch" if totals.gradient > 0 else ""
         return _Verdict(FAIL, f"Every FP32 gradient{which} is zero, and the mixed ones are not.")
-    elif by_noise is None:
-        return _without_second_batch(relative)
     else:
         judgment = _without_noise(relative)
 
     # Parameters without a second batch must not hide behind those that have one.
-    if judgment.verdict == PASS and without_noise.error > SAME_BATCH_LIMIT * without_noise.gradient:
+    if judgment.verdict == PASS and without_second.error > SAME_BATCH_LIMIT * without_second.gradient:
         reason = (
             f"{judgment.reason} But for some parameters there was no second batch, and their relative error "
             f"is above {SAME_BATCH_LIMIT}."
@@ -369,8 +380,8 @@ def _by_total(
 
 
 def _with_noise(ratio: float, relative: float | None) -> _Verdict:
-    # A small gradient beside large noise passes whatever happens to it, so such a pass tells nothing.
     measured = f"Mixed precision moves the gradient by {number(ratio)} of what another minibatch does"
+    # A small gradient beside large noise passes whatever happens to it, so such a pass tells nothing.
     if ratio < TOTAL_FAILS and (relative is None or relative >= PARAMETER_LIMIT):
         own = f"but by {number(relative)} of its own size"
         if relative is None:
@@ -410,7 +421,9 @@ def _without_noise(relative: float) -> _Verdict:
     return _Verdict(FAIL, reason)
 
 
-def _without_second_batch(relative: float) -> _Verdict:
+def _without_second_batch(relative: float | None) -> _Verdict:
+    if relative is None:
+        return _Verdict(FAIL, "Every FP32 gradient is zero, and the mixed ones are not.")
     no_yardstick = "There was no second batch to measure minibatch noise by"
     error = f"the relative error, {number(relative)},"
     if relative <= ROUNDING_SIZE:
@@ -425,23 +438,34 @@ def _without_second_batch(relative: float) -> _Verdict:
 # ---- a step of several minibatches
 
 
-def _in_step(parameters: Sequence[ParameterResult], gradients_averaged: float) -> list[tuple[Estimate, str]]:
+def _in_step(parameters: Sequence[ParameterResult], gradients_in_step: float) -> list[tuple[Estimate, str]]:
     """Return error over noise of each parameter that has a limit of its own in a step, worst first."""
     estimates = []
     for parameter in parameters:
         moments = parameter._own_moments
         if moments is not None:
-            estimates.append((moments.at(gradients_averaged), parameter.name))
+            estimates.append((moments.at(gradients_in_step), parameter.name))
     return sorted(estimates, reverse=True)
+
+
+def _lost_in_step(
+    parameters: Sequence[ParameterResult], gradients_in_step: float
+) -> list[tuple[Estimate, str]]:
+    """Return those of ``_in_step`` whose whole interval is above the limit, worst first.
+
+    The lower end counts, since a few batches know a bias badly.
+    """
+    estimates = _in_step(parameters, gradients_in_step)
+    return [(estimate, name) for estimate, name in estimates if estimate.low > PARAMETER_LIMIT]
 
 
 def _of_step(
     parameters: Sequence[ParameterResult],
     moments: Moments | None,
     minibatches: int,
-    gradients_averaged: float,
+    gradients_in_step: float,
 ) -> _Verdict:
-    """Judge the mean of several minibatches, of ``gradients_averaged`` measured gradients, by noise alone."""
+    """Judge the mean of several minibatches, of ``gradients_in_step`` measured gradients, by noise alone."""
     if moments is None:
         reason = (
             f"A step averages {minibatches} minibatches here, and it takes {FEWEST_BATCHES} batches to tell "
@@ -449,11 +473,9 @@ def _of_step(
         )
         return _Verdict(CANNOT_TELL, reason)
 
-    # For a fail the lower end of the interval counts too, since a few batches know a bias badly.
-    total = moments.at(gradients_averaged)
-    single = _in_step(parameters, gradients_averaged)
-    over = [(estimate, name) for estimate, name in single if estimate.value > PARAMETER_LIMIT]
-    lost = [(estimate, name) for estimate, name in over if estimate.low > PARAMETER_LIMIT]
+    total = moments.at(gradients_in_step)
+    single = _in_step(parameters, gradients_in_step)
+    lost = _lost_in_step(parameters, gradients_in_step)
     measured = (
         f"In a step of {minibatches} minibatches mixed precision moves the gradient by {number(total.value)} "
         f"of the noise ({number(total.low)} to {number(total.high)})"
@@ -471,9 +493,11 @@ def _of_step(
     if single:
         _, worst_name = single[0]
         worst = f", most that of {worst_name}"
+    # For a fail the lower end of the interval counts too, as for a single parameter.
     if total.value >= TOTAL_FAILS and total.low >= TOTAL_LIMIT:
         return _Verdict(FAIL, f"{measured}{worst}; from {TOTAL_FAILS} on fails.")
-    if total.value < TOTAL_LIMIT and not over:
+    is_any_over = any(estimate.value > PARAMETER_LIMIT for estimate, _ in single)
+    if total.value < TOTAL_LIMIT and not is_any_over:
         return _Verdict(PASS, f"{measured}; below {TOTAL_LIMIT} passes.")
     reason = f"{measured}{worst}; it passes below {TOTAL_LIMIT}, and each parameter below {PARAMETER_LIMIT}."
     return _Verdict(CANNOT_TELL, reason)

@@ -23,9 +23,9 @@ from narrowcast.capture import (
     Estimate,
     kind_of,
     median_of_runs,
-    pace_of,
     read_capture,
     speedup_of,
+    timed_optimizer,
     times_of_runs,
     times_s,
     used_by_others,
@@ -279,7 +279,7 @@ class TimedPairs:
                 timed = "one pair of runs is"
             self._note(
                 f"{timed} too few to show how far equal runs differ here, so that the interval is wide; the "
-                f"time limit had no room for more: --time-limit 0 times {MOST_PAIRS} pairs"
+                f"time limit had no room for more: give --time-limit 0 to time {MOST_PAIRS} pairs"
             )
 
     def _note(self, text: str) -> None:
@@ -337,13 +337,13 @@ class TimedPairs:
     def _steps_before_timed(self) -> int:
         """Return how many optimizer steps a run takes before the first one that is timed."""
         steps = self.captures["fp32"][0].of("step")
-        pace = pace_of(self.captures["fp32"])
+        timed = timed_optimizer(self.captures["fp32"])
         optimizers = [step["optimizer"] for step in steps]
-        if pace not in optimizers or optimizers[0] == pace:
+        if timed not in optimizers or optimizers[0] == timed:
             return 0
         # Another optimizer stepped first, as in a search for the learning rate. The run pauses at steps of
         # the timed one only after so many in a row, which show that the other has ended (``StepProbe``).
-        return optimizers.index(pace) + STEPS_AFTER_THE_END + 1
+        return optimizers.index(timed) + STEPS_AFTER_THE_END + 1
 
     def _time_pair(self, repeat: int, steps: int) -> None:
         """Make a run of each format, whose steps take turns if they can."""
