@@ -35,22 +35,17 @@ Reading = float | Callable[[], float]
 class EventRecorder:
     """Count what happens and write it to the capture, late enough that no step waits for a device.
 
-    <<<<<<< HEAD
-        A killed run loses at most the last second of events before its last activity. Without a writer, only
-        counts and notes are kept. With a board, what is written to the capture is shown there too.
-    =======
-        A killed run loses at most the events of the second before its last one. Without a writer, only counts and
-        notes are kept.
-    >>>>>>> reader2
+    A killed run loses at most the events of the second before its last one. Without a writer, only counts and
+    notes are kept. With a board, what is written to the capture is shown there too.
 
-        Attributes:
-            devices: for each type of device, the format of its regions and why.
-            backwards: outermost backward passes.
-            forwards: outermost calls of modules before the first backward.
-            module_calls: calls of every module, those inside of others too.
-            left_alone: why narrowcast does nothing more for this script; None while it does.
-            in_python: whether it belongs to ``nc.attached``, which has arguments in place of options.
-            shared: steps taken and skipped, for the process that started this one.
+    Attributes:
+        devices: for each type of device, the format of its regions and why.
+        backwards: outermost backward passes.
+        forwards: outermost calls of modules before the first backward.
+        module_calls: calls of every module, those inside of others too.
+        left_alone: why narrowcast does nothing more for this script; None while it does.
+        in_python: whether it belongs to ``nc.attached``, which has arguments in place of options.
+        shared: steps taken and skipped, for the process that started this one.
     """
 
     def __init__(
@@ -184,15 +179,11 @@ class EventRecorder:
     def note(self, text: str, *, at_once: bool = False, told: bool = False, story: bool = False) -> None:
         """Record a note for the user, once however often it is given.
 
-                Args:
-                    text: a sentence without its period.
-                    at_once: whether to show it now.
-        <<<<<<< HEAD
-                    told: whether that is enough, so that the end of ``run`` does not repeat it.
-                    story: whether it says where a skipped step went wrong.
-        =======
-                    told: whether the user has seen it, so that the end of ``run`` leaves it out.
-        >>>>>>> reader2
+        Args:
+            text: a sentence without its period.
+            at_once: whether to show it now.
+            told: whether the user has seen it, so that the end of ``run`` leaves it out.
+            story: whether it says where a skipped step went wrong.
         """
         if self.in_python:
             text = text.replace("--policy ", "policy ").replace("--loss-scale ", "loss_scale ")

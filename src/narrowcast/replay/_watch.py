@@ -264,9 +264,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._running.pop()
         nodes: list[Any] = [t.grad_fn for t in tensors_inside(output) if t.grad_fn is not None]
-        # Walk from the outputs back to the inputs. Nodes of the modules inside are marked already and keep their
-        # mark, but the walk goes on through them: nodes of this module may lie behind. It ends at nodes no newer
-        # than the newest input, which were made before the call.
+        # Walk from the outputs back to the inputs. Nodes of the modules inside are marked already and keep
+        # their mark, but the walk goes on through them: nodes of this module may lie behind. It ends at nodes
+        # no newer than the newest input, which were made before the call.
         seen = set()
         for node in nodes:  # which grows meanwhile
             if node in seen or sequence_number(node) <= running.newest_input:
