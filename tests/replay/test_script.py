@@ -15,7 +15,9 @@ from torch import nn
 
 import narrowcast as nc
 from narrowcast.attach import Attachment
-from narrowcast.capture import CaptureWriter, start_event
+from narrowcast.capture import CaptureWriter, read_capture, start_event
+from narrowcast.report import run_block
+from narrowcast.report._page import run_page
 from narrowcast.scaling import Static
 
 STEPS = 8
@@ -259,3 +261,18 @@ def test_the_line_that_calls_a_plain_container_is_that_of_the_script():
     (story,) = [note for note in run.notes if "Run again, it shows" in note]
     assert "test_script.py:" in story
     assert "# this line" in story
+
+
+def test_a_report_shows_a_story_line_by_line(tmp_path):
+    writer = CaptureWriter(tmp_path / "capture.jsonl")
+    writer.write(start_event(["train.py"], "fp16"))
+    trained(writer=writer)
+    capture = read_capture(writer.path)
+    lines = run_block(capture).splitlines()
+    assert all(len(line) < 80 for line in lines)
+    begins = lines.index("  note: step 5 was skipped at a loss scale of 8. Run again, it shows:")
+    assert lines[begins + 1].startswith("        where forward pass of Net, test_script.py:")
+    assert any(line.startswith("        verdict precision: in fp32") for line in lines)
+    # Shown once while it ran, so the end of run leaves it out.
+    assert "Run again" not in run_block(capture, with_told=False)
+    assert "shows:<br>" in run_page(capture, tmp_path)

@@ -69,7 +69,10 @@ def run_block(capture: Capture, *, capture_path: str | None = None, with_told: b
         if with_told or not note.get("told"):
             notes.append(note["text"])
     for text in notes + _losses_not_finite(capture):
-        lines.append(wrapped(f"note: {text}", "  ", " " * 8, whole_words=True))
+        # The story of a skipped step has several lines.
+        first, *others = text.split("\n")
+        lines.append(wrapped(f"note: {first}", "  ", " " * 8, whole_words=True))
+        lines += [wrapped(line, " " * 8, " " * 16) for line in others]
     if capture_path:
         lines.append(f"  capture: {capture_path}")
     return "\n".join(lines)
