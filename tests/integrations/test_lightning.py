@@ -71,6 +71,14 @@ def test_equals_a_loop_with_a_stepper_also_after_a_skip(policy, bad):
     assert plugin.scaler.state_dict() == stepper.scaler.state_dict()
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == scheduler.last_epoch == 6 - len(bad)
     assert plugin.last_result.skipped == (bad == (5,))
+    assert plugin.skipped_steps == len(bad)
+
+
+def test_skips_of_two_fits_are_counted_together():
+    plugin = NarrowcastPrecision("bf16")
+    for _ in range(2):
+        fit(lightning, Regression(), batches(bad=(3,)), plugin)
+    assert plugin.skipped_steps == 2
 
 
 def test_the_result_names_the_parameters():

@@ -38,6 +38,7 @@ class Plugin:
         policy: the policy in force.
         scaler: the scaler; None until a model was set up, if none was given.
         last_result: the result of the last step of any optimizer; None before the first one.
+        skipped_steps: how many steps were skipped since the plugin was made.
     """
 
     _how_to_connect: str
@@ -51,6 +52,8 @@ class Plugin:
         self._explain_skips = explain_skips
         self._skips: HostSkips | None = None
         self.last_result: StepResult | None = None
+        self.skipped_steps = 0
+        self._counting: Any = None
         self._formats: dict[str, torch.dtype] = {}
         self._regions: list[ModelRegion] = []
         # Whether the host has set up a model at all.
@@ -95,12 +98,17 @@ class Plugin:
             self._formats |= formats_on(model, self.policy)
             self._names |= {id(parameter): name for name, parameter in model.named_parameters()}
         self.scaler = scaler_for(self._names, self._formats, self.scaler)
+        if self._counting is None:
+            self._counting = self.scaler.on_skip(self._count_skip)
         for model in models:
             self._regions.append(region_of(model, self.policy, self._formats))
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._unproven.append(model)
         if self._explain_skips:
             self._watch(models)
+
+    def _count_skip(self, _result: StepResult) -> None:
+        self.skipped_steps += 1
 
     def _watch(self, models: list[torch.nn.Module]) -> None:
         """Hold what the models are given, so that a skipped step can be explained."""
@@ -249,6 +257,9 @@ class Plugin:
             self._update()
         elif self._regions:
             self.scaler.abandon()  # of a step that an error ended
+        if self._counting is not None:
+            self._counting.remove()
+            self._counting = None
         self._unscaled.clear()
         for _, first_step in self._looks:
             first_step.remove()

@@ -50,6 +50,7 @@ class NarrowcastPrecision(TrainerPlugin, _TrainerPrecision):  # type: ignore[mis
     Attributes:
         scaler: the scaler, from ``fit`` on.
         last_result: the ``StepResult`` of the last step: ``.skipped``, ``.scale``, ``.nonfinite``.
+        skipped_steps: how many steps were skipped since the plugin was made.
 
     Raises:
         PolicyError: the policy does not exist or does not fit the model. At the first step: a linear or
@@ -100,6 +101,7 @@ class FabricPrecision(FabricPlugin, _FabricPrecision):
     Attributes:
         scaler: the scaler, from the first call of a model on.
         last_result: the ``StepResult`` of the last step: ``.skipped``, ``.scale``, ``.nonfinite``.
+        skipped_steps: how many steps were skipped since the plugin was made.
 
     Raises:
         PolicyError: the policy does not exist or does not fit the model. At the first step: a linear or
