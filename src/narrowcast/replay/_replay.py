@@ -276,8 +276,10 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
         differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
         arrived: list[torch.Tensor] = []
         ends: list[torch.Tensor] = []
-        for tensor, gradient in zip(differentiable, call.arrived, strict=False):
-            if backward and gradient is not None:
+        pairs = list(zip(differentiable, call.arrived, strict=False)) if backward else []
+        inner = _inner_ends([tensor for tensor, gradient in pairs if gradient is not None])
+        for tensor, gradient in pairs:
+            if gradient is not None and id(tensor) not in inner:
                 ends.append(tensor)
                 arrived.append(gradient.to(tensor.dtype) * factor)
         gradients: list[torch.Tensor] = []
@@ -294,6 +296,30 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
     if finite_outputs and finite_arrivals and not finite_gradients:
         origin = watch.origin_of(gradients)
     return Observation(finite_outputs, finite_arrivals, finite_gradients, origin, watch.largest_results)
+
+
+def _inner_ends(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Return the ids of the outputs from which other outputs were computed, or that come twice.
+
+    What arrived at them holds what came through the others, and would be counted twice.
+    """
+    node_of = {id(tensor): tensor.grad_fn for tensor in tensors}
+    inner: set[int] = set()
+    outer: set[Any] = set()
+    for tensor in tensors:
+        if tensor.grad_fn in outer:
+            inner.add(id(tensor))
+        outer.add(tensor.grad_fn)
+    for end in {node for node in node_of.values() if node is not None}:
+        below: list[Any] = [node for node, _ in end.next_functions if node is not None]
+        seen: set[Any] = set()
+        for node in below:  # which grows meanwhile
+            if node in seen:
+                continue
+            seen.add(node)
+            below += [next_node for next_node, _ in node.next_functions if next_node is not None]
+        inner.update(key for key, node in node_of.items() if node in seen)
+    return inner
 
 
 def _is_meant(origin: Operation | None, outputs: Sequence[torch.Tensor]) -> bool:

@@ -6,7 +6,7 @@ import linecache
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -173,6 +173,8 @@ class SkipStories:
                 )
             return False
 
+        if finding.origin is not None and finding.origin.direction == "backward" and scale > 1.0:
+            finding = self._at_lowest_scale(finding, surroundings.mixed, scale)
         lines = [f"{head}. Run again, it shows:"]
         lines += self._where(finding)
         lines.append(f"  verdict  {_verdict(finding)}")
@@ -242,6 +244,15 @@ class SkipStories:
                 return value
         return None
 
+    def _at_lowest_scale(self, finding: Finding, mixed: Caller, scale: float) -> Finding:
+        """Return what overflows at a loss scale of 1 too, if something does: more may at a higher one."""
+        observation = self._observed(finding, mixed, 1.0 / scale)
+        if observation is None or observation.is_sound or observation.origin is None:
+            return finding
+        if finding.origin is not None and observation.origin.place == finding.origin.place:
+            return finding
+        return replace(finding, origin=observation.origin, in_fp32=None)
+
     def _advice(self, finding: Finding, surroundings: Surroundings, finite_scale: float | None) -> list[str]:
         if finding.verdict != "precision" or finding.call is None:
             return []
@@ -254,12 +265,16 @@ class SkipStories:
         if finite_scale is not None:
             advice.append(f"{self._wording.scale.format(finite_scale)}; {finite}")
         paths = self._finite_rules(finding, surroundings)
-        if paths:
-            advice.append(f"{self._wording.rules(self._policy, paths)}; {finite}")
+        by_rules = [f"{self._wording.rules(self._policy, paths)}; {finite}"] if paths else []
+        if finding.outputs_are_finite:
+            advice += by_rules
         in_bf16 = self._in_bf16(finding.call, surroundings)
         in_fp16 = torch.float16 in surroundings.formats.values()
         if in_fp16 and not self._policy.names_modules and self._is_sound(finding, in_bf16):
             advice.append(f"{self._wording.bf16}; {not_trained}")
+        # Gradients from a forward pass in fp32 may overflow where it meets fp16: bf16 comes first.
+        if not finding.outputs_are_finite:
+            advice += by_rules
         return advice
 
     def _finite_rules(self, finding: Finding, surroundings: Surroundings) -> list[str]:

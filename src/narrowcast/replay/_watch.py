@@ -49,7 +49,7 @@ MEANT = {
     "scalar_tensor",
     "where",
 }
-# What they write does not depend on what was there.
+# What they write does not depend on what was there; nor does baddbmm(empty, ..., beta=0).
 _OVERWRITING = {"copy_", "fill_", "zero_"}
 
 
@@ -189,7 +189,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ReplayError("the model talks to other ranks")
         inputs = _checked(tree_leaves((args, kwargs)))
         bad_inputs = [tensor for tensor in inputs if not is_finite(tensor)]
-        if _name_of(func) in _OVERWRITING:
+        ignores_first = _name_of(func) in _OVERWRITING or kwargs.get("beta", 1) == 0
+        if ignores_first:
             bad_inputs = [tensor for tensor in bad_inputs if tensor is not args[0]]
         bad_elements = [~tensor.detach().isfinite() for tensor in bad_inputs]  # func may write to them
         ranges = list(map(_range, inputs))

@@ -138,8 +138,9 @@ def _losses_not_finite(capture: Capture) -> list[str]:
             elif first is None:
                 first = loss
         if first is not None:
-            notes.append(
-                f"the loss at {site} is {first['value']} from backward {first['backward']} on: "
-                "try --policy fp32 to see whether FP32 has it too"
-            )
+            what = f"the loss at {site} is {first['value']} from backward {first['backward']} on"
+            # The story of a skipped step says whether FP32 has it too.
+            if not any(note.get("story") for note in capture.of("note")):
+                what += ": try --policy fp32 to see whether FP32 has it too"
+            notes.append(what)
     return notes

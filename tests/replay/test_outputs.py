@@ -1,0 +1,76 @@
+"""Outputs of which one was computed from another, and operators that do not read an argument."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import narrowcast as nc
+from narrowcast.scaling import Static
+
+
+class ReturnsItsHiddenState(nn.Module):
+    """It returns its loss and, as models of transformers do, what the loss was computed from."""
+
+    def __init__(self, detaches, head):
+        super().__init__()
+        torch.manual_seed(0)
+        self.start = nn.Parameter(torch.randn(4, 8) * 1e-4)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
+        self.detaches = detaches
+        with torch.no_grad():
+            (self.head if head else self.body).weight.mul_(2e4)
+
+    def forward(self, x):
+        hidden = self.body(self.start + x).float()
+        loss = self.head(hidden).float().sum() * 10
+        return loss, hidden.detach() if self.detaches else hidden
+
+
+def story_of(model, x, scale):
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with nc.attached("fp16", Static(scale=scale)) as run:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(x)
+            (loss[0] if isinstance(loss, tuple) else loss).backward()
+            optimizer.step()
+    (story,) = [note for note in run.notes if "Run again, it shows" in note]
+    return story
+
+
+@pytest.mark.parametrize(("head", "scale"), [(True, 8.0), (False, 16.0)])
+def test_what_arrives_at_a_tensor_that_is_returned_too_counts_once(head, scale):
+    x = torch.zeros(4, 8)
+    told = [story_of(ReturnsItsHiddenState(detaches, head), x, scale) for detaches in (False, True)]
+    assert "undecided" not in told[0]
+    without_line = [story.replace("return loss, hidden", "") for story in told]
+    assert without_line[0] == without_line[1]
+
+
+class Attention(nn.Module):
+    """Scores as diffusers computes them: the first argument of baddbmm is not read, as beta is 0."""
+
+    def __init__(self, unread):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q = nn.Linear(8, 8)
+        self.unread = unread
+        with torch.no_grad():
+            self.q.weight.mul_(300)
+
+    def forward(self, x):
+        q = self.q(x)
+        unread = torch.full((4, 16, 16), self.unread)
+        scores = torch.baddbmm(unread, q, q.transpose(1, 2), beta=0, alpha=1.0)
+        return (scores.softmax(-1) @ q).square().mean()
+
+
+@pytest.mark.parametrize("unread", [0.0, 1e6, torch.nan])
+def test_an_argument_that_is_not_read_is_not_blamed(unread):
+    torch.manual_seed(1)
+    story = story_of(Attention(unread), torch.randn(4, 16, 8), 8.0)
+    assert "scores = torch.baddbmm(unread" in story
+    assert "  what     baddbmm in fp16" in story
