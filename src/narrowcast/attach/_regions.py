@@ -178,6 +178,11 @@ class ScriptRegions:
         return bool(self._region_on) and not self.in_fp32
 
     @property
+    def in_main_thread(self) -> bool:
+        """Whether this is the thread in which narrowcast was attached, whose calls are held."""
+        return self._thread.is_main
+
+    @property
     def called_a_module(self) -> bool:
         return bool(self._dtypes or self._titles)
 

@@ -367,7 +367,8 @@ class Steps:
         if scaled:
             self._leaves.forget_gradients()
         if not bad:
-            self._regions.explainer.step_ended()
+            # Others may step on the same pass.
+            self._regions.explainer.step_ended(may_step_again=len(self.optimizers) > 1)
             self._skips.took(optimizer)
             self._scale.after_step(overflow=False)
             return
@@ -383,7 +384,8 @@ class Steps:
     def _explain(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int, scale: float) -> None:
         """Run a step that was skipped at ``scale`` again, and note where it went wrong."""
         explainer = self._regions.explainer
-        if not explainer.recording.records or self._record_of(optimizer).evaluates_again:
+        is_held = explainer.recording.records and self._regions.in_main_thread
+        if not is_held or self._record_of(optimizer).evaluates_again:
             explainer.step_ended()
             return
         module_calls = self._recorder.module_calls

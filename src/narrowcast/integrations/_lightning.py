@@ -119,7 +119,8 @@ class Plugin:
             self._skips.watch(model)
             # A LightningModule calls the models in it, and is seldom called itself.
             for child in model.children():
-                self._skips.watch(child)
+                if next(child.parameters(), None) is not None:  # not a metric
+                    self._skips.watch(child)
 
     def _call_again(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._regions[-1]:

@@ -21,14 +21,27 @@ from narrowcast.casting import tensors_inside
 MOST_BYTES = 64 * 2**20
 """Of the inputs and arriving gradients that are held for one step."""
 
+MOST_CALLS = 256
+"""Outermost calls that are held for one step; an agent may act a thousand times before it learns."""
+
+_TOO_LARGE = "the inputs and gradients of the step were too large to be held"
+_TOO_MANY = f"the step made more than {MOST_CALLS} calls"
+_NOT_HELD = "an input of a call could not be held"
+_HOLDS_GRAPH = "an input of a call holds a graph inside of an object, which is not kept"
+
 _STEPS_WITH_GRADIENTS = 4000  # after a skip that arose in a backward pass
 _NARROWCAST = str(Path(__file__).parents[1]) + os.sep
 _MODULES: str = nn.Module.__call__.__code__.co_filename
 _CONTAINERS = (list, tuple, dict)
 _GRAPH = attrgetter("grad_fn")
+_PLAIN = (int, float, str, type(None))
 
 RandomState = tuple[torch.Tensor, torch.device | None, torch.Tensor | None]
 """Of torch's generator on the CPU, and of that on the device of the inputs if it is another."""
+
+
+class NotHeldError(Exception):
+    """Why a call is not held."""
 
 
 class RecordedCall:
@@ -37,6 +50,7 @@ class RecordedCall:
     Attributes:
         random_state: before the call.
         inputs: the tensors among the arguments, and in the lists, tuples and dicts among them.
+        had_graph: ids of those that were computed from something that needs a gradient.
         versions: of the inputs, to see whether they changed.
         arrived: the gradient that arrived at each output that needs one; None: none did.
         had_several_passes: whether gradients arrived at an output more than once.
@@ -44,8 +58,8 @@ class RecordedCall:
     """
 
     __slots__ = (
-        "__weakref__", "args", "arrived", "had_several_passes", "inputs", "kwargs", "module", "random_state",
-        "site", "versions",
+        "__weakref__", "args", "arrived", "had_graph", "had_several_passes", "inputs", "kwargs", "module",
+        "random_state", "site", "versions",
     )  # fmt: skip
 
     def __init__(
@@ -68,29 +82,37 @@ class RecordedCall:
                 self.inputs.append(value)
             elif isinstance(value, _CONTAINERS):
                 self.inputs += tensors_inside(value)
-        self.versions = list(map(_version, self.inputs))
+            elif not isinstance(value, _PLAIN) and any(map(_GRAPH, tensors_inside(value))):
+                raise NotHeldError(_HOLDS_GRAPH)
+        self.versions = list(map(version_of, self.inputs))
         self.random_state = random_state or random_state_on(self.inputs)
+        self.had_graph: set[int] = set()
         if any(map(_GRAPH, self.inputs)):
             self._let_go_of_graphs()
 
     def _let_go_of_graphs(self) -> None:
         """Hold inputs without the graphs that made them, which would keep all that they saved."""
+        flags = [tensor.grad_fn is not None for tensor in self.inputs]
         self.args, self.kwargs = on_tensors(_without_graph, (self.args, self.kwargs))
         self.inputs = [_without_graph(tensor) for tensor in self.inputs]
+        self.had_graph = {id(tensor) for tensor, flag in zip(self.inputs, flags, strict=True) if flag}
 
     def changed(self) -> bool:
         """Return whether an input was written to since the call."""
-        return self.versions != [_version(tensor) for tensor in self.inputs]
+        return self.versions != [version_of(tensor) for tensor in self.inputs]
 
 
 class RecordedStep(NamedTuple):
-    """The calls of one step, in their order; none if it had more than can be held.
+    """The calls of one step, in their order.
 
-    ``has_gradients`` says whether the gradients that arrived at their outputs were held too.
+    Attributes:
+        calls: none if the step is not held.
+        why_not_held: empty if it is.
+        has_gradients: whether the gradients that arrived at the outputs of the calls were held too.
     """
 
     calls: list[RecordedCall]
-    is_past_limit: bool
+    why_not_held: str
     has_gradients: bool
 
 
@@ -111,18 +133,20 @@ class Recording:
         self.records = False
         self.pass_is_repeated = False
         self._calls: list[RecordedCall] = []
-        self._is_past_limit = False
+        self._why_not_held = ""
         self._step_has_ended = False
         self._steps_with_gradients = 0  # that are still to come
+        self._storages: set[int] = set()  # whose bytes were counted
         self._bytes = 0
         self._begun: RecordedCall | None = None
+        self._calls_of_begun = 0  # inside of its own call, where a module calls itself
 
     def watch(self, module: nn.Module) -> list[RemovableHandle]:
         """Record the calls of ``module`` until the handles are removed."""
         return [
             # Before hooks that change the arguments, which are called again too.
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._after),
+            module.register_forward_hook(self._after, always_call=True),
         ]
 
     def hold_gradients(self, hold: bool) -> None:
@@ -131,7 +155,7 @@ class Recording:
 
     def recorded_step(self) -> RecordedStep:
         """Return the calls since the latest step ended."""
-        return RecordedStep(self._calls, self._is_past_limit, self._steps_with_gradients > 0)
+        return RecordedStep(self._calls, self._why_not_held, self._steps_with_gradients > 0)
 
     def end_step(self) -> None:
         """Let go of the calls when the next one begins: another optimizer may step on them before."""
@@ -142,34 +166,48 @@ class Recording:
     def clear(self) -> None:
         """Let go of the step."""
         self._calls = []
-        self._is_past_limit = False
+        self._why_not_held = ""
         self._step_has_ended = False
+        self._storages = set()
         self._bytes = 0
         self._begun = None
+        self._calls_of_begun = 0
 
     # ---- one call
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
         """Return what the outermost call of a module, which begins now, needs to be made again.
 
-        None if it runs without gradients.
+        None if it runs without gradients, or cannot be held: whatever it is, the call itself goes on.
         """
         if self._step_has_ended:
             self.clear()
-        if not torch.is_grad_enabled():
+        if self._why_not_held or not torch.is_grad_enabled():
             return None
-        return RecordedCall(module, args, kwargs)
+        try:
+            return RecordedCall(module, args, kwargs)
+        except NotHeldError as reason:
+            self._let_go(str(reason))
+        except Exception:  # as inside of torch.func, which refuses to detach
+            self._let_go(_NOT_HELD)
+        return None
 
     def end(self, call: RecordedCall, output: Any) -> None:
         """Hold a call, which returned ``output``."""
-        if self._is_past_limit:
+        if self._why_not_held:
             return
         self._calls.append(call)
-        on_cpu, _, _ = call.random_state
-        for tensor in (on_cpu, *call.inputs):
-            self._hold(tensor)
-        if self._steps_with_gradients:
-            self._hold_arriving(call, output)
+        if len(self._calls) > MOST_CALLS:
+            self._let_go(_TOO_MANY)
+            return
+        try:
+            on_cpu, _, _ = call.random_state
+            for tensor in (on_cpu, *call.inputs):
+                self._hold(tensor)
+            if self._steps_with_gradients:
+                self._hold_arriving(call, output)
+        except Exception:  # whatever it is, the call itself goes on
+            self._let_go(_NOT_HELD)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not self.records:
@@ -177,13 +215,24 @@ class Recording:
         # A call inside of another one is made again with it.
         if self._begun is None:
             self._begun = self.begin(module, args, kwargs)
+        elif self._begun.module is module:
+            self._calls_of_begun += 1
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self._begun is None or self._begun.module is not module:
             return
+        if self._calls_of_begun:
+            self._calls_of_begun -= 1
+            return
         call = self._begun
         self._begun = None
-        self.end(call, output)
+        if output is not None:  # else it raised, and the hook is called all the same
+            self.end(call, output)
+
+    def _let_go(self, reason: str) -> None:
+        """Hold nothing more of this step."""
+        self.clear()
+        self._why_not_held = reason
 
     def _hold_arriving(self, call: RecordedCall, output: Any) -> None:
         """Hold the gradients that will arrive at the outputs of a call."""
@@ -208,7 +257,7 @@ class Recording:
     ) -> None:
         call = reference()
         gradient = gradients[output_nr]
-        if call is None or gradient is None or self._is_past_limit:
+        if call is None or gradient is None or self._why_not_held:
             return
         if call.arrived[index] is not None and not self.pass_is_repeated:
             call.had_several_passes = True
@@ -216,10 +265,15 @@ class Recording:
         self._hold(gradient)
 
     def _hold(self, tensor: torch.Tensor) -> None:
-        self._bytes += _bytes(tensor)
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()  # a view holds all of it
+            if storage.data_ptr() not in self._storages:
+                self._storages.add(storage.data_ptr())
+                self._bytes += storage.nbytes()
+        else:
+            self._bytes += _bytes(tensor)
         if self._bytes > MOST_BYTES:
-            self.clear()
-            self._is_past_limit = True
+            self._let_go(_TOO_LARGE)
 
     def __reduce__(self) -> Any:
         return (Recording, ())
@@ -245,7 +299,7 @@ def on_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> A
     return tree_map_only(torch.Tensor, change, values)
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to; an inference tensor does not know."""
     return -1 if tensor.is_inference() else tensor._version
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,13 @@ from narrowcast.casting import ModelRegion, cast_floating, drop_casts, is_fp8, t
 from narrowcast.machine import first_line
 from narrowcast.policy import Policy
 from narrowcast.replay._random_states import random_states, set_random_states
-from narrowcast.replay._recording import RecordedCall, RecordedStep, on_tensors, set_random_state
+from narrowcast.replay._recording import (
+    RecordedCall,
+    RecordedStep,
+    on_tensors,
+    set_random_state,
+)
+from narrowcast.replay._recording import version_of as _version
 from narrowcast.replay._watch import (
     BUFFER,
     INPUT,
@@ -31,6 +39,7 @@ from narrowcast.replay._watch import (
 
 LONGEST_S = 60.0
 _LOW = {torch.float16, torch.bfloat16}
+_OUR_HOOKS = {"torch", "narrowcast", "functools"}
 # narrowcast run puts a function of its own in its place.
 _GRAD = torch.autograd.grad
 
@@ -133,8 +142,8 @@ def find_origin(step: RecordedStep, surroundings: Surroundings) -> Finding:
 
     Weights, buffers, gradients and random states are as before afterwards.
     """
-    if step.is_past_limit:
-        return _undecided("the inputs and gradients of the step were too large to be held")
+    if step.why_not_held:
+        return _undecided(step.why_not_held)
     if not step.calls:
         return _undecided("no call of the model was seen: it may be called from compiled code")
     deadline = time.monotonic() + LONGEST_S
@@ -205,6 +214,9 @@ def _judged(call: RecordedCall, mixed: Observation, surroundings: Surroundings, 
         reason = "the model casts to a low format itself"
         return Finding("undecided", call, only_backward, origin, reason=reason)
     if origin is not None and origin.name == INPUT:
+        if any(id(tensor) in call.had_graph and not is_finite(tensor) for tensor in _floating(call.inputs)):
+            reason = "its input was computed by something else, and is not finite"
+            return Finding("undecided", call, only_backward, origin, reason=reason)
         argument, samples = _bad_input(call)
         return Finding("data", call, only_backward, origin, argument=argument, samples=samples)
     named = call.module.named_parameters()
@@ -255,6 +267,7 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
         raise ReplayError("an input of the model was changed in place after the call")
     module = without_ddp(call.module)
     _refuse_collectives(module)
+    _refuse_hooks(module)
     args, kwargs = on_tensors(_leaf, (call.args, call.kwargs))
     inputs = tensors_inside((args, kwargs))
     leaves: list[torch.Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -296,6 +309,16 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
     if finite_outputs and finite_arrivals and not finite_gradients:
         origin = watch.origin_of(gradients)
     return Observation(finite_outputs, finite_arrivals, finite_gradients, origin, watch.largest_results)
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    """Refuse hooks of the script, which may keep what they see: as in a list that its loss reads."""
+    for path, part in module.named_modules():
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
+            function = getattr(hook, "func", hook)  # of a partial
+            package, _, _ = str(getattr(function, "__module__", type(function).__module__)).partition(".")
+            if package not in _OUR_HOOKS:
+                raise ReplayError(f"{path or 'the model'} ({type(part).__name__}) has hooks of the script")
 
 
 def _inner_ends(tensors: Sequence[torch.Tensor]) -> set[int]:
@@ -382,30 +405,82 @@ def _strided(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @contextmanager
 def everything_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put back random states, buffers and gradients, whatever happens inside."""
+    """Put back random states, parameters, gradients, buffers and attributes, whatever happens inside."""
     states = random_states()
-    every = {id(part): part for module in modules for part in module.modules()}.values()
-    buffers = []
+    every = list({id(part): part for module in modules for part in module.modules()}.values())
+    attributes = [_Attributes(part) for part in every]
+    tensors = []
+    gradients = []
     for part in every:
-        for name, buffer in part.named_buffers(recurse=False):
-            buffers.append((part, name, buffer, buffer.detach().clone()))
-    parameters = [parameter for part in every for parameter in part.parameters(recurse=False)]
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            tensors.append((tensor, _version(tensor), tensor.detach().clone()))
+        for parameter in part.parameters(recurse=False):
+            gradients.append((parameter, parameter.grad))
     try:
         yield
     finally:
         set_random_states(states)
+        for of_part in attributes:
+            of_part.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for part, name, buffer, value in buffers:
-            _restore_buffer(part, name, buffer, value)
+        for tensor, version, value in tensors:
+            _restore_value(tensor, version, value)
 
 
 @torch.no_grad()
-def _restore_buffer(part: nn.Module, name: str, buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Put back a buffer, and its value if that changed: a graph may have saved it."""
-    if getattr(part, name) is not buffer:
-        setattr(part, name, buffer)
-    same = torch.equal(buffer, value) or bool((buffer.isnan() & value.isnan() | (buffer == value)).all())
+def _restore_value(tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
+    """Put back what a tensor held, if that changed: a graph may have saved it."""
+    if tensor.layout == torch.strided:
+        # The kernels of batch norms write to statistics without counting a version.
+        same = torch.equal(tensor, value) or bool((tensor.isnan() & value.isnan() | (tensor == value)).all())
+    else:
+        same = _version(tensor) == version
     if not same:
-        buffer.copy_(value)
+        tensor.copy_(value)
+
+
+class _Attributes:
+    """The attributes of a module, what its lists, dicts and sets hold, and the states of its generators."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values = dict(vars(module))
+        self._contents: list[tuple[Any, Any]] = []
+        self._states: list[tuple[Callable[[Any], Any], Any]] = []
+        for value in self._values.values():
+            if isinstance(value, list | dict | set):
+                self._contents.append((value, copy.copy(value)))
+            elif isinstance(value, torch.Generator):
+                self._states.append((value.set_state, value.get_state()))
+            elif hasattr(value, "bit_generator"):  # NumPy's
+                set_state = functools.partial(setattr, value.bit_generator, "state")
+                self._states.append((set_state, value.bit_generator.state))
+
+    def restore(self) -> None:
+        attributes = vars(self._module)
+        if not _is_same(attributes, self._values):
+            attributes.clear()
+            attributes.update(self._values)
+        for container, before in self._contents:
+            if _is_same(container, before):
+                continue
+            container.clear()
+            if isinstance(container, list):
+                container.extend(before)
+            else:
+                container.update(before)
+        for set_state, state in self._states:
+            set_state(state)
+
+
+def _is_same(container: Any, before: Any) -> bool:
+    """Return whether two lists, dicts or sets hold the same objects."""
+    if len(container) != len(before):
+        return False
+    if isinstance(container, dict):
+        return all(
+            key is old_key and value is old_value
+            for (key, value), (old_key, old_value) in zip(container.items(), before.items(), strict=True)
+        )
+    return all(value is old for value, old in zip(container, before, strict=True))

@@ -173,7 +173,8 @@ class SkipStories:
                 )
             return False
 
-        if finding.origin is not None and finding.origin.direction == "backward" and scale > 1.0:
+        # A dynamic scale may be too high for other modules, which it will mend by itself.
+        if finding.origin is not None and finding.origin.direction == "backward" and scale_falls:
             finding = self._at_lowest_scale(finding, surroundings.mixed, scale)
         lines = [f"{head}. Run again, it shows:"]
         lines += self._where(finding)

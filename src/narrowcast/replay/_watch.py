@@ -260,7 +260,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = tensors_inside((args, kwargs))
         numbers = [sequence_number(tensor.grad_fn) for tensor in inputs if tensor.grad_fn is not None]
         newest = max(numbers, default=-1)
-        self._running.append(_RunningModule(self._paths[module], graph_task_id(), newest))
+        self._running.append(_RunningModule(self._paths.get(module, ""), graph_task_id(), newest))
 
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._running.pop()

@@ -229,19 +229,19 @@ class Applied:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """End the policy on the model for a while, if its calls open the region; copies keep it.
-
-        Code that was compiled before is compiled again afterwards.
-        """
+        """Let calls run without the policy for a while, if they open its region; those of copies too."""
         model = self._model()
         if model is None or not self._opens or self._shared.ended:
             yield
             return
-        self.remove(copies=False)
+        # As if it were removed, for as long: what stands in front of modules stays, and calls what is below.
+        self._shared.removed = True
+        del _applied[model]
         try:
             yield
         finally:
-            self._begin(model)
+            self._shared.removed = False
+            _applied[model] = self
 
     __reduce_ex__ = not_copied("the handle of nc.apply", "copy or save the model, which keeps its policy")
 
@@ -458,7 +458,7 @@ def _remove_copied_calls(modules: Iterable[tuple[tuple[str, ...], torch.nn.Modul
             # The policy that came with a copy gives way to the one that is asked for.
             if call.is_copy:
                 call.detach()
-            elif call.shared.policy != policy and not call.shared.compiled:
+            elif call.shared.policy != policy and not (call.shared.compiled or call.shared.removed):
                 raise PolicyError(
                     f"{type(module).__name__} {paths[0]!r} in this model has another policy already: "
                     f"{call.shared.how_to_end}"
