@@ -99,6 +99,7 @@ def test_the_table_fits_a_terminal_and_names_the_page(ranges):
     assert "<script" not in page
 
 
+@pytest.mark.long
 def test_names_from_a_script_are_escaped(workshop):
     text = TRAIN.replace("nn.Sequential(nn.Tanh()", "type('A<b>', (nn.Sequential,), {})(nn.Tanh()")
     text = text.replace("model = nn.Sequential(", "model = type('N<i>', (nn.Sequential,), {})(")
@@ -110,6 +111,7 @@ def test_names_from_a_script_are_escaped(workshop):
     assert html.escape("N<i>.0") in page
 
 
+@pytest.mark.long
 def test_a_script_that_only_calls_a_model_has_activations(workshop):
     workshop.write(
         "calls.py",
@@ -128,6 +130,7 @@ def test_a_script_that_only_calls_a_model_has_activations(workshop):
     assert [(row["module"], row["values"]) for row in found["ranges"]] == [("Linear", "activation")]
 
 
+@pytest.mark.long
 def test_a_script_without_a_model_says_so(workshop):
     workshop.write("plain.py", "print(1)")
     ended = workshop.narrowcast("explain", "--ranges", "plain.py")

@@ -486,7 +486,7 @@ class Steps:
     def _how_to_tell(self) -> str:
         """Return what to type to learn more of gradients that are not finite, if nothing was told of them."""
         if self._regions.explainer.told:
-            return "What a skipped step showed that was run again is told above"
+            return "What was found of the first skipped step is told above"
         in_fp32 = "narrowcast run --policy fp32 SCRIPT shows whether FP32 has them too"
         if any(device["format"] == "bf16" for device in self._recorder.devices.values()):
             return in_fp32

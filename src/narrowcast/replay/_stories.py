@@ -60,7 +60,8 @@ def _rules_in_python(_: Policy, paths: Sequence[str]) -> str:
 
 def _rules_in_toml(policy: Policy, paths: Sequence[str]) -> str:
     rules = ", ".join(f'{{module = "{path}", compute = "fp32"}}' for path in paths)
-    return f'--policy FILE with version = 1, compute = "{policy.compute}", rule = [{rules}], a line each'
+    lines = f'version = 1, compute = "{policy.compute}", rule = [{rules}]'
+    return f"--policy p.toml, a file that you write, of the lines {lines}"
 
 
 FOR_PYTHON = Wording("a loss scale of {:g}", _rules_in_python, 'policy="bf16"')
@@ -176,7 +177,7 @@ class SkipStories:
         # A dynamic scale may be too high for other modules, which it will mend by itself.
         if finding.origin is not None and finding.origin.direction == "backward" and scale_falls:
             finding = self._at_lowest_scale(finding, surroundings.mixed, scale)
-        lines = [f"{head}. Run again, it shows:"]
+        lines = [f"{head}. narrowcast repeated it and found:"]
         lines += self._where(finding)
         lines.append(f"  verdict  {_verdict(finding)}")
         lines += [f"  try      {advice}" for advice in self._advice(finding, surroundings, finite_scale)]
