@@ -124,7 +124,7 @@ def test_tensorboard_reads_what_the_script_saw(both):
 
     ((step, story),) = texts["narrowcast/skips"]
     assert step == skipped_at
-    assert f"step {skipped_at} was skipped at a loss scale of 16. narrowcast repeated it and found:" in story
+    assert f"step {skipped_at} was skipped at a loss scale of 16. narrowcast repeated it:" in story
     assert "verdict  precision" in story
     assert any("NaN or infinite itself" in note for _, note in texts["narrowcast/notes"])
 

@@ -29,7 +29,7 @@ def notes_on(fault: Fault, *, steps: int = 2) -> list[str]:
                 loss.backward()
             optimizer.step()
     assert run.facts["skipped_steps"] == steps
-    return [note for note in run.notes if "narrowcast repeated it and found" in note]
+    return [note for note in run.notes if "narrowcast repeated it" in note]
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")

@@ -147,7 +147,7 @@ def test_a_skipped_step_is_explained_and_changes_no_bit(host, caplog):
     with caplog.at_level(logging.WARNING, "narrowcast"):
         explained = train(True)
     assert torch.equal(explained, plain)
-    (story,) = [message for message in caplog.messages if "narrowcast repeated it and found" in message]
+    (story,) = [message for message in caplog.messages if "narrowcast repeated it" in message]
     assert "step 3 was skipped at a loss scale of 8." in story
     assert f"where    forward pass of {path} (Square)" in story
     assert "return x * x  # overflows fp16 above 256" in story
@@ -181,7 +181,7 @@ def test_the_trainer_names_the_layer_of_a_transformer(tmp_path, caplog):
     )
     with caplog.at_level(logging.WARNING, "narrowcast"):
         trainer.train()
-    (story,) = [message for message in caplog.messages if "narrowcast repeated it and found" in message]
+    (story,) = [message for message in caplog.messages if "narrowcast repeated it" in message]
     assert "forward pass of model.layers.1.mlp.up_proj (Linear)" in story
     assert "verdict  precision" in story
     AcceleratorState._reset_state(True)

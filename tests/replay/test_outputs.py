@@ -37,7 +37,7 @@ def story_of(model, x, scale):
             loss = model(x)
             (loss[0] if isinstance(loss, tuple) else loss).backward()
             optimizer.step()
-    (story,) = [note for note in run.notes if "narrowcast repeated it and found" in note]
+    (story,) = [note for note in run.notes if "narrowcast repeated it" in note]
     return story
 
 

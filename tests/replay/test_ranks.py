@@ -37,9 +37,7 @@ def test_a_run_on_two_ranks_ends_with_the_same_bits(tmp_path):
     assert [result["told"] for result in explained] == [0, 20]
     assert [result["told"] for result in plain] == [0, 0]
     assert [result["digest"] for result in explained] == [result["digest"] for result in plain]
-    assert (
-        text.count("rank 1: step 6 was skipped at a loss scale of 8. narrowcast repeated it and found:") == 1
-    )
+    assert text.count("rank 1: step 6 was skipped at a loss scale of 8. narrowcast repeated it:") == 1
     assert "forward pass of Net, two_ranks.py" in text
     notes = (tmp_path / "explained" / "capture-rank1.jsonl").read_text()
     assert "step 6 was skipped at a loss scale of 8" in notes

@@ -104,7 +104,7 @@ def trained(model, *, explain_skips):
                 loss = loss * torch.inf
             loss.backward()
             optimizer.step()
-    told = [note for note in run.notes if "narrowcast repeated it and found" in note]
+    told = [note for note in run.notes if "narrowcast repeated it" in note]
     return model, told, run.facts
 
 
@@ -157,7 +157,7 @@ def test_more_calls_than_are_held_are_said():
         total = sum(model(torch.ones(1, 2)).sum() for _ in range(300))
         (total * torch.inf).backward()
         optimizer.step()
-    (story,) = [note for note in run.notes if "narrowcast repeated it and found" in note]
+    (story,) = [note for note in run.notes if "narrowcast repeated it" in note]
     assert "undecided: the step made more than 256 calls" in story
 
 
@@ -170,7 +170,7 @@ def test_an_input_that_another_model_computed_is_not_bad_data():
         recording.clear()  # as by the step of another optimizer
         decoder(codes).sum().backward()
         optimizer.step()
-    (story,) = [note for note in run.notes if "narrowcast repeated it and found" in note]
+    (story,) = [note for note in run.notes if "narrowcast repeated it" in note]
     assert "undecided: its input was computed by something else, and is not finite" in story
 
 

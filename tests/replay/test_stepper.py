@@ -183,7 +183,7 @@ def test_a_story_is_logged_once_for_each_kind(caplog):
     (record,) = caplog.records
     assert record.getMessage() == f"narrowcast: {stepper.skip_stories[0]}"
     story = stepper.skip_stories[0]
-    assert story.startswith("step 1 was skipped at a loss scale of 16. narrowcast repeated it and found:\n")
+    assert story.startswith("step 1 was skipped at a loss scale of 16. narrowcast repeated it:\n")
     assert "where    forward pass of Net, test_stepper.py:" in story
     assert "grown = self.enter(x).exp()" in story
     assert (

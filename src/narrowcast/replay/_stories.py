@@ -177,7 +177,7 @@ class SkipStories:
         # A dynamic scale may be too high for other modules, which it will mend by itself.
         if finding.origin is not None and finding.origin.direction == "backward" and scale_falls:
             finding = self._at_lowest_scale(finding, surroundings.mixed, scale)
-        lines = [f"{head}. narrowcast repeated it and found:"]
+        lines = [f"{head}. narrowcast repeated it:"]
         lines += self._where(finding)
         lines.append(f"  verdict  {_verdict(finding)}")
         lines += [f"  try      {advice}" for advice in self._advice(finding, surroundings, finite_scale)]
