@@ -793,7 +793,7 @@ def test_rules_for_modules_hold_in_fabric_and_in_compiled_models():
 def test_optimizers_of_fabric_take_a_closure():
     def train(fabric, kind):
         net = make_net()
-        model, optimizer = fabric.setup(net, kind(net.parameters(), lr=0.1))
+        model, optimizer = fabric.setup(net, kind(net.parameters(), lr=1e-3))
         torch.manual_seed(2)
 
         def closure(batch):

@@ -286,7 +286,7 @@ def test_paths_of_rules_begin_inside_of_fabrics_wrapper():
         model = lightning.Fabric(accelerator="cpu", devices=1).setup(net)
         model(torch.ones(2, FEATURES))
     assert seen == {"0": torch.float32, "3": torch.bfloat16}
-    assert not attached.notes
+    assert not [note for note in attached.notes if " on this CPU " not in note]
 
 
 RULE = nc.Policy.preset("bf16").with_rules(nc.rule.module("0", compute="fp32"))
