@@ -83,6 +83,22 @@ def linears() -> tuple[nn.Module, torch.Tensor]:
 MODELS = {"transformer": transformer, "convolutions": convolutions, "lstm": lstm, "linears": linears}
 
 
+def models_that_torch_runs(device: str) -> list[str]:
+    """Return the models that torch's own loop can train in bf16: on some CPUs oneDNN has no LSTM for it."""
+    runnable = []
+    for model_name, make in MODELS.items():
+        model, x = make()
+        try:
+            with torch.autocast(device, torch.bfloat16):
+                model.to(device)(x.to(device))
+        except RuntimeError as error:
+            if "primitive" not in str(error):
+                raise
+        else:
+            runnable.append(model_name)
+    return runnable
+
+
 class Training:
     """A model, its optimizer, and one batch."""
 
@@ -596,7 +612,7 @@ def row_of_rule(words: str, calls: int, limit_us: float, without: Side, under_ru
 
 def host_cost(device: str) -> Iterator[Row]:
     """What a step costs the host, over torch's loop of the same kind; rules in microseconds a call."""
-    for model_name in MODELS:
+    for model_name in models_that_torch_runs(device):
         yield from rows_of_model(model_name, device)
     yield from rows_of_rules(device)
 
@@ -679,7 +695,7 @@ def main() -> int:
     runs = []
     for _ in range(options.runs):
         found = []
-        for model_name in [options.model] if options.model else [*MODELS, "rules"]:
+        for model_name in [options.model] if options.model else [*models_that_torch_runs(device), "rules"]:
             if model_name == "rules":
                 rows = list(rows_of_rules(device))
                 print_rules(rows)

@@ -9,6 +9,9 @@ import pytest
 from child_processes import output_of
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import host_cost  # noqa: E402
+
 # In a process of its own, in which no policy of another test has kernels.
 FAULTS = """
 import json, sys
@@ -29,7 +32,7 @@ print(json.dumps(faults))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", ["transformer", "convolutions", "lstm", "linears"])
+@pytest.mark.parametrize("model", host_cost.models_that_torch_runs("cpu"))
 def test_a_step_dispatches_what_torchs_loop_does(model):
     printed = output_of([sys.executable, "-W", "ignore", "-c", FAULTS, BENCHMARKS, model])
     faults = json.loads(printed.splitlines()[-1])
