@@ -155,7 +155,7 @@ def test_a_fused_step_skips_by_a_flag_read_later(fused, monkeypatch):
         model[2].weight.grad[0, 0] *= factor
         optimizer.step()
 
-    with Attachment("bf16", tell=told.append) as attached:
+    with Attachment("bf16", tell=told.append, explains_skips=True) as attached:
         train(1.0)
         weights = [p.detach().clone() for p in model.parameters()]
         train(math.nan)
@@ -167,6 +167,7 @@ def test_a_fused_step_skips_by_a_flag_read_later(fused, monkeypatch):
         assert_same(weights, list(model.parameters()))
         train(1.0)
         assert any("step 2, of AdamW, was skipped: the gradients of Sequential.2.weight" in n for n in told)
+        assert any("a skipped step is not run again here" in note for note in told)
         assert not hasattr(optimizer, "found_inf")
     assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (2, 1)
     assert all_finite(optimizer)

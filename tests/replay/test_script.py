@@ -251,6 +251,27 @@ def test_the_advice_for_a_script_is_what_the_command_takes(tmp_path):
         assert model(torch.full((2, 4), 100.0)).isfinite().all()
 
 
+def test_a_rule_is_advised_beside_those_that_the_policy_has(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    torch.nn.init.constant_(model[0].weight, 1e4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    file = tmp_path / "policy.toml"
+    file.write_text('version = 1\ncompute = "fp16"\n[[rule]]\nmodule = "1"\ncompute = "fp32"\n')
+    with Attachment(file, Static(scale=8.0), explains_skips=True) as run:
+        model(torch.full((2, 4), 100.0)).sum().backward()
+        optimizer.step()
+        assert model[1](torch.ones(1, 4)).dtype == torch.float32  # its own rule still holds
+    (story,) = [note for note in run.notes if "narrowcast repeated it" in note]
+    advice = next(line for line in story.splitlines() if "[[rule]]" in line)
+    lines = advice.partition("these lines at its end: ")[2].partition(";")[0]
+    file.write_text(file.read_text() + lines.replace(", ", "\n"))
+    policy = nc.Policy.load(file)
+    assert len(policy.rules) == 2
+    with Attachment(policy, Static(scale=8.0)), torch.no_grad():
+        assert model(torch.full((2, 4), 100.0)).isfinite().all()
+
+
 def test_the_line_that_calls_a_plain_container_is_that_of_the_script():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4))

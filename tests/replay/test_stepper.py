@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
+from narrowcast.integrations._skips import HostSkips, plain_call
 from narrowcast.replay import _recording, _replay
 from narrowcast.scaling import Dynamic, Static
 
@@ -189,6 +190,68 @@ def test_a_story_is_logged_once_for_each_kind(caplog):
     assert (
         "what     exp in fp16, of values from 12 to 12: infinity; in fp32 up to 1.63e+05; fp16 ends" in story
     )
+
+
+def test_a_rule_is_advised_beside_those_that_the_policy_has():
+    kept = nc.rule.module("leave", compute="fp32")
+    _, stepper = made(Grown(), policy=nc.Policy(compute="fp16", rules=(kept,)), loss_scale=Static(scale=16.0))
+    assert step(stepper, bad()).skipped
+    advised = 'try      nc.rule.module("grow", compute="fp32"), after the rules that the policy has; with it'
+    assert advised in stepper.skip_stories[0]
+    with stepper.autocast():
+        assert stepper.model.leave(torch.ones(1, 8)).dtype == torch.float32
+        assert stepper.model.grow(torch.ones(1, 8)).dtype == torch.float16
+
+
+class Grown(nn.Module):
+    """A layer whose outputs overflow fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.grow = nn.Linear(8, 8)
+        self.leave = nn.Linear(8, 1)
+        nn.init.constant_(self.grow.weight, 1e4)
+
+    def forward(self, x):
+        return self.leave(self.grow(x) * 1e-3)
+
+
+def test_where_nothing_that_was_tried_helps_the_story_says_so():
+    _, stepper = made(Rounded(), policy="bf16")
+    assert step(stepper, good()).skipped
+    story = stepper.skip_stories[0]
+    assert "verdict  precision" in story
+    assert story.endswith(
+        "try      nothing is known to help: no scale, rule or format that was tried made it finite"
+    )
+
+
+class Rounded(nn.Module):
+    """A division by what bf16 rounds to zero, in the model's own forward, for which there is no rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        nn.init.zeros_(self.layer.weight)
+        nn.init.constant_(self.layer.bias, 1.001)
+
+    def forward(self, x):
+        return 1.0 / (self.layer(x) - 1.0)
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_where_flags_are_read_late_it_is_said_once_that_nothing_is_run_again(host, caplog, monkeypatch):
+    monkeypatch.setattr(nc.StepResult, "is_known", False)
+    _, stepper = made()
+    skips = HostSkips(nc.Policy(compute="fp16"), plain_call)
+    with caplog.at_level(logging.WARNING, logger="narrowcast"):
+        for _ in range(2):
+            result = step(stepper, bad())
+            if host:
+                skips.step_ended(result, stepper.scaler, {}, may_step_again=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 + host
+    assert all("a skipped step is not run again here" in message for message in said)
 
 
 class Plain(nn.Module):

@@ -511,6 +511,8 @@ class Steps:
                 self._count(self._record_of(optimizer), skipped=found and step.skips)
             if found and step.skips:
                 self._tell_of_skip(optimizer, step.bad(), step.number)
+                if self._regions.explainer.recording.records:
+                    self._regions.explainer.tell_of_late_flags()
                 self._refuse_collapse(optimizer, step.bad(), step.number)
 
     def _saw_late(self, step: UnreadStep, optimizer: Optimizer) -> None:

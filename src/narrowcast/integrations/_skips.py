@@ -44,11 +44,13 @@ class HostSkips:
     ) -> None:
         """Explain a step if it was skipped, and let go of it.
 
-        A step on a GPU whose result the host does not know yet is not explained. ``may_step_again``: another
-        optimizer may step on the same calls.
+        A step on a GPU whose result the host does not know yet is not explained, which is said once.
+        ``may_step_again``: another optimizer may step on the same calls.
         """
         self._steps += 1
-        if result.is_known and result.skipped:
+        if not result.is_known:
+            self._explainer.tell_of_late_flags()
+        elif result.skipped:
             lower_scale = scaler.get_scale()
             if lower_scale == result.scale:  # the host has not moved it yet
                 lower_scale = scaler.loss_scale().after_step(overflow=True).scale

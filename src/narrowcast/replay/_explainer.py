@@ -12,6 +12,11 @@ from narrowcast.replay._recording import Recording
 from narrowcast.replay._replay import Surroundings
 from narrowcast.replay._stories import FOR_PYTHON, SkipStories, Wording
 
+_LATE_FLAGS = (
+    "a skipped step is not run again here, to say where it went wrong: a fused optimizer on a GPU tells only "
+    "after the next step has begun whether one was skipped"
+)
+
 
 class SkipExplainer:
     """Holds what the calls of a step were given, and says of a skipped step where it went wrong.
@@ -35,7 +40,9 @@ class SkipExplainer:
         wording: Wording = FOR_PYTHON,
     ) -> None:
         self.recording = Recording()
-        self._stories = SkipStories(policy, say or _log, model, wording=wording)
+        self._say = say or _log
+        self._stories = SkipStories(policy, self._say, model, wording=wording)
+        self._told_of_late_flags = False
 
     @property
     def told(self) -> list[str]:
@@ -47,6 +54,12 @@ class SkipExplainer:
         self.recording.end_step()
         if not may_step_again:
             self.recording.clear()
+
+    def tell_of_late_flags(self) -> None:
+        """Say, once, that skipped steps are not run again where the next one begins before they are known."""
+        if not self._told_of_late_flags:
+            self._told_of_late_flags = True
+            self._say(_LATE_FLAGS)
 
     def explain(
         self,

@@ -92,10 +92,14 @@ class RecordedCall:
 
     def _let_go_of_graphs(self) -> None:
         """Hold inputs without the graphs that made them, which would keep all that they saved."""
-        flags = [tensor.grad_fn is not None for tensor in self.inputs]
-        self.args, self.kwargs = on_tensors(_without_graph, (self.args, self.kwargs))
-        self.inputs = [_without_graph(tensor) for tensor in self.inputs]
-        self.had_graph = {id(tensor) for tensor, flag in zip(self.inputs, flags, strict=True) if flag}
+        without: dict[int, torch.Tensor] = {}
+        for tensor in self.inputs:
+            if tensor.grad_fn is not None and id(tensor) not in without:
+                without[id(tensor)] = tensor.detach().requires_grad_()
+        self.args = tuple([_replaced(value, without) for value in self.args])
+        self.kwargs = {name: _replaced(value, without) for name, value in self.kwargs.items()}
+        self.inputs = [without.get(id(tensor), tensor) for tensor in self.inputs]
+        self.had_graph = set(map(id, without.values()))
 
     def changed(self) -> bool:
         """Return whether an input was written to since the call."""
@@ -310,10 +314,13 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes
 
 
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.grad_fn is None:
-        return tensor
-    return tensor.detach().requires_grad_()
+def _replaced(value: Any, instead: dict[int, torch.Tensor]) -> Any:
+    """Return an argument with the tensor in place of each whose id is a key."""
+    if isinstance(value, torch.Tensor):
+        return instead.get(id(value), value)
+    if isinstance(value, _CONTAINERS):
+        return on_tensors(lambda tensor: instead.get(id(tensor), tensor), value)
+    return value
 
 
 def _call_site() -> tuple[str, int]:

@@ -36,6 +36,7 @@ _MOST_RULES = 3
 _LOWER_SCALES = (2.0**-1, 2.0**-4, 2.0**-8, 2.0**-12)
 _MUCH_LOWER = 2.0**-8
 _LONGEST_LINE = 80
+_NO_ADVICE = "nothing is known to help: no scale, rule or format that was tried made it finite"
 _LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
@@ -54,11 +55,17 @@ class Wording:
     bf16: str
 
 
-def _rules_in_python(_: Policy, paths: Sequence[str]) -> str:
-    return ", ".join(f'nc.rule.module("{path}", compute="fp32")' for path in paths)
+def _rules_in_python(policy: Policy, paths: Sequence[str]) -> str:
+    rules = ", ".join(f'nc.rule.module("{path}", compute="fp32")' for path in paths)
+    if policy.rules:
+        return f"{rules}, after the rules that the policy has"
+    return rules
 
 
 def _rules_in_toml(policy: Policy, paths: Sequence[str]) -> str:
+    if policy.rules:
+        added = ", ".join(f'[[rule]], module = "{path}", compute = "fp32"' for path in paths)
+        return f"your policy, with these lines at its end: {added}"
     rules = ", ".join(f'{{module = "{path}", compute = "fp32"}}' for path in paths)
     lines = f'version = 1, compute = "{policy.compute}", rule = [{rules}]'
     return f"--policy p.toml, a file that you write, of the lines {lines}"
@@ -180,7 +187,10 @@ class SkipStories:
         lines = [f"{head}. narrowcast repeated it:"]
         lines += self._where(finding)
         lines.append(f"  verdict  {_verdict(finding)}")
-        lines += [f"  try      {advice}" for advice in self._advice(finding, surroundings, finite_scale)]
+        advice = self._advice(finding, surroundings, finite_scale)
+        lines += [f"  try      {line}" for line in advice]
+        if finding.verdict == "precision" and not advice:
+            lines.append(f"  try      {_NO_ADVICE}")
         self._say("\n".join(lines))
         return False
 
@@ -272,7 +282,7 @@ class SkipStories:
             advice += by_rules
         in_bf16 = self._in_bf16(finding.call, surroundings)
         in_fp16 = torch.float16 in surroundings.formats.values()
-        if in_fp16 and not self._policy.names_modules and self._is_sound(finding, in_bf16):
+        if in_fp16 and self._is_sound(finding, in_bf16):
             advice.append(f"{self._wording.bf16}; {not_trained}")
         # Gradients from a forward pass in fp32 may overflow where it meets fp16: bf16 comes first.
         if not finding.outputs_are_finite:
@@ -282,8 +292,6 @@ class SkipStories:
     def _finite_rules(self, finding: Finding, surroundings: Surroundings) -> list[str]:
         """Return the modules that a rule must keep in fp32 for this call to be finite; none if too many."""
         assert finding.call is not None
-        if self._policy.names_modules:
-            return []  # its rules are in force, and cannot be joined by others meanwhile
         paths: list[str] = []
         origin = finding.origin
         while origin is not None and len(paths) < _MOST_RULES:

@@ -494,7 +494,9 @@ class Stepper:
             group.zero()
             self._end_accumulation()
         self.steps += 1
-        if self._explains_skips and result.is_known and result.skipped and not group.needs_closure:
+        if self._explains_skips and not result.is_known:
+            self._explainer.tell_of_late_flags()
+        elif self._explains_skips and result.skipped and not group.needs_closure:
             self._explainer.explain(
                 Surroundings(self._call_in_region, nullcontext, self._formats),
                 number=self.steps,

@@ -231,7 +231,7 @@ class Applied:
     def paused(self) -> Iterator[None]:
         """Let calls run without the policy for a while, if they open its region; those of copies too."""
         model = self._model()
-        if model is None or not self._opens or self._shared.ended:
+        if model is None or self._shared.ended:
             yield
             return
         # As if it were removed, for as long: what stands in front of modules stays, and calls what is below.
