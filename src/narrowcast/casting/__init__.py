@@ -16,7 +16,15 @@ from narrowcast.casting.kernels._direct_results import (
 )
 from narrowcast.casting.kernels._kernels import NotesOfResults
 from narrowcast.casting.kernels._watching import ops_under_way, watch_ops
-from narrowcast.casting.models._apply import Applied, ModelRegion, applied_to, apply, unapplied
+from narrowcast.casting.models._apply import (
+    Applied,
+    ModelRegion,
+    applied_to,
+    apply,
+    refuse_in_torchscript,
+    refuse_missed_by_all,
+    unapplied,
+)
 from narrowcast.casting.models._bake import bake
 from narrowcast.casting.models._compile import compile
 from narrowcast.casting.models._layer_formats import layer_formats, weight_formats
@@ -68,6 +76,8 @@ __all__ = [
     "modules_by_path",
     "ops_under_way",
     "recomputed_while_traced",
+    "refuse_in_torchscript",
+    "refuse_missed_by_all",
     "rule_that_casts",
     "skipped_by_dynamo",
     "stacklevel_outside",

@@ -114,6 +114,10 @@ class SchedulersAfterSkips:
         # By id of the optimizer: its rates at the last step, and whether they have moved once since the skip.
         self._rates: dict[int, tuple[list[float], bool]] = {}
         self._warned = False
+        self.advice = (
+            "write result = scaler.step(optimizer), and after scaler.update() if not result.skipped: "
+            "scheduler.step()"
+        )
 
     def __bool__(self) -> bool:
         return bool(self._rates)
@@ -142,8 +146,7 @@ class SchedulersAfterSkips:
         self._rates.clear()
         warn_at_script(
             f"a scheduler changed the learning rate of {type(optimizer).__name__} after a step that was "
-            "skipped, and is ahead of the optimizer now: write result = scaler.step(optimizer), and after "
-            "scaler.update() if not result.skipped: scheduler.step()"
+            f"skipped, and is ahead of the optimizer now: {self.advice}"
         )
 
 

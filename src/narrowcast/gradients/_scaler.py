@@ -435,6 +435,16 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         self._iteration.names = dict(names)
         self._iteration.refuses_steps_by_hand = refuses_steps_by_hand
 
+    def advise_for_host(self, *, on_collapse: str, on_scheduler: str) -> None:
+        """Set what messages advise where a host owns the loop.
+
+        Args:
+            on_collapse: the end of the message of ``ScaleCollapseError``.
+            on_scheduler: that of the warning of a scheduler which moved after a skipped step.
+        """
+        self._outcomes.advice_on_collapse = on_collapse
+        self._iteration.schedulers.advice = on_scheduler
+
     def loss_scale(self) -> LossScale:
         """Return the loss scale as a value, with its counts; waits for the device."""
         return self._loss_scale.read()

@@ -275,6 +275,9 @@ class Outcomes:
         if patience is not None and (not is_number or patience < 1):
             raise ScaleError(f"patience must be a whole number of at least 1, or None, got {patience!r}")
         self.patience = patience
+        self.advice_on_collapse = (
+            "Look at the loss, and at the same steps in fp32. nc.GradScaler(patience=None) never raises this"
+        )
         self.steps = 0
         # By the id of a handle, as torch's RemovableHandle removes them.
         self.on_step: OrderedDict[int, Listener] = OrderedDict()
@@ -352,8 +355,7 @@ class Outcomes:
                     since,
                     result.nonfinite,
                     result.scale,
-                    "Look at the loss, and at the same steps in fp32. nc.GradScaler(patience=None) never "
-                    "raises this",
+                    self.advice_on_collapse,
                 )
             )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 
 from narrowcast.casting import layer_formats, modules_by_path, stacklevel_outside
 from narrowcast.errors import PolicyError, few
-from narrowcast.policy import Policy, class_names, format_name, rules_for
+from narrowcast.policy import Policy, Rule, class_names, format_name, rules_for
+
+HOSTS = ("narrowcast.", "torch.", "lightning", "pytorch_lightning", "accelerate.", "transformers.", "trl.")
 
 
 class FirstStep:
@@ -25,6 +29,9 @@ class FirstStep:
         policy: the policy that should be in force.
         formats: device type -> the format of the policy's region there.
         advice: what to change in the host if another format came, for the message.
+
+    Attributes:
+        has_ended: whether the first step is over.
     """
 
     def __init__(
@@ -36,23 +43,32 @@ class FirstStep:
         advice: str,
     ) -> None:
         self._advice = advice
+        self._formats = formats
         self._expected = layer_formats(model, policy, formats)
         self._called_with_gradients = False
         self._was_traced = False
-        # Layers that a rule names; it does nothing for those that are not called.
-        self._ruled: set[str] = set()
-        # Layers that were called outside of torch.compile's tracing, with gradients or without.
+        self.has_ended = False
+        # The paths that each rule names; it does nothing where none of them is called.
+        self._paths_of_rule: dict[Rule, list[str]] = {}
+        # What was called outside of torch.compile's tracing, with gradients or without.
         self._called: set[str] = set()
         self._differences: dict[str, str] = {}
         self._handles = []
         for path, module in modules_by_path(model):
+            # A rule for an operator inside the module does not name the module itself.
+            rules = [rule for rule in rules_for(policy, path, class_names(type(module))) if rule.op is None]
+            for rule in rules:
+                self._paths_of_rule.setdefault(rule, []).append(path)
             if path in self._expected:
-                rules = rules_for(policy, path, class_names(type(module)))
-                # A rule for an operator inside the module does not name the module itself.
-                if any(rule.op is None for rule in rules):
-                    self._ruled.add(path)
-                look = functools.partial(self._look, path)
-                self._handles.append(module.register_forward_hook(look))
+                self._handles.append(module.register_forward_hook(functools.partial(self._look, path)))
+            elif rules:
+                self._handles.append(module.register_forward_hook(functools.partial(self._note_call, path)))
+
+    def _note_call(self, path: str, _module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._was_traced = True
+            return
+        self._called.add(path)
 
     def _look(self, path: str, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         # Nothing is compared while torch.compile traces: making the message would break the graph. The region
@@ -71,11 +87,44 @@ class FirstStep:
         if not isinstance(output, torch.Tensor) or output.dtype == self._expected[path]:
             return
         expected = format_name(self._expected[path])
-        reason = _why(module, self._expected[path], self._advice)
+        reason = self._why(path, module)
         self._differences[path] = (
             f"expected {path!r} ({type(module).__name__}) to compute in {expected} as the policy says, got "
             f"{format_name(output.dtype)}: {reason}"
         )
+
+    def _why(self, path: str, layer: torch.nn.Module) -> str:
+        """Return what was seen at a layer that computed in another format, and what to change."""
+        expected = self._expected[path]
+        weight: Any = layer.weight
+        # FSDP gathers weights in the format that they compute in.
+        if weight.dtype not in (torch.float32, expected):
+            held_in = format_name(weight.dtype)
+            return f"its weight is in {held_in}: load the model in fp32, which the policy casts"
+        device = weight.device.type
+        if not torch.is_autocast_enabled(device):
+            return (
+                "autocast was off around it, by a torch.autocast(enabled=False) or since it was called "
+                f"outside of the model; {self._advice}"
+            )
+        inside = torch.get_autocast_dtype(device)
+        if inside == expected:
+            return self._advice
+        container = self._ruled_container_of(path)
+        if inside == self._formats.get(device) and container is not None:
+            return (
+                f"the rule for {container!r} holds in calls of that module, and {path!r} was called outside "
+                f'of one, as by a loop over the layers in it: name these, as "{container}.*"'
+            )
+        return f"a torch.autocast in {format_name(inside)} is open around it; {self._advice}"
+
+    def _ruled_container_of(self, path: str) -> str | None:
+        """Return the path of the innermost module around ``path`` that a rule names."""
+        ruled = set().union(*self._paths_of_rule.values())
+        container = path.rpartition(".")[0]
+        while container and container not in ruled:
+            container = container.rpartition(".")[0]
+        return container or None
 
     def remove(self) -> None:
         """End the look without a verdict, for a host whose step failed.
@@ -91,6 +140,8 @@ class FirstStep:
     def end(self) -> None:
         """End the look, and raise if the policy was not in force. May be called again.
 
+        What was seen is logged once.
+
         Raises:
             PolicyError: a layer computed in another format, or the model that trains is another one.
         """
@@ -105,33 +156,34 @@ class FirstStep:
                 "policy, and it called none: give the policy to the model that trains, after its parts are "
                 "replaced"
             )
-        uncalled = [path for path in self._expected if path in self._ruled - self._called]
-        if uncalled and not self._was_traced:
+        # The host may call this again, as for another optimizer of the model.
+        if not self.has_ended and not self._was_traced:
+            self._warn_of_uncalled()
+            self._log_formats()
+        self.has_ended = True
+
+    def _warn_of_uncalled(self) -> None:
+        """Warn of rules for modules that were not called, and for single layers that were not."""
+        uncalled: list[str] = []
+        for paths in self._paths_of_rule.values():
+            layers = [path for path in paths if path in self._expected]
+            if self._called.isdisjoint(paths):
+                uncalled += layers or paths
+            else:
+                uncalled += [path for path in layers if path not in self._called]
+        if uncalled:
             warnings.warn(
-                f"the rule for {few(uncalled)} did nothing in the first step, which did not call it: code "
-                "that reads its weight, as a fused loss does, would compute by the rest of the policy",
-                stacklevel=stacklevel_outside(_HOSTS),
+                f"the rule for {few(list(dict.fromkeys(uncalled)))} did nothing in the first step, which did "
+                "not call it: code that reads its weight, as a fused loss does, would compute by the rest of "
+                "the policy",
+                stacklevel=stacklevel_outside(HOSTS),
             )
-            # The host may call this again, as for another optimizer of the model: warn once.
-            self._ruled.clear()
 
-
-_HOSTS = ("narrowcast.", "torch.", "lightning", "pytorch_lightning", "accelerate.", "transformers.", "trl.")
-
-
-def _why(layer: torch.nn.Module, expected: torch.dtype, advice: str) -> str:
-    """Return what was seen at a layer that computed in another format, and what to change."""
-    weight: Any = layer.weight
-    # FSDP gathers weights in the format that they compute in.
-    if weight.dtype not in (torch.float32, expected):
-        return f"its weight is in {format_name(weight.dtype)}: load the model in fp32, which the policy casts"
-    device = weight.device.type
-    if not torch.is_autocast_enabled(device):
-        return (
-            "autocast was off around it, by a torch.autocast(enabled=False) or since it was called outside "
-            f"of the model; {advice}"
-        )
-    inside = torch.get_autocast_dtype(device)
-    if inside != expected:
-        return f"a torch.autocast in {format_name(inside)} is open around it; {advice}"
-    return advice
+    def _log_formats(self) -> None:
+        counts = Counter(format_name(dtype) for path, dtype in self._expected.items() if path in self._called)
+        if counts:
+            formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
+            logging.getLogger("narrowcast").info(
+                "narrowcast: the first step computed as the policy says; linear and convolution layers: %s",
+                formats,
+            )

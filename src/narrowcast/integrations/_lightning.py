@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from narrowcast.casting import ModelRegion, cast_floating
+from narrowcast.casting import ModelRegion, cast_floating, refuse_missed_by_all
 from narrowcast.errors import OrderError, PolicyError, ScaleCollapseError, UnsupportedError
 from narrowcast.gradients import GradScaler, StepResult, needs_closure
 from narrowcast.integrations._first_step import FirstStep
+from narrowcast.integrations._guards import ChangedGradients, StepsOfHost
 from narrowcast.integrations._region import formats_on, host_policy, refuse_low_weights, region_of, scaler_for
+from narrowcast.integrations._scale import ScaleUpdates
 from narrowcast.integrations._skips import HostSkips
 from narrowcast.policy import Policy, policy_name
 
@@ -43,6 +45,10 @@ class Plugin:
 
     _how_to_connect: str
     _advice: str
+    _how_to_backward: str
+    _how_to_clip: str
+    _how_to_step: str
+    _on_scheduler: str
 
     def __init__(
         self, policy: Policy | str, *, scaler: GradScaler | None = None, explain_skips: bool = False
@@ -66,9 +72,12 @@ class Plugin:
         self._looks: list[tuple[torch.nn.Module, FirstStep]] = []
         # id of a parameter -> its name, of all models.
         self._names: dict[int, str] = {}
-        # The optimizers whose gradients are unscaled now, and whether one stepped since the scale moved.
-        self._unscaled: set[torch.optim.Optimizer] = set()
-        self._stepped = False
+        # All models that were set up, for rules that select nothing in any of them.
+        self._models: list[torch.nn.Module] = []
+        self._updates = ScaleUpdates()
+        self._was_scaled = False
+        self._steps_of_host = StepsOfHost(self._how_to_step)
+        self._changed = ChangedGradients(self._how_to_clip)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({policy_name(self.policy)!r})"
@@ -97,13 +106,19 @@ class Plugin:
         for model in models:
             self._formats |= formats_on(model, self.policy)
             self._names |= {id(parameter): name for name, parameter in model.named_parameters()}
-        self.scaler = scaler_for(self._names, self._formats, self.scaler)
+        self.scaler = scaler_for(self._names, self._formats, self.scaler, on_scheduler=self._on_scheduler)
         if self._counting is None:
             self._counting = self.scaler.on_skip(self._count_skip)
         for model in models:
             self._regions.append(region_of(model, self.policy, self._formats))
+            self._updates.add(model)
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._unproven.append(model)
+                self._steps_of_host.watch(model)
+                if self.scaler.scales_losses:
+                    self._changed.watch(model)
+        self._models += models
+        refuse_missed_by_all(self.policy, self._models)
         if self._explain_skips:
             self._watch(models)
 
@@ -153,6 +168,9 @@ class Plugin:
         self._looks = [(model, first_step) for model, first_step in self._looks if first_step not in due]
         for first_step in due:
             first_step.end()
+        over = [model for model in self._models if _has_one_of(model, trained)]
+        self._steps_of_host.first_step_is_over(over)
+        self._changed.first_step_is_over(over)
 
     @contextmanager
     def _outside(self) -> Iterator[None]:
@@ -166,26 +184,29 @@ class Plugin:
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         self._set_up()
+        self._was_scaled = True
         self._update()
         scaled: torch.Tensor = self.scaler.scale(loss)
         return scaled
 
     def _update(self) -> None:
-        """Move the scale after a step.
-
-        Not right after it: two optimizers may step on gradients that were computed before, with one scale.
-        """
-        if self._stepped:
-            self._stepped = False
-            self.scaler.update()
+        """Move the scale after a step."""
+        self._updates.update(self.scaler)
 
     def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale and check the gradients, unless that was done since the last step."""
         self._set_up()
+        if not self._was_scaled:
+            raise OrderError(
+                f"expected a backward pass by the host, which scales the loss, before the step of "
+                f"{type(optimizer).__name__}: write {self._how_to_backward} in place of loss.backward()"
+            )
+        if optimizer not in self._updates.unscaled:
+            self._changed.before_unscaling(optimizer, self.scaler.get_scale)
         self._end_first_step(optimizer)
-        if optimizer not in self._unscaled:
+        if optimizer not in self._updates.unscaled:
             self.scaler.unscale_(optimizer)
-            self._unscaled.add(optimizer)
+            self._updates.unscaled.add(optimizer)
 
     def _step(
         self,
@@ -206,7 +227,7 @@ class Plugin:
             return loss
 
         def evaluate_again() -> Any:
-            self._unscaled.discard(optimizer)
+            self._updates.unscaled.discard(optimizer)
             return evaluate()
 
         self._set_up()
@@ -214,25 +235,22 @@ class Plugin:
             # An optimizer that evaluates the loss several times is restored from a copy if one is not finite.
             if needs_closure(optimizer):
                 self._update()
-                result = self.scaler.step(optimizer, closure=evaluate_again, **kwargs)
+                with self._steps_of_host:
+                    result = self.scaler.step(optimizer, closure=evaluate_again, **kwargs)
                 returned = result.returned
             else:
                 returned = evaluate()
-                result = self.scaler.step(optimizer, **kwargs)
+                with self._steps_of_host:
+                    result = self.scaler.step(optimizer, **kwargs)
         except ScaleCollapseError:
             # The gradients were checked, so the scale moves, as after any skipped step.
-            self._stepped = True
-            self._unscaled.discard(optimizer)
+            self._updates.stepped(optimizer)
             raise
         except BaseException:
             # As out of memory, after which the host may try again with smaller batches.
-            self._stepped = False
-            self._unscaled.clear()
-            if self.scaler is not None:
-                self.scaler.abandon()
+            self._updates.abandon(self.scaler)
             raise
-        self._stepped = True
-        self._unscaled.discard(optimizer)
+        self._updates.stepped(optimizer)
         self.last_result = result
         if self._skips is not None:
             self._skips.step_ended(result, self.scaler, self._formats, may_step_again=True)
@@ -254,14 +272,16 @@ class Plugin:
         self.scaler.load_state_dict(state_dict)
 
     def teardown(self) -> None:
-        if self._stepped:
+        if self._updates.is_due:
             self._update()
         elif self._regions:
-            self.scaler.abandon()  # of a step that an error ended
+            self._updates.abandon(self.scaler)  # of a step that an error ended
+        self._updates = ScaleUpdates()
+        self._steps_of_host.end()
+        self._changed.end()
         if self._counting is not None:
             self._counting.remove()
             self._counting = None
-        self._unscaled.clear()
         for _, first_step in self._looks:
             first_step.remove()
         self._looks.clear()
@@ -273,6 +293,7 @@ class Plugin:
         self._regions.clear()
         self._new_models.clear()
         self._unproven.clear()
+        self._models.clear()
         self._names.clear()
         self._was_set_up = False
 
@@ -282,6 +303,13 @@ class TrainerPlugin(Plugin):
 
     _how_to_connect = "give it to Trainer(plugins=[...]) before trainer.fit"
     _advice = "delete torch.autocast, .half() and .bfloat16() from the LightningModule and its callbacks"
+    _how_to_backward = "self.manual_backward(loss)"
+    _how_to_clip = "Write self.clip_gradients(...), which unscales first."
+    _how_to_step = "step what self.optimizers() returns"
+    _on_scheduler = (
+        'step it by the host, with interval="step" and frequency=1, or if not '
+        "trainer.precision_plugin.last_result.skipped"
+    )
     _strategies: tuple[type, ...]
     # The host's own, which has no public name: hooks before the step, and clipping.
     _after_closure: Callable[..., None]
@@ -294,7 +322,13 @@ class TrainerPlugin(Plugin):
         self._results: dict[torch.optim.Optimizer, StepResult | None] = {}
 
     def convert_module(self, module: Any) -> Any:
-        strategy = module.trainer.strategy
+        try:
+            strategy = module.trainer.strategy
+        except (AttributeError, RuntimeError):
+            raise OrderError(
+                f"expected a LightningModule with a Trainer for {self!r}, got a {type(module).__name__} "
+                "without one: in Fabric write FabricPrecision in place of NarrowcastPrecision"
+            ) from None
         # DeepSpeed's is a subclass of DDP's.
         is_deepspeed = any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__)
         if is_deepspeed or not isinstance(strategy, self._strategies):
@@ -320,6 +354,7 @@ class TrainerPlugin(Plugin):
     def backward(self, *args: Any, **kwargs: Any) -> None:
         with self._outside():
             super().backward(*args, **kwargs)  # type: ignore[misc]
+        self._changed.after_backward()
 
     def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         # Manual optimization gives the host's wrapper of the optimizer, before the step. Optimizers that wrap
@@ -361,6 +396,10 @@ class FabricPlugin(Plugin):
         "call what fabric.setup returned, another method than its forward inside 'with fabric.autocast():', "
         "and delete torch.autocast, .half() and .bfloat16() around it"
     )
+    _how_to_backward = "fabric.backward(loss)"
+    _how_to_clip = "Write fabric.clip_gradients(model, optimizer, ...), which unscales first."
+    _how_to_step = "step the optimizer that fabric.setup returned"
+    _on_scheduler = "write if not plugin.last_result.skipped: scheduler.step()"
 
     def __init__(
         self,
@@ -380,6 +419,7 @@ class FabricPlugin(Plugin):
         scaled = self._scale(tensor)
         with self._outside():
             super().backward(scaled, model, *args, **kwargs)  # type: ignore[misc]
+        self._changed.after_backward()
 
     def unscale_gradients(self, optimizer: Any) -> None:
         self._unscale(optimizer)

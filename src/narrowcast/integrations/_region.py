@@ -35,7 +35,8 @@ def host_policy(policy: Policy | str) -> Policy:
 def region_of(model: torch.nn.Module, policy: Policy, formats: Mapping[str, torch.dtype]) -> ModelRegion:
     """Return the region that the host opens around forward pass and loss of ``model``."""
     how = "make another model: this one keeps the policy of the plugin that it was set up with"
-    return ModelRegion(policy, formats, warnings.warn, model=model, warns=True, how_to_end=how)
+    # A rule may be for another model of the host.
+    return ModelRegion(policy, formats, warnings.warn, model=model, warns=True, how_to_end=how, strict=False)
 
 
 def refuse_low_weights(model: torch.nn.Module) -> None:
@@ -51,12 +52,12 @@ def refuse_low_weights(model: torch.nn.Module) -> None:
 
 
 def scaler_for(
-    names: Mapping[int, str], formats: Mapping[str, torch.dtype], scaler: Any = None
+    names: Mapping[int, str], formats: Mapping[str, torch.dtype], scaler: Any = None, *, on_scheduler: str
 ) -> GradScaler:
     """Return the scaler that was given, or the policy's: it scales in fp16, and checks in other formats.
 
     A step whose gradients are not finite is skipped in every format. The results name the parameters by
-    ``names``, which has their ``id``.
+    ``names``, which has their ``id``. ``on_scheduler``: what to do about a scheduler that moves after a skip.
     """
     if scaler is None:
         loss_scale = None if torch.float16 in formats.values() else Off()
@@ -68,4 +69,11 @@ def scaler_for(
         )
     if names:
         scaler.name_parameters(names)
+    scaler.advise_for_host(
+        on_collapse=(
+            "Look at the loss, and at the same steps in fp32; explain_skips=True tells where the first "
+            "infinity arises. scaler=nc.GradScaler(patience=None) never raises this"
+        ),
+        on_scheduler=on_scheduler,
+    )
     return scaler

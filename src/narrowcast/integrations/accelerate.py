@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from narrowcast.casting import Applied, PolicyRegion, applied_to, cast_floating
+from narrowcast.casting import (
+    Applied,
+    PolicyRegion,
+    applied_to,
+    cast_floating,
+    refuse_in_torchscript,
+    refuse_missed_by_all,
+)
 from narrowcast.errors import OrderError, PolicyError, ScaleCollapseError, SettingError
 from narrowcast.gradients import GradScaler, StepResult
 from narrowcast.integrations._first_step import FirstStep
+from narrowcast.integrations._guards import ChangedGradients, StepsOfHost
 from narrowcast.integrations._hosts import require
 from narrowcast.integrations._region import formats_on, host_policy, refuse_low_weights, scaler_for
+from narrowcast.integrations._scale import ScaleUpdates, owners_of
 from narrowcast.integrations._skips import HostSkips, plain_call
 from narrowcast.policy import Policy, resolve
 
@@ -29,6 +39,10 @@ _ENGINES = {
     DistributedType.MEGATRON_LM: "Megatron-LM scales and steps by itself",
     DistributedType.FSDP: "the plugin shards and casts by itself: shard by narrowcast.integrations.fsdp2",
 }
+_ADVICE = (
+    "call another method than its forward inside 'with accelerator.autocast():', and let nothing else in or "
+    "around the model cast: write rules into the policy instead"
+)
 
 
 def prepare(
@@ -80,13 +94,27 @@ def prepare(
             the optimizer was prepared.
         OrderError: prepared twice, or after an optimizer; at a step: ``accelerator.scaler`` was replaced.
     """
+    if not isinstance(accelerator, Accelerator):
+        raise SettingError(
+            f"expected an Accelerator first, got a {type(accelerator).__name__}: write "
+            "prepare(accelerator, model, optimizer, policy=...)"
+        )
     for value in objects:
         if isinstance(value, str | Policy):
             raise SettingError(
                 f"expected objects to prepare, got {value!r} among them: write policy={value!r}"
             )
-    Attachment(accelerator, policy, scaler, fp32_outputs=fp32_outputs, explain_skips=explain_skips)
-    return accelerator.prepare(*objects)
+        if isinstance(value, list | tuple | dict):
+            raise SettingError(
+                f"expected objects to prepare one by one, got a {type(value).__name__}, in which Accelerate "
+                "prepares nothing: write prepare(accelerator, *objects, policy=...)"
+            )
+    attachment = Attachment(
+        accelerator, policy, scaler, fp32_outputs=fp32_outputs, explain_skips=explain_skips
+    )
+    prepared = accelerator.prepare(*objects)
+    attachment.refuse_missed_rules()
+    return prepared
 
 
 class Attachment:
@@ -113,30 +141,43 @@ class Attachment:
         device = accelerator.device.type
         self._formats = {device: resolve(self._policy, device)}
         self.region = PolicyRegion(self._policy, self._formats, warnings.warn, warns=True)
-        self.scaler = scaler_for({}, self._formats, scaler)
+        on_scheduler = "pass the scheduler to prepare too, and step what it returns"
+        self.scaler = scaler_for({}, self._formats, scaler, on_scheduler=on_scheduler)
         # The call of a prepared model opens the region itself.
         self._skips = HostSkips(self._policy, plain_call) if explain_skips else None
 
         self._first_steps: weakref.WeakKeyDictionary[torch.nn.Module, FirstStep] = weakref.WeakKeyDictionary()
         self._prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}
-        # Ids of the optimizers whose gradients are unscaled, until the scale is updated.
-        self._unscaled: set[int] = set()
+        self._updates = ScaleUpdates()
         self._was_scaled = False
-        self._update_is_due = False
+        self._is_clipping = False
+        self._steps_of_host = StepsOfHost(
+            "pass the optimizer to prepare too, and step what it returns (or accelerator.prepare, later)"
+        )
+        self._changed = ChangedGradients("Write accelerator.clip_grad_norm_, which unscales first.")
 
         self._host_prepare_model: Callable[..., Any] = accelerator.prepare_model
         self._host_prepare_optimizer: Callable[..., Any] = accelerator.prepare_optimizer
         self._host_backward: Callable[..., Any] = accelerator.backward
+        self._host_clip_grad_norm: Callable[..., Any] = accelerator.clip_grad_norm_
+        self._host_clip_grad_value: Callable[..., Any] = accelerator.clip_grad_value_
         accelerator.scaler = self.scaler
         accelerator.prepare_model = self.prepare_model
         accelerator.prepare_optimizer = self.prepare_optimizer
         accelerator.backward = self.backward
         accelerator.unscale_gradients = self.unscale_gradients
+        accelerator.clip_grad_norm_ = self.clip_grad_norm_
+        accelerator.clip_grad_value_ = self.clip_grad_value_
         accelerator.autocast = self.autocast
         # An update that is due comes first: it is part of what is saved, and does not move what is loaded.
         accelerator.register_save_state_pre_hook(lambda *_: self.update())
         accelerator.register_load_state_pre_hook(lambda *_: self.update())
+
+    def refuse_missed_rules(self) -> None:
+        """Raise PolicyError for a rule that selects nothing in any of the models."""
+        if self._prepared:
+            refuse_missed_by_all(self._policy, list(self._prepared))
 
     # ---- in place of the methods of the accelerator
 
@@ -153,20 +194,25 @@ class Attachment:
             # It may have been prepared by another accelerator.
             if applied_to(model, self._policy) is None:
                 how = "make another model: this one keeps the policy that it was prepared with"
-                Applied(model, self._policy, how_to_end=how)
+                # A rule may be for another model.
+                refuse_in_torchscript(self._policy, model)
+                Applied(model, self._policy, strict=False, how_to_end=how)
             if self._fp32_outputs:
                 model.register_forward_hook(_in_fp32)
 
         prepared = self._host_prepare_model(model, device_placement, evaluation_mode)
         if is_trained and model not in self._first_steps:
             # Accelerate has moved the model to its device.
-            advice = "let nothing else in or around the model cast, and write rules into the policy instead"
             formats = formats_on(model, self._policy)
-            self._first_steps[model] = FirstStep(model, self._policy, formats, advice=advice)
+            self._first_steps[model] = FirstStep(model, self._policy, formats, advice=_ADVICE)
+            self._steps_of_host.watch(model)
+            if self.scaler.scales_losses:
+                self._changed.watch(model)
+            self._updates.add(model)
             if self._skips is not None:
                 self._skips.watch(model)
             self._names |= {id(parameter): name for name, parameter in model.named_parameters()}
-            self.scaler.name_parameters(self._names, refuses_steps_by_hand=False)
+            self.scaler.name_parameters(self._names)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -174,6 +220,7 @@ class Attachment:
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = _Optimizer
             prepared.attachment = self
+            prepared._uncounted = deque()
         if getattr(prepared, "attachment", self) is not self:
             raise OrderError(
                 f"expected an optimizer of torch, got a {type(prepared.optimizer).__name__} that another "
@@ -185,6 +232,7 @@ class Attachment:
         self._was_scaled = True
         self.update()
         self._host_backward(loss, **kwargs)
+        self._changed.after_backward()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         if not self._accelerator.sync_gradients:
@@ -195,13 +243,38 @@ class Attachment:
                 )
             return  # they have no scale, and are checked with the last micro-batch
 
-        optimizers = self._optimizers
-        if optimizer is not None:
-            optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        if optimizer is None:
+            # Clipping has unscaled what it clips.
+            optimizers = [] if self._is_clipping else [each.optimizer for each in self._optimizers]
+        elif isinstance(optimizer, list | tuple):
+            optimizers = [each.optimizer for each in optimizer]
+        else:
+            optimizers = [optimizer.optimizer]
         for each in optimizers:
-            if id(each) not in self._unscaled:
-                self.scaler.unscale_(each.optimizer)
-                self._unscaled.add(id(each))
+            if each not in self._updates.unscaled:
+                self._changed.before_unscaling(each, self.scaler.get_scale)
+                self.scaler.unscale_(each)
+                self._updates.unscaled.add(each)
+
+    def clip_grad_norm_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._clip(self._host_clip_grad_norm, parameters, args, kwargs)
+
+    def clip_grad_value_(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._clip(self._host_clip_grad_value, parameters, args, kwargs)
+
+    def _clip(self, clip: Callable[..., Any], parameters: Any, args: Any, kwargs: Any) -> Any:
+        """Unscale the gradients of the optimizers that have ``parameters``, and clip these.
+
+        Accelerate unscales those of all optimizers: one that still accumulates would then add scaled
+        gradients to unscaled ones.
+        """
+        wanted = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self.unscale_gradients([each for each in self._optimizers if owners_of(wanted, [each.optimizer])])
+        self._is_clipping = True
+        try:
+            return clip(wanted, *args, **kwargs)
+        finally:
+            self._is_clipping = False
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         if autocast_handler is not None and not autocast_handler.enabled:
@@ -233,26 +306,28 @@ class Attachment:
         def evaluate() -> Any:
             assert closure is not None
             # Each evaluation has gradients of its own, which are scaled.
-            self._unscaled.discard(id(optimizer))
+            self._updates.unscaled.discard(optimizer.optimizer)
             loss = closure()
             if is_first:
                 self._prove(optimizer)
             return loss
 
+        if closure is None and optimizer.optimizer not in self._updates.unscaled:
+            self._changed.before_unscaling(optimizer.optimizer, self.scaler.get_scale)
+
         arguments = () if closure is None else (evaluate,)
         try:
-            result: StepResult = self.scaler.step(optimizer.optimizer, *arguments)
+            with self._steps_of_host:
+                result: StepResult = self.scaler.step(optimizer.optimizer, *arguments)
         except ScaleCollapseError:
-            self._update_is_due = True
+            self._updates.stepped(optimizer.optimizer)
             raise
         except BaseException:
             # As out of memory, after which the caller may try again with smaller batches.
-            self.scaler.abandon()
-            self._update_is_due = False
-            self._unscaled.clear()
+            self._updates.abandon(self.scaler)
             raise
-        self._unscaled.add(id(optimizer))
-        self._update_is_due = True
+        self._updates.stepped(optimizer.optimizer)
+        optimizer.count(result)
         # Others may still have to step on gradients of this scale, which moves with the next backward pass.
         is_only = len(self._optimizers) == 1
         if is_only:
@@ -263,10 +338,7 @@ class Attachment:
 
     def update(self) -> None:
         """Move the scale, if a step was made since the last time."""
-        if self._update_is_due:
-            self.scaler.update()
-            self._update_is_due = False
-            self._unscaled.clear()
+        self._updates.update(self.scaler)
 
     def _prove(self, optimizer: _Optimizer) -> None:
         """Raise unless the models whose weights this optimizer is about to change computed by the policy."""
@@ -284,6 +356,8 @@ class Attachment:
         for model in trained:
             refuse_low_weights(model)
             self._first_steps[model].end()
+        self._steps_of_host.first_step_is_over(trained)
+        self._changed.first_step_is_over(trained)
 
     @property
     def _optimizers(self) -> list[_Optimizer]:
@@ -301,6 +375,21 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     attachment: Attachment
     result: StepResult | None = None
+    _skipped_steps = 0
+    # Results that only a device knows yet.
+    _uncounted: deque[StepResult]
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped; waits for the device."""
+        while self._uncounted:
+            self._skipped_steps += self._uncounted.popleft().skipped
+        return self._skipped_steps
+
+    def count(self, result: StepResult) -> None:
+        self._uncounted.append(result)
+        while self._uncounted and self._uncounted[0].is_known:
+            self._skipped_steps += self._uncounted.popleft().skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.gradient_state.sync_gradients:

@@ -14,7 +14,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -386,6 +386,7 @@ class ModelRegion(PolicyRegion):
         model: the model; it may have the same policy by ``nc.apply`` already.
         warns: whether a backward pass inside it warns.
         how_to_end: what to do before the model can have another policy.
+        strict: raise if a rule selects nothing in the model.
     """
 
     def __init__(
@@ -397,16 +398,17 @@ class ModelRegion(PolicyRegion):
         model: torch.nn.Module,
         warns: bool,
         how_to_end: str = "delete the nc.Stepper that holds the model first",
+        strict: bool = True,
     ) -> None:
         super().__init__(policy, formats, say, warns=warns)
         self._applied: Applied | None = None
         if applied_to(model, policy) is not None:
             return
+        if not (policy.names_modules and strict):
+            refuse_in_torchscript(policy, model)
         # Last, so that an error leaves the model as it was.
         if policy.names_modules:
-            self._applied = Applied(model, policy, opens=False, how_to_end=how_to_end)
-        else:
-            refuse_in_torchscript(policy, model)
+            self._applied = Applied(model, policy, opens=False, strict=strict, how_to_end=how_to_end)
 
     def remove(self) -> None:
         """End the rules for the modules of the model."""
@@ -586,3 +588,12 @@ def refuse_missed(missed: dict[Rule, str]) -> None:
     """Raise PolicyError for the first rule that selects nothing."""
     for message in missed.values():
         raise PolicyError(message)
+
+
+def refuse_missed_by_all(policy: Policy, models: Sequence[torch.nn.Module]) -> None:
+    """Raise PolicyError for the first rule that selects nothing in any of some models."""
+    missed = [missed_rules(policy, model) for model in models]
+    for rule in missed[0]:
+        messages = [of_model[rule] for of_model in missed if rule in of_model]
+        if len(messages) == len(models):
+            raise PolicyError("; ".join(messages))

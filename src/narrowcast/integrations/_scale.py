@@ -1,0 +1,122 @@
+"""The loss scale of a host in which several optimizers may share it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from narrowcast.errors import OrderError
+from narrowcast.gradients import GradScaler, parameters_of
+
+
+class ScaleUpdates:
+    """Moves the loss scale after steps, as late as possible: others may step on gradients of the same scale.
+
+    Another optimizer may still accumulate when the scale moves, as that of a generator does when the
+    discriminator has stepped. Its gradients then follow the scale, so that no sum has parts of two scales.
+
+    Attributes:
+        unscaled: the optimizers whose gradients are unscaled now, and that have not stepped on them.
+        is_due: whether an optimizer stepped since the scale moved.
+    """
+
+    def __init__(self) -> None:
+        self.unscaled: set[Optimizer] = set()
+        self.is_due = False
+        self._stepped: set[Optimizer] = set()
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # Optimizer -> how many parameters it had, and the parameters of models that it did not have.
+        self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[torch.nn.Parameter]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def add(self, model: torch.nn.Module) -> None:
+        """Watch the gradients of another model."""
+        self._models.add(model)
+        self._others.clear()
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Note a step, also one that was skipped."""
+        self.is_due = True
+        self._stepped.add(optimizer)
+        self.unscaled.discard(optimizer)
+
+    def abandon(self, scaler: GradScaler | None) -> None:
+        """Forget the iteration without moving the scale, as after an error."""
+        self.is_due = False
+        self._stepped.clear()
+        self.unscaled.clear()
+        if scaler is not None:
+            scaler.abandon()
+
+    def update(self, scaler: GradScaler) -> None:
+        """Move the scale, if an optimizer stepped since the last time.
+
+        Raises:
+            OrderError: an optimizer holds gradients that are unscaled, to which scaled ones would be added.
+        """
+        if not self.is_due:
+            return
+        if scaler.scales_losses:
+            self._refuse_unscaled()
+        pending = self._pending() if scaler.scales_losses else []
+        before = scaler.factor()
+        scaler.update()
+        self.is_due = False
+        self._stepped.clear()
+        self.unscaled.clear()
+
+        after = scaler.factor()
+        # Only a device may know the scale; it is not waited for.
+        has_moved = isinstance(before, torch.Tensor) or before != after
+        if pending and has_moved:
+            ratio = torch.as_tensor(after) / before
+            for gradient in pending:
+                gradient.mul_(ratio.to(gradient.device))
+
+    def _pending(self) -> list[torch.Tensor]:
+        """Return the gradients that no optimizer has stepped on."""
+        used: set[int] = set()
+        candidates: list[torch.nn.Parameter] = []
+        for number, optimizer in enumerate(self._stepped):
+            if number == 0:
+                candidates = [p for p in self._others_of(optimizer) if p.grad is not None]
+            elif candidates:
+                used.update(map(id, parameters_of(optimizer)))
+        return [p.grad for p in candidates if id(p) not in used and p.grad is not None]
+
+    def _others_of(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
+        """Return the parameters of the models that ``optimizer`` does not have; found once."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._others.get(optimizer)
+        if known is not None and known[0] == count:
+            return known[1]
+        own = set(map(id, parameters_of(optimizer)))
+        others = [p for model in self._models for p in model.parameters() if id(p) not in own]
+        self._others[optimizer] = (count, others)
+        return others
+
+    def _refuse_unscaled(self) -> None:
+        for optimizer in self.unscaled:
+            if has_gradients(optimizer):
+                raise OrderError(
+                    f"expected gradients to be unscaled or clipped right before the step that uses them, got "
+                    f"those of {type(optimizer).__name__} unscaled before another optimizer stepped, and "
+                    "another backward pass would add scaled ones to them: clip those of one optimizer, and "
+                    "step it"
+                )
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer holds gradients that are not all zero."""
+    gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+    return any(bool(gradient.count_nonzero()) for gradient in gradients)
+
+
+def owners_of(parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that have one of these parameters."""
+    wanted = set(map(id, parameters))
+    return [each for each in optimizers if any(id(p) in wanted for p in parameters_of(each))]
