@@ -15,13 +15,18 @@ from narrowcast.scripts import (
     OUTPUTS,
     _files,
     bring_back,
-    folder_of_one,
     locked_journal,
+    only_run_in_folder,
     restore_files,
     restore_killed,
     set_aside,
 )
 
+MADE_IF_MISSING = "os.makedirs('sub', exist_ok=True)\n"
+NOT_REMOVED = "with suppress(OSError): os.rmdir('sub')\n"
+# By another program, whose file is not seen.
+MADE_AGAIN = MADE_IF_MISSING + "shutil.rmtree('sub'); os.mkdir('sub'); os.system('echo x > sub/a')\n"
+RENAMED = "os.rename('sub', 'a'); os.mkdir('sub')"
 # What a script does to the user's files ``kept``, ``sub/in``, and ``link`` to ``kept``.
 WAYS = {
     "open": "open('kept', 'w').write('x')",
@@ -34,6 +39,9 @@ WAYS = {
     "os.replace": "open('a', 'w').write('x'); os.replace('a', 'kept')",
     "renamed away": "os.rename('kept', 'a'); open('a', 'a').write('x')",
     "a folder renamed away": "os.rename('sub', 'a'); open('a/in', 'w').write('x')",
+    "a folder made if missing, and renamed": MADE_IF_MISSING + RENAMED,
+    "a folder that rmdir leaves, and renamed": NOT_REMOVED + RENAMED,
+    "a folder made again, and renamed": MADE_AGAIN + RENAMED,
     "a folder replaced": "shutil.rmtree('sub'); os.makedirs('sub/new'); open('sub/new/a', 'w').write('x')",
     "a new folder renamed": "os.mkdir('new'); open('new/in', 'w').write('x'); os.rename('new/', 'moved/')",
     "a folder in place of a file": "os.remove('kept'); os.mkdir('kept'); open('kept/a', 'w').write('x')",
@@ -50,6 +58,7 @@ WAYS = {
 }  # fmt: skip
 HEAD = """\
 import json, os, shutil, sqlite3, sys, warnings
+from contextlib import suppress
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
 warnings.simplefilter("ignore")
@@ -213,7 +222,7 @@ def test_restoring_that_is_cut_short_goes_on(runs, monkeypatch):
 
     monkeypatch.setattr(shutil, "move", interrupt)
     monkeypatch.setenv("NARROWCAST_CACHE_DIR", str(cache))
-    with locked_journal(folder), folder_of_one(pytest.fail):
+    with locked_journal(folder), only_run_in_folder(pytest.fail):
         restore_killed(pytest.fail)  # the run goes on
         with pytest.raises(KeyboardInterrupt):
             restore_files(folder)
@@ -383,14 +392,14 @@ def test_runs_in_one_folder_wait_for_each_other(tmp_path, monkeypatch):
     said, order = [], []
 
     def second():
-        with folder_of_one(said.append):
+        with only_run_in_folder(said.append):
             order.append("second")
 
-    with folder_of_one(pytest.fail):
+    with only_run_in_folder(pytest.fail):
         for name, value in ("RANK", "1"), ("NARROWCAST_RUN_DIR", "x"):
             with monkeypatch.context() as inside:
                 inside.setenv(name, value)
-                with folder_of_one(pytest.fail):
+                with only_run_in_folder(pytest.fail):
                     pass
         (other := threading.Thread(target=second)).start()
         while not said:

@@ -293,12 +293,40 @@ def test_what_was_not_kept_is_told_and_the_rule_for_it_helps(monkeypatch):
     with attached() as run:
         _, weights = model(X)
     (note,) = [note for note in run.notes if "returned" in note]
-    assert note.startswith("Attention returned a softmax that was computed in bf16, since its input of 0 MB")
+    why = "too many results followed for its input to be kept"
+    assert note.startswith(f"Attention returned a softmax that was computed in bf16, since {why}: nc.rule")
     assert [bool((one != one.bfloat16()).any()) for one in weights] == [False] * 5 + [True]
     with attached(with_compute("bf16", "bf16", rule.op("softmax", compute="fp32"))) as run:
         _, weights = model(X)
     assert all((one != one.bfloat16()).any() for one in weights)
     assert not any("returned" in note for note in run.notes)
+
+
+def test_a_large_input_that_was_not_kept_is_told_with_its_size(monkeypatch):
+    monkeypatch.setattr(_direct_results, "_MOST_EARLIER_BYTES", 59)  # X has 30 values of 2 bytes
+    with attached() as run:
+        Attention(returns_all=True)(X)
+    (note,) = [note for note in run.notes if "returned" in note]
+    assert "since its input of 0 MB was not kept until then" in note
+
+
+def test_what_was_computed_again_goes_with_the_input(monkeypatch):
+    """A distribution had it computed in the middle of the model."""
+    monkeypatch.setattr(_direct_results, "_MOST_EARLIER", 0)
+    is_alive = []
+
+    def head(low):
+        probs = low.softmax(-1)
+        in_fp32 = torch.distributions.Bernoulli(probs).probs
+        memory = weakref.ref(in_fp32.untyped_storage())
+        del in_fp32
+        is_alive.append(memory() is not None)
+        result = low.sigmoid()
+        is_alive.append(memory() is not None)
+        return result + probs.sum()
+
+    returned(head)
+    assert is_alive == [True, False]
 
 
 def test_nothing_is_left_after_an_error():

@@ -1,6 +1,12 @@
 """Training under ``narrowcast run``: threads, exit handlers, processes that a script starts, a killed run."""
 
+import io
+import sys
+
 import pytest
+
+from narrowcast.capture import CaptureWriter, start_event
+from narrowcast.cli.run import _ending
 
 # Says in which format its first layer computes, and takes as many steps as it is asked to.
 NETWORK = """\
@@ -69,6 +75,17 @@ def test_threads_train_in_the_run_and_exit_handlers_do_not(with_threads):
     end = ours.capture.end
     assert (end["steps"], end["skipped_steps"], end["exit_code"]) == (8, 0, 7)
     assert "  8 optimizer steps, 0 skipped, loss scale off, " in ours.block
+
+
+def test_the_summary_is_printed_once_where_stdout_is_stderr(tmp_path, monkeypatch):
+    writer = CaptureWriter(tmp_path / "capture.jsonl")
+    writer.write(start_event(["train.py"], "bf16"))
+    both = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", both)
+    monkeypatch.setattr(sys, "stderr", both)
+    _ending(writer)()
+    writer.close()
+    assert both.getvalue().count("narrowcast: ") == 1
 
 
 @pytest.mark.long

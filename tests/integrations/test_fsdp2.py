@@ -1,5 +1,7 @@
 """``fsdp2.shard`` in a group of one process; ``test_fsdp2_ranks.py`` has several."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -317,6 +319,19 @@ def test_what_cannot_hold_is_refused_before_anything_changes(policy, settings, e
         shard(model, mesh, policy, **settings)
     assert groups_in(model) == []
     shard(model, mesh, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("container", "its_blocks"),
+    [(nn.ModuleList([Block()]), "model.layers"), (nn.ModuleDict({"a": Block()}), "model.layers.values()")],
+)
+def test_a_container_of_blocks_is_no_block(container, its_blocks, mesh):
+    model = Net()
+    model.layers = container
+    words = f"got a {type(container).__name__}, not the blocks in it: pass blocks={its_blocks}"
+    with pytest.raises(SettingError, match=f"{re.escape(words)}$"):
+        shard(model, mesh, "bf16", blocks=[model.layers])
+    assert groups_in(model) == []
 
 
 def test_a_stepper_with_another_policy_is_refused(mesh):

@@ -58,6 +58,38 @@ BLOCKS = {
             "  0 optimizer steps, 8 skipped, final loss scale 2, 1.2 s",
         ],
     ),
+    "the only step not taken": (
+        [CPU, end(steps=0, skipped_steps=1, final_scale=2.0)],
+        [
+            "narrowcast: WARNING: NOTHING WAS TRAINED: the only optimizer step was skipped",
+            FIRST,
+            "  0 optimizer steps, 1 skipped, final loss scale 2, 1.2 s",
+        ],
+    ),
+    "very many steps not taken": (
+        [CPU, end(steps=0, skipped_steps=123456, final_scale=2.0)],
+        [
+            "narrowcast: WARNING: NOTHING WAS TRAINED: all 123456 optimizer steps were",
+            "  skipped",
+            FIRST,
+            "  0 optimizer steps, 123456 skipped, final loss scale 2, 1.2 s",
+        ],
+    ),
+    "left to itself after some steps": (
+        [CPU, end(steps=4, left_alone="it opens torch.autocast itself")],
+        [
+            f"{FIRST}, then left to the script's",
+            "  own mixed precision",
+            "  4 optimizer steps before that, 0 skipped, loss scale off, 1.2 s",
+        ],
+    ),
+    "left to itself before anything computed": (
+        [CPU, end(steps=0, backwards=0, forwards=0, left_alone="it opens autocast", elsewhere=True)],
+        [
+            "narrowcast: left to the script's own mixed precision in this process",
+            "  0 optimizer steps before that, 0 skipped, loss scale off, 1.2 s",
+        ],
+    ),
     "left to itself": (
         [end(steps=4, left_alone="it opens torch.autocast itself")],
         [

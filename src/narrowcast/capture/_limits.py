@@ -23,14 +23,17 @@ PARAMETER_LIMIT = 0.25
 # Relative error of one parameter without noise, of at least so many elements: fewer sum to little by chance.
 LOST = 0.5
 ENOUGH_ELEMENTS = 16
-# Relative error of outputs: about ten roundoffs of bf16 (2**-8).
+# Relative error of outputs: about thirteen roundoffs of bf16 (2**-8).
 OUTPUT_LIMIT = 0.05
 
 
 def parameter_error(
     error_norm: float | None, noise_norm: float | None, gradient_norm: float | None
 ) -> float | None:
-    """Divide a parameter's error by its noise or its gradient, whichever is larger; None: both are zero."""
+    """Divide a parameter's error by its noise or its gradient, whichever is larger.
+
+    Return None if the error is None, or if both of these are zero or None.
+    """
     yardstick = max(noise_norm or 0.0, gradient_norm or 0.0)
     if error_norm is None or yardstick == 0:
         return None

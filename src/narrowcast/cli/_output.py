@@ -50,9 +50,17 @@ def show(text: str) -> None:
             raise typer.Exit(NOT_WRITTEN) from None
 
 
+def show_json(value: Any) -> None:
+    """Print ``value`` as JSON on stdout."""
+    show(json.dumps(value, indent=2, allow_nan=False))
+
+
 def show_result(value: Any, text: Callable[[], str], *, as_json: bool) -> None:
     """Print ``value`` as JSON, or ``text()``, on stdout."""
-    show(json.dumps(value, indent=2, allow_nan=False) if as_json else text())
+    if as_json:
+        show_json(value)
+    else:
+        show(text())
 
 
 def talk(text: str) -> None:

@@ -99,9 +99,11 @@ def compare(
         raise SettingError(f"expected --min-speedup to be a number above 0, got {min_speedup:g}")
     from narrowcast.capture import make_run_folder
     from narrowcast.machine import require_torch
+    from narrowcast.scripts import restore_killed
     from narrowcast.verify.compare import ComparisonSettings, compared_instead, stays_in_fp32
 
     require_torch()
+    restore_killed(tell)
     found = find_script(script, arguments, module=module)
     _measure_auto(policy)
 

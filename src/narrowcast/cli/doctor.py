@@ -70,6 +70,9 @@ def doctor(
     require_torch()
     check_policy(policy)
     if script is not None:
+        from narrowcast.scripts import restore_killed
+
+        restore_killed(tell)
         # Refuse a missing script before anything is measured.
         find_script(script, arguments, module=module)
 

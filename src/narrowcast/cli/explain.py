@@ -103,6 +103,7 @@ def explain(
     from narrowcast.capture import make_run_folder
     from narrowcast.machine import require_torch
     from narrowcast.report import read_lock
+    from narrowcast.scripts import restore_killed
 
     locked = None if check is None else read_lock(check)
     if policy is None:
@@ -111,6 +112,7 @@ def explain(
     if against is not None:
         check_policy(against)
     require_torch()
+    restore_killed(tell)
     name = find_script(script, arguments, module=module).name
     folder = make_run_folder(f"explain-{name}", asked=run_dir, tell=tell)
     if ranges:

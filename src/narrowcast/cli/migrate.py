@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from narrowcast.cli._output import CHECK_FAILED, NOT_WRITTEN, show, show_result, shown_progress, talk
+from narrowcast.cli._output import CHECK_FAILED, NOT_WRITTEN, show, show_json, shown_progress, talk
 from narrowcast.cli.run import JsonOption
 from narrowcast.errors import FileError
 
@@ -50,26 +50,25 @@ def migrate(
         talk(line)
 
     changed = [outcome for outcome in outcomes if outcome.changes]
+    shown = changed
     not_written = 0
     if write:
-        written = []
+        shown = []  # those that can be written
         for outcome in changed:
             try:
                 migration.write(outcome)
-                written.append(outcome)
+                shown.append(outcome)
             except FileError as error:
                 talk(str(error))
                 not_written += 1
-        changed = written
 
-    names = [outcome.path for outcome in changed]
+    names = [outcome.path for outcome in shown]
     if as_json:
-        answer = migration.as_json(outcomes, to, paths, written=set(names) if write else None)
-        show_result(answer, lambda: "", as_json=True)  # never the text
+        show_json(migration.as_json(outcomes, to, paths, written=set(names) if write else None))
     elif names and (write or check):
         show("\n".join(names))
     elif names:
-        diffs = [migration.diff_of(outcome, color=sys.stdout.isatty()) for outcome in changed]
+        diffs = [migration.diff_of(outcome, color=sys.stdout.isatty()) for outcome in shown]
         show("".join(diffs).rstrip("\n"))
     # ``talk`` would wrap the first line of the table.
     print(migration.summary_text(outcomes, written=write, kept=not_written), file=sys.stderr)  # noqa: T201

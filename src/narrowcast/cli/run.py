@@ -127,8 +127,10 @@ def run(
         start_event,
     )
     from narrowcast.machine import require_torch
+    from narrowcast.scripts import restore_killed
 
     require_torch()
+    restore_killed(tell)  # before the script is looked for: it may be among their files
     found = find_script(script, arguments, module=module)
     rank = rank_here()
     name, capture = found.name, RUN
@@ -145,7 +147,7 @@ def run(
     if rank == 0:
         if (folder / RUN).is_file() or (folder / COMPARISON).is_file():
             tell(f"the capture of the earlier run in {folder} is replaced")
-        discard_captures(folder, from_rank=launched("WORLD_SIZE", 1))
+        discard_captures(folder, from_rank=number_from_launcher("WORLD_SIZE", 1))
 
     writer = CaptureWriter(folder / capture)
     rules = len(with_fp32_weights(policy).rules)
@@ -179,10 +181,9 @@ def check_policy(policy: str) -> None:
 
 
 def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Script:
-    """Return the script to run; refuse a missing one. First put back what killed runs had changed."""
-    from narrowcast.scripts import Script, restore_killed
+    """Return the script to run; refuse a missing one."""
+    from narrowcast.scripts import Script
 
-    restore_killed(tell)
     if module:
         return Script.from_module(script, arguments or [])
     return Script.from_path(script, arguments or [])
@@ -226,12 +227,12 @@ def _ending(writer: CaptureWriter) -> Callable[[], None]:
             text = f"narrowcast: {error!r}"
         if writer.error is not None:
             text += f"\n  the capture {writer.path} is incomplete: {writer.error.strerror}"
-        for stream in (sys.stdout, sys.stderr):
-            # The script, or the reader of a pipe, may have closed them.
-            with suppress(OSError, ValueError, AttributeError):
-                if stream is sys.stderr:
-                    stream.write(f"{text}\n")
-                stream.flush()
+        # The script, or the reader of a pipe, may have closed either.
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
     return end
 
@@ -262,10 +263,10 @@ def _command_of_ranks(
 
 def rank_here() -> int:
     """Return the rank of this process. Lightning's launcher sets only LOCAL_RANK, that on its machine."""
-    return launched("RANK", launched("LOCAL_RANK", 0))
+    return number_from_launcher("RANK", number_from_launcher("LOCAL_RANK", 0))
 
 
-def launched(name: str, otherwise: int) -> int:
-    """Return a number that a launcher such as ``torchrun`` sets in the environment."""
+def number_from_launcher(name: str, otherwise: int) -> int:
+    """Return the number that a launcher such as ``torchrun`` sets in the environment, or ``otherwise``."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else otherwise

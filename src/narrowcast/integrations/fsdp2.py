@@ -69,8 +69,8 @@ def shard(
         options: of ``fully_shard``, for each group, as ``reshard_after_forward``.
 
     Raises:
-        SettingError: the model or the mesh is none of those above; a block is not in the model; or a weight
-            is shared by modules that are gathered apart.
+        SettingError: the model or the mesh is none of those above; a block is not in the model, or is a list
+            of blocks; or a weight is shared by modules that are gathered apart.
         OrderError: the model is sharded already.
         PolicyError: the policy cannot hold for this model; ``options`` have a ``mp_policy``; or, in the first
             forward pass, a layer did not follow the policy.
@@ -83,12 +83,12 @@ def shard(
         # Their statistics are in fp32, and a norm wants its weights in the same format.
         if is_batch_or_instance_norm(module):
             formats[path] = torch.float32
-    groups = _groups(model, formats, _outermost(model) if blocks is None else list(blocks))
+    groups = _groups(model, formats, _default_blocks(model) if blocks is None else list(blocks))
 
     how = "make another model and shard it by the policy that you want"
-    Applied(model, wanted, how_to_end=how)
+    Applied(model, wanted, how_to_end=how)  # lasts as long as the model: nothing removes it
     first = FirstStep(model, wanted, {mesh.device_type: dtype}, advice="leave out the model's own autocast")
-    for module, weight_dtype in reversed(groups):
+    for module, weight_dtype in reversed(groups):  # inner ones first, as fully_shard requires
         # The region casts inputs, and rules cast outputs: a cast by FSDP would not know the operators.
         output_dtype = torch.float32 if module is model and fp32_outputs else None
         precision = MixedPrecisionPolicy(weight_dtype, torch.float32, output_dtype, cast_forward_inputs=False)
@@ -122,7 +122,7 @@ def _check(model: torch.nn.Module, mesh: DeviceMesh, options: dict[str, Any]) ->
         )
 
 
-def _outermost(module: torch.nn.Module) -> list[torch.nn.Module]:
+def _default_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return what the outermost containers inside ``module`` hold."""
     holds_blocks = isinstance(module, (torch.nn.Sequential, *_LISTS))
     blocks = []
@@ -130,7 +130,7 @@ def _outermost(module: torch.nn.Module) -> list[torch.nn.Module]:
         if holds_blocks and not isinstance(child, _LISTS):
             blocks.append(child)
         else:
-            blocks += _outermost(child)
+            blocks += _default_blocks(child)
     return blocks
 
 
@@ -140,19 +140,27 @@ def _groups(
     """Return the modules to shard, each with the format of the weights in it, outer ones first."""
     if not set(blocks) <= set(model.modules()):
         raise SettingError("expected blocks of the model, got a module that is not in it: pass model.layers")
+    for block in blocks:
+        if isinstance(block, _LISTS):
+            its_blocks = "model.layers.values()" if isinstance(block, torch.nn.ModuleDict) else "model.layers"
+            raise SettingError(
+                f"expected blocks of the model, got a {type(block).__name__}, not the blocks in it: pass "
+                f"blocks={its_blocks}"
+            )
+
     groups = []
-    # By the path of a module, that of the group that gathers its weights.
-    group_of: dict[str, str] = {}
+    group_of: dict[str, str] = {}  # path of a module -> path of its group, which gathers its weights
     holders: dict[torch.nn.Parameter, str] = {}
     for path, module in modules_by_path(model):
-        # What a wrapper wraps has the wrapper's path, and begins in its group; others in that of the parent.
+        # A path comes twice where a module is wrapped: the wrapper first, then what it wraps.
         parent, _, _ = path.rpartition(".")
-        group = group_of.get(path, group_of.get(parent))
-        begins_group = group is None or module in blocks or formats[path] != formats[group]
+        inherited = group_of.get(path, group_of.get(parent))  # None for the model itself
+        is_apart = inherited is None or module in blocks or formats[path] != formats[inherited]
         has_weights = any(True for _ in module.parameters())
-        if begins_group and has_weights and not isinstance(module, _LISTS):
-            group = path
+        begins_group = is_apart and has_weights and not isinstance(module, _LISTS)
+        if begins_group:
             groups.append((module, formats[path]))
+        group = path if begins_group else inherited
         assert group is not None
         group_of[path] = group
 

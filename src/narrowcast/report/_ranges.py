@@ -159,7 +159,7 @@ class _HeatMap(NamedTuple):
 
     Attributes:
         rows: name and cells of each.
-        marks: place and words of each limit that lies inside.
+        marks: place and words of each limit of fp16.
         ticks: place and exponent of each tick.
         more: how many rows are left out.
     """
@@ -174,6 +174,7 @@ class _HeatMap(NamedTuple):
 
 def _heat_map(heading: str, entries: Sequence[Mapping[str, Any]], scale: float) -> _HeatMap:
     exponents = [int(exponent) for entry in entries for exponent in entry["exponents"]]
+    # In fp16 a gradient is multiplied by the loss scale, so it meets the limits at smaller exponents.
     limits = [exponent - round(math.log2(scale)) for exponent in _FP16]
     first = min([*exponents, limits[0]]) - 1
     last = max([*exponents, limits[2]]) + 1
@@ -184,11 +185,13 @@ def _heat_map(heading: str, entries: Sequence[Mapping[str, Any]], scale: float) 
         cells = []
         for exponent, count in counts.items():
             share = count / nonzero
-            # The root, so that rare numbers are seen too.
             text = f"2^{exponent}: {_percent(share)}"
-            cells.append(_Cell((exponent - first) * _CELL, round(max(0.08, math.sqrt(share)), 3), text))
+            # The root, so that rare numbers are seen too.
+            opacity = round(max(0.08, math.sqrt(share)), 3)
+            cells.append(_Cell((exponent - first) * _CELL, opacity, text))
         rows.append((shortened(entry["module"], 60), cells))
     words = ("fp16: smallest number", "smallest normal number", "largest number")
+    # A mark is at the left of a cell. Numbers of the largest exponent still fit: its mark is behind them.
     places = (limits[0], limits[1], limits[2] + 1)
     marks = [((place - first) * _CELL, word) for place, word in zip(places, words, strict=True)]
     ticks = [

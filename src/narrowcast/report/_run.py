@@ -51,14 +51,16 @@ def run_summary(capture: Capture) -> dict[str, Any]:
 def run_block(capture: Capture, *, capture_path: str | None = None, with_told: bool = True) -> str:
     """Format the end of a run in a few lines: format, steps, skipped steps, final scale, and notes.
 
-    Lines have at most 79 columns, but the path of the capture stays whole. A run that was killed gets the
+    Lines have at most 79 columns, but paths and other long words stay whole. A run that was killed gets the
     numbers of the steps that it took. ``with_told=False`` leaves out notes that were shown before training.
     """
     totals = capture.totals()
     lines = []
     if totals["skipped_steps"] and not totals["steps"]:
-        skipped = f"all {totals['skipped_steps']} optimizer steps were skipped"
-        lines.append(f"narrowcast: WARNING: NOTHING WAS TRAINED: {skipped}")
+        skipped = "the only optimizer step was skipped"
+        if totals["skipped_steps"] > 1:
+            skipped = f"all {totals['skipped_steps']} optimizer steps were skipped"
+        lines.append(wrapped(f"narrowcast: WARNING: NOTHING WAS TRAINED: {skipped}", then="  "))
     lines.append(wrapped(f"narrowcast: {_formats(capture)}", then="  ", whole_words=True))
     lines.append(f"  {_counts(totals)}")
     if capture.end is None:
@@ -79,7 +81,22 @@ def run_block(capture: Capture, *, capture_path: str | None = None, with_told: b
 
 
 def _formats(capture: Capture) -> str:
-    """Say which format was computed in on which device, why, and by which policy."""
+    """Say which format was computed in on which device, why, and by which policy; or that none was."""
+    totals = capture.totals()
+    here = " in this process" if totals.get("elsewhere") else ""
+    formats = _formats_of_devices(capture)
+    if totals["left_alone"] is not None:
+        left = "left to the script's own mixed precision"
+        # A region may have made way before anything computed in it.
+        computed = any(totals[name] for name in ("steps", "skipped_steps", "backwards", "forwards"))
+        return f"{formats}, then {left}" if formats and computed else f"{left}{here}"
+    if not formats:
+        return f"nothing ran in mixed precision{here}"
+    return formats
+
+
+def _formats_of_devices(capture: Capture) -> str:
+    """Name the format of each device that had one, why, and the policy; an empty text if none had."""
     policy = _policy_words(capture)
     places = []
     for device in capture.of("device"):
@@ -88,18 +105,7 @@ def _formats(capture: Capture) -> str:
         if not policy or device["because"] != "as asked":
             place += f" ({device['because']})"
         places.append(place)
-
-    totals = capture.totals()
-    left_alone = totals["left_alone"] is not None
-    # A region may have made way before anything computed in it.
-    seen = any(totals[name] for name in ("steps", "skipped_steps", "backwards", "forwards"))
-    if places and (seen or not left_alone):
-        return "; ".join(places) + policy
-
-    nothing = "nothing ran in mixed precision"
-    if left_alone:
-        nothing = "left to the script's own mixed precision"
-    return f"{nothing} in this process" if totals.get("elsewhere") else nothing
+    return "; ".join(places) + policy if places else ""
 
 
 def _policy_words(capture: Capture) -> str:

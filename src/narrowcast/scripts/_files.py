@@ -106,8 +106,9 @@ class FileWatch:
 
     It also watches processes that this one starts by fork or multiprocessing. It sees the files that Python
     opens for writing, truncates, renames, links and removes, databases of sqlite3, and what torch and
-    safetensors save. It does not see files that other native code (h5py) or other programs open. Caches,
-    devices and locks stay.
+    safetensors save. It does not see files that other native code (h5py) or other programs open, and
+    only on Linux those that are named by a folder's descriptor, as ``shutil.rmtree`` does. Caches, devices
+    and locks stay.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
 
@@ -123,6 +124,8 @@ class FileWatch:
         self._folder = os.path.realpath(folder)
         self._hidden = f"{_HIDDEN}{uuid.uuid4().hex}"
         self._kept: set[str] = set()
+        # Folders in it of which only the folder itself is kept. A rename moves what is in them too.
+        self._not_entered: set[str] = set()
 
         # Paths that begin so stay: the run's own folder, and caches.
         cwd = os.path.realpath(os.getcwd())
@@ -183,8 +186,23 @@ class FileWatch:
     ) -> None:
         """Log what ``path`` is now, once, with a copy of a file; of a ``whole`` folder all that is in it."""
         name = self._name(path, folder, follow=follow)
-        if name is None or name in self._kept:
+        if name is None:
             return
+        if name not in self._kept:
+            self._keep_itself(name, is_temporary=is_temporary)
+        if name not in self._not_entered:
+            return
+
+        # It may have been kept before it was renamed, as by ``os.makedirs(..., exist_ok=True)``.
+        has_content = _is_folder_with_content(name)
+        if whole or not has_content:  # without content, what comes into it later is the run's
+            self._not_entered.discard(name)
+        if whole and has_content:
+            for entry in os.scandir(name):
+                self._keep(entry.path, follow=False, whole=True)
+
+    def _keep_itself(self, name: str, *, is_temporary: bool) -> None:
+        """Log what ``name`` is now, with a copy of a file, but nothing of what is in a folder."""
         copies = place_of_copies(name, self._folder, self._hidden)
         copy = os.path.join(copies, uuid.uuid4().hex)
         try:
@@ -196,9 +214,7 @@ class FileWatch:
             self._log(ChangedPath(path=name, was="file", copy=copy, owner=(about.st_uid, about.st_gid)))
         elif stat.S_ISDIR(about.st_mode):
             self._log(ChangedPath(path=name, was="folder", copy=copy, mode=stat.S_IMODE(about.st_mode)))
-            if whole:
-                for entry in os.scandir(name):
-                    self._keep(entry.path, follow=False, whole=True)
+            self._not_entered.add(name)
 
     def _name(self, path: Any, folder: int | None, *, follow: bool) -> str | None:
         """Return the absolute path of a file, links resolved; None if it is to be ignored.
@@ -213,7 +229,9 @@ class FileWatch:
                 name = os.path.realpath(text)
             else:
                 name = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
-        except (TypeError, ValueError, OSError):  # a descriptor, or no path that could exist
+        except (TypeError, ValueError, OSError):
+            # A descriptor of a file, no path that could exist, or a folder's descriptor elsewhere than on
+            # Linux, which alone has /proc/self/fd.
             return None
         return None if self._is_ignored(name) else name
 
@@ -254,6 +272,19 @@ def native_writers() -> list[tuple[Any, str, int]]:
     return writers
 
 
+def _is_folder_with_content(path: str) -> bool:
+    """Return whether ``path`` is a folder, and not a link to one, with something in it."""
+    if os.path.islink(path):
+        return False
+    try:
+        with os.scandir(path) as entries:
+            return any(True for _ in entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # nobody may look into it: what needs its content must fail, and not leave it out
+        return True
+
+
 def _copy(path: str, to: str) -> None:
     """Copy a file; again if it is another one by then, since another run had its turn meanwhile."""
     while True:
@@ -290,7 +321,7 @@ def _device_of(folder: str) -> int:
 
 
 def _cache_folders() -> list[Path]:
-    """Return the cache folders of this user on this machine."""
+    """Return the usual places of caches, and those that variables of the environment name."""
     folders = []
     with suppress(RuntimeError, KeyError, OSError):  # no home, no name
         home = Path.home()
@@ -419,30 +450,35 @@ def restore_files(folder: Path) -> list[str]:
         FileError: one cannot be moved or put back; its copy stays.
     """
     cwd, changed = _read_journal(folder)
-    in_place = list(changed.values())
-    if (folder / _AWAY).exists():  # everything that is exchanged is in its place, or is another run's
-        in_place = [entry for entry in in_place if not entry.is_exchanged]
+    # The paths where what the run wrote is. While it is set aside, what is at an exchanged path is the user's
+    # or another run's: leave it.
+    at_their_paths = list(changed.values())
+    if (folder / _AWAY).exists():
+        at_their_paths = [entry for entry in at_their_paths if not entry.is_exchanged]
 
-    # What the run wrote, wherever that is, and then what was there before.
+    # First move away what the run wrote, wherever that is; then put back what was there before.
     moved = []
-    entry: ChangedPath | None = None
+    current: ChangedPath | None = None  # for the message of an error
     try:
-        for entry in in_place:
-            if not _is_as_before(entry) and os.path.lexists(entry.path):
-                _move(entry.path, entry.path, folder / OUTPUTS, cwd)
-                moved.append(entry.path)
-        for entry in changed.values():
-            if os.path.lexists(entry.own):
-                _move(entry.own, entry.path, folder / OUTPUTS, cwd)
-                moved.append(entry.path)
-        for entry in sorted(in_place, key=attrgetter("path")):  # a folder before what is in it
-            _put_back(entry)
+        for current in at_their_paths:
+            if current.was == "nothing":
+                with suppress(OSError):  # not empty, or no folder
+                    os.rmdir(current.path)  # an empty folder is no output
+            if os.path.lexists(current.path) and not _is_as_before(current):
+                _move(current.path, current.path, folder / OUTPUTS, cwd)
+                moved.append(current.path)
+        for current in changed.values():
+            if os.path.lexists(current.own):
+                _move(current.own, current.path, folder / OUTPUTS, cwd)
+                moved.append(current.path)
+        for current in sorted(at_their_paths, key=attrgetter("path")):  # a folder before what is in it
+            _put_back(current)
     except (OSError, shutil.Error) as error:
-        assert entry is not None
+        assert current is not None
         why = getattr(error, "strerror", None) or error
         raise FileError(
-            f"cannot put {entry.path} back as it was before the run in {folder}: {why}. Its content is in "
-            f"{os.path.dirname(entry.copy)}; {folder / JOURNAL} tells which file it is, and deleting that "
+            f"cannot put {current.path} back as it was before the run in {folder}: {why}. Its content is in "
+            f"{os.path.dirname(current.copy)}; {folder / JOURNAL} tells which file it is, and deleting that "
             "gives it up"
         ) from error
 
@@ -456,11 +492,9 @@ def restore_files(folder: Path) -> list[str]:
 
 
 def _is_as_before(entry: ChangedPath) -> bool:
-    """Return whether a path is as it was before the run, after removing an empty folder where nothing was."""
+    """Return whether a path is as it was before the run."""
     path, copy = entry.path, entry.copy
     if entry.was == "nothing":
-        with suppress(OSError):
-            os.rmdir(path)  # an empty folder is no output
         return not os.path.lexists(path)
     if entry.was == "folder":
         return os.path.isdir(path) and not os.path.islink(path)
@@ -507,19 +541,23 @@ def _put_back(entry: ChangedPath) -> None:
 
 
 @contextmanager
-def folder_of_one(tell: Callable[[str], None]) -> Iterator[None]:
-    """Wait for the end of others' runs in the working folder, whose files would pass for the user's."""
-    here = hashlib.sha256(os.fsencode(os.getcwd())).hexdigest()[:32]
+def only_run_in_folder(tell: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of the working folder during the block, and call ``restore_killed`` before it.
+
+    If another run has the lock, wait for its end: the files that it has changed would pass for the user's.
+    """
+    cache = cache_folder()
     # Ranks of one job run together, as does what a script in a run starts: they would wait for ever.
     waits = os.environ.get("RANK", "0") == "0" and "NARROWCAST_RUN_DIR" not in os.environ
     with ExitStack() as stack:
-        with suppress(OSError):  # without a folder for the lock, nobody waits
-            turns = (cache_folder() or Path(os.devnull)) / "running"
-            turns.mkdir(parents=True, exist_ok=True)
-            turn = stack.enter_context((turns / f"{here}.turn").open("wb"))
-            while waits and not _locked(turn):
-                tell("waiting for another run in this folder to end")
-                time.sleep(_POLL_S)
+        if cache is not None and waits:
+            here = hashlib.sha256(os.fsencode(os.getcwd())).hexdigest()[:32]
+            with suppress(OSError):  # where no file can be written or locked, nobody waits
+                (cache / "running").mkdir(parents=True, exist_ok=True)
+                turn = stack.enter_context((cache / "running" / f"{here}.turn").open("wb"))
+                while not _try_lock(turn):
+                    tell("waiting for another run in this folder to end")
+                    time.sleep(_POLL_S)
         restore_killed(tell)
         yield
 
@@ -533,7 +571,8 @@ def locked_journal(folder: Path) -> Iterator[None]:
         yield
 
 
-def _locked(file: IO[bytes]) -> bool:
+def _try_lock(file: IO[bytes]) -> bool:
+    """Lock ``file`` until it is closed; return whether that was possible, or another process holds it."""
     with suppress(BlockingIOError):
         lock(file)
         return True
@@ -546,7 +585,10 @@ def restore_killed(tell: Callable[[str], None]) -> None:
     It finds those whose folder is in the cache folder. One that ``--run-dir`` named is put back by the next
     comparison in that folder.
     """
-    runs = (cache_folder() or Path(os.devnull)) / "runs"
+    cache = cache_folder()
+    if cache is None:
+        return
+    runs = cache / "runs"
     for path in sorted([*runs.glob(f"*/{JOURNAL}"), *runs.glob(f"*/*/{JOURNAL}")]):
         with suppress(OSError), path.open("r+b") as journal:
             lock(journal)

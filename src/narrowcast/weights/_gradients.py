@@ -35,7 +35,8 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses_memory: bool) -> None:
     for pair in pairs:
         gradient = pair.low.grad
         if gradient is None:
-            # A step that raised has not put back what it took: the next step does.
+            # With ``restores``, ``low_grad`` is kept: a step that raised has not put it back, and this step
+            # will.
             if not restores:
                 pair.low_grad = None
             continue
@@ -67,7 +68,7 @@ def _in_float32(gradient: torch.Tensor, pair: Pair, *, reuses_memory: bool) -> t
 
 
 def restore_low(pairs: Sequence[Pair]) -> None:
-    """Put back on each low parameter the gradient that the step took from it."""
+    """Put back on each low parameter the gradient that the step took, and drop the working one made of it."""
     for pair in pairs:
         if pair.low_grad is not None:
             pair.working.grad = None

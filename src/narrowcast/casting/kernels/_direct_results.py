@@ -1,14 +1,17 @@
 """Recompute in fp32 what a model returns straight from a sigmoid, softmax or log_softmax.
 
 bf16 rounds a sigmoid above 0.998 to 1, where its gradient is 0. A loss outside of the model, which an FP32
-script computes from what the model returns, then stops training. So while a model of ``run`` is called, the
-operators below note their results. What the model returns of them is computed again, in fp32, from the
-operator's input, in the autograd graph. A result is recognized by its memory, so that views of it are too.
+script computes from what the model returns, then stops training. So while a model of ``run`` is called, these
+operators note their results, each with the operator's input (``noting``). What the model returns of them is
+computed again, in fp32, from that input, in the autograd graph (``DirectResults.recomputed``). A result is
+recognized by its memory, so that views of it are too. What ``gather`` takes out of a noted result is noted as
+well.
 
 Autograd saves the result of these operators and not their input, which therefore has to be kept until the
 model returns. The latest one always is, since it is usually what the model returns. Of earlier ones, such as
-the scores of attention in each layer, only a few are kept, and only small ones. An input goes at once when
-the memory of its result is freed, as in evaluation.
+the scores of attention in each layer, only a few are kept, and only small ones. The others are dropped: their
+results stay in the low format, and ``run`` says so if the model returns one. An input goes at once when the
+memory of its result is freed, as in evaluation.
 
 While torch.compile traces, the operators run on fake tensors, whose memory can be told apart too. The
 recomputation is then traced into the compiled graph.
@@ -57,8 +60,8 @@ _NODE_NAMES = {
     "_log_softmax": "LogSoftmaxBackward0",
     GATHER: "GatherBackward0",
 }
-_CALLED_BY_SCRIPT = PROMOTING[0]
-"""The device type whose autocast is enabled while the script calls a compiled model."""
+_FLAG_DEVICE = PROMOTING[0]
+"""The device type on which autocast is enabled, as a flag, while the script calls a compiled model."""
 # Nodes of torch's own operators; custom functions have no number at the end of their names.
 _TORCH_NODE = re.compile(r"\w+Backward\d+")
 
@@ -99,6 +102,16 @@ class _Result:
         self.stride: tuple[int, ...] = ()
         self.storage: Callable[[], Any] = lambda: None
         self.wide: dict[bool, torch.Tensor] = {}
+
+    @classmethod
+    def of_gather(cls, op: str, index: torch.Tensor, dim: Any, below: Any, source: _Part) -> _Result:
+        """Return that of a ``gather`` by ``index`` from ``source``, a part of another noted result."""
+        result = cls(op, index, dim, below)
+        result.name = source.result.name
+        result.source = source
+        # What the source keeps stays for it, also when the memory of the source is freed.
+        result.nbytes += source.result.nbytes
+        return result
 
     def is_computed_by(self, node: Any) -> bool:
         """Return whether ``node`` of the autograd graph is the call of this operator."""
@@ -165,7 +178,7 @@ class DirectResults:
     """The noted results of one call of a model in one thread, or of all that a thread traces.
 
     Attributes:
-        noted: how many there were.
+        count: how many there were.
         is_in_one_graph: ``torch.compile`` traced the whole model in this call, and so all that it returns.
 
     Args:
@@ -176,8 +189,9 @@ class DirectResults:
     def __init__(self, say: Callable[[str, str, torch.dtype, str], None], *, traced: bool = False) -> None:
         self._traced = traced
         self._say = say
-        self.noted = 0
+        self.count = 0
         self.is_in_one_graph = False
+        self._traces_before = 0  # how many results of fake tensors there were at ``begin``
         # Both by the identity of the storage of the result, oldest first. Another thread may free a result.
         self._kept: dict[int, _Result] = {}
         self._dropped: dict[int, _Result] = {}
@@ -252,7 +266,7 @@ class DirectResults:
         self._note(noted, result)
         return result
 
-    def call_gather(self, go_on: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def call_gather(self, op: str, go_on: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call ``gather`` and note its result, if it takes from a noted one."""
         value, dim, index = args[:3]
         source = None
@@ -260,24 +274,22 @@ class DirectResults:
             source = self._result_in(value)
         if source is None or self._why_not(value, source) is not None:
             return go_on()
-        noted = _Result(GATHER, index, dim, value.grad_fn)
-        noted.name = source.name
-        noted.source = _Part(source, value)
-        # What the source keeps stays for it, also when the memory of the source is freed.
-        noted.nbytes += source.nbytes
+        noted = _Result.of_gather(op, index, dim, value.grad_fn, _Part(source, value))
         result = go_on()
         self._note(noted, result)
         return result
 
     def _note(self, noted: _Result, result: torch.Tensor) -> None:
+        """Keep ``noted`` for the memory of ``result``, unless ``result`` is only a part of it."""
         if not _is_whole(result):
             return
-        # Only models that have a result need the kernel of gather: ask for it at the first. Traced results
-        # outlive the NotesOfResults that had it, so they ask each time.
-        if self._traced or not self.noted:
+        # From the first result on gather may take from one, so it gets its kernel now; in models without any
+        # it stays PyTorch's. Those of fake tensors are counted over many calls, and the NotesOfResults that
+        # lives now may be another one than at the first: they give it the kernel each time.
+        if self._traced or not self.count:
             for notes in list(living):
                 notes.begin_gather()
-        self.noted += 1
+        self.count += 1
         storage = result.untyped_storage()
         key = id(storage)
         kept, dropped = self._kept, self._dropped
@@ -301,18 +313,18 @@ class DirectResults:
         keys = list(self._kept)
         for key in keys[: max(0, len(keys) - _MOST_EARLIER)]:
             self._drop(key)
-        # Each of them, not only the latest: call_gather makes no room, so a large result may still stand
-        # before a gather's.
+        # A gather adds results without making room, so any of them may be large.
         for key in keys:
             result = self._kept.get(key)
             if result is not None and result.nbytes > _MOST_EARLIER_BYTES:
                 self._drop(key)
 
     def _drop(self, key: int) -> None:
-        """Keep the input of a result no longer."""
+        """Forget what a result was computed from; it is still recognized, to say that it stays low."""
         result = self._kept.pop(key, None)
         if result is not None:  # else another thread freed its memory meanwhile
             result.input = result.source = result.below = None
+            result.wide.clear()
             self._dropped[key] = result
 
     def _result_in(self, tensor: torch.Tensor) -> _Result | None:
@@ -329,6 +341,8 @@ class DirectResults:
     def _why_not(self, tensor: torch.Tensor, result: _Result) -> str | None:
         """Return why ``tensor``, which is in ``result``, cannot be computed again; None: it can."""
         if result.was_dropped():
+            if result.nbytes <= _MOST_EARLIER_BYTES:
+                return "too many results followed for its input to be kept"
             return f"its input of {result.nbytes / 2**20:.0f} MB was not kept until then"
         if not result.is_unchanged():
             return "its input was overwritten"
@@ -351,21 +365,16 @@ def _what_stands_between(tensor: torch.Tensor, result: _Result) -> str | None:
 def noting(op: str, go_on: _Kernel) -> _Kernel:
     """Return a kernel that calls ``go_on`` and notes the result where a model of ``run`` is called."""
 
+    call = DirectResults.call_gather if op == GATHER else DirectResults.call
+
     @skipped_by_dynamo
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         results = _results_for(args[0])
         if results is None:
             return go_on(keyset, *args, **kwargs)
-        return results.call(op, lambda: go_on(keyset, *args, **kwargs), args)
+        return call(results, op, lambda: go_on(keyset, *args, **kwargs), args)
 
-    @skipped_by_dynamo
-    def gather(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        results = _results_for(args[0])
-        if results is None:
-            return go_on(keyset, *args, **kwargs)
-        return results.call_gather(lambda: go_on(keyset, *args, **kwargs), args)
-
-    return gather if op == GATHER else kernel
+    return kernel
 
 
 def _results_for(value: torch.Tensor) -> DirectResults | None:
@@ -389,7 +398,7 @@ def _traced_results() -> DirectResults:
 
 def _count_traced() -> int:
     """Return how many results of fake tensors this thread has noted so far."""
-    return 0 if thread.traced_results is None else _traced_results().noted
+    return 0 if thread.traced_results is None else _traced_results().count
 
 
 def _nothing(*_: object) -> None:
@@ -404,11 +413,11 @@ def call_compiled(call: Callable[[], Any]) -> Any:
     there says whether operators promote.)
     """
     keep_graphs_with_regions()
-    torch.set_autocast_enabled(_CALLED_BY_SCRIPT, True)
+    torch.set_autocast_enabled(_FLAG_DEVICE, True)
     try:
         return call()
     finally:
-        torch.set_autocast_enabled(_CALLED_BY_SCRIPT, False)
+        torch.set_autocast_enabled(_FLAG_DEVICE, False)
 
 
 @constant_while_tracing
@@ -433,37 +442,40 @@ def recomputed_while_traced(output: Any) -> Any:
     """As ``DirectResults.recomputed``, at the end of a model that Dynamo traces."""
     if not _end_traced_model():
         return output
-    _let_dynamo_trace_in_fp32()
+    _let_dynamo_trace_noted_or_real()
 
     def low_to_fp32(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in LOW:
             return tensor
-        wide = _in_fp32_if_noted(tensor)
-        # Still low: it was not noted. Return the tensor itself: the call would cast it where the graph runs
-        # on real tensors.
+        wide = _noted_or_real_in_fp32(tensor)
+        # Still low: it was not noted. Leave the call out of the graph, where it would cast a real tensor.
         return tensor if wide.dtype in LOW else wide
 
     return map_tensors(output, low_to_fp32, say_nothing)
 
 
-def _in_fp32_if_noted(tensor: torch.Tensor, did: str = "returned") -> torch.Tensor:
-    """Return ``tensor`` in fp32 if it was noted; as it is if it was not, unless its values are real.
+def _noted_or_real_in_fp32(tensor: torch.Tensor, did: str = "returned") -> torch.Tensor:
+    """Return the low ``tensor`` in fp32 if it was noted or its values are real.
+
+    =====================  ============================================
+    traced, and noted      in fp32, computed again
+    traced, and not noted  as it is
+    real                   in fp32: computed again if noted, else cast
+    =====================  ============================================
 
     Dynamo puts the call itself into the graph. A tracer below Dynamo makes it with fake tensors. Where none
-    follows, as with ``backend="eager"``, the graph makes it with real ones. Eager code makes it too, in
-    ``in_fp32_for``.
+    follows, as with ``backend="eager"``, the graph makes it with real ones: fp32 is then expected of them,
+    since Dynamo found fp32 when it traced. Eager code makes it too, in ``in_fp32_for``.
     """
     wide = tensor
     results = _results_for(tensor)
     if results is not None:
         wide = results.recomputed(tensor, did)
-    if type(tensor) in CLASSES:
-        # Real values: fp32 is expected of them, noted or not. In a graph Dynamo found fp32 when it traced.
-        return wide.float()
-    return wide
+    is_real = type(tensor) in CLASSES
+    return wide.float() if is_real else wide
 
 
-_let_dynamo_trace_in_fp32 = let_dynamo_trace(_in_fp32_if_noted)
+_let_dynamo_trace_noted_or_real = let_dynamo_trace(_noted_or_real_in_fp32)
 
 
 def in_fp32_for(did: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -473,10 +485,10 @@ def in_fp32_for(did: str, tensor: torch.Tensor) -> torch.Tensor:
     forwards have to save equally many tensors. ``did``: what the model does with it, for notes.
     """
     if torch.compiler.is_dynamo_compiling():
-        _let_dynamo_trace_in_fp32()
+        _let_dynamo_trace_noted_or_real()
     elif saves_by_hooks():
         return tensor.float()
-    return _in_fp32_if_noted(tensor, did).float()
+    return _noted_or_real_in_fp32(tensor, did).float()
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -485,7 +497,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` has memory of its own, as sparse and nested tensors do not."""
+    """Return whether ``tensor`` lies in one plain storage, as sparse and nested tensors do not."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 

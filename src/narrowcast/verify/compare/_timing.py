@@ -34,7 +34,7 @@ from narrowcast.capture import (
 )
 from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError
 from narrowcast.machine import cpu_share_in_use
-from narrowcast.scripts import folder_of_one
+from narrowcast.scripts import only_run_in_folder
 from narrowcast.verify.runs._runs import (
     LITTLE_MEMORY,
     MEMORY,
@@ -364,7 +364,7 @@ class TimedPairs:
         if len(self.captures["fp32"]) % 2 == 1:
             formats.reverse()
         ended = functools.partial(self._ended, seed=seed)
-        with folder_of_one(self.runs.progress):
+        with only_run_in_folder(self.runs.progress):
             why_alone = take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
         # From the first run's begin on: the server that forks runs may have been started before.
         self._pair_s.append(time.monotonic() - begun[0])

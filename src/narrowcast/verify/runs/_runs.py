@@ -26,9 +26,9 @@ from narrowcast.scripts import (
     OUTPUTS,
     bring_back,
     changed_files,
-    folder_of_one,
     has_files_to_move,
     locked_journal,
+    only_run_in_folder,
     restore_files,
     set_aside,
 )
@@ -203,7 +203,7 @@ class ScriptRuns:
             FileError: a file of the user cannot be put back.
         """
         begun = self._ahead.pop(name, None)
-        with folder_of_one(self.progress), begun or self.begin(name, trains_in, purpose, **more) as run:
+        with only_run_in_folder(self.progress), begun or self.begin(name, trains_in, purpose, **more) as run:
             run.go()
         return run.checked()
 
