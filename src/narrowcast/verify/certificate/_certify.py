@@ -74,11 +74,12 @@ def certify(
             inside the region; it opens none and calls no ``backward``.
         batches: a list of whatever ``loss_fn`` takes; not changed. With four or more, the error's bias is
             told from its variance; with one, no noise is measured and only an error of the size of rounding
-            passes.
+            passes, for ``minibatches=1``.
         policy: the name of a preset, a ``Policy``, or the path of one.
         loss_scale: of the mixed pass. Default: in fp16 the first of 2**16, 2**15 ... whose gradients are
             finite, as a dynamic scale finds it; none in other formats.
-        minibatches: how many a step averages, accumulation times ranks; the verdict is for such a step.
+        minibatches: how many a step averages, accumulation times ranks; the verdict is for such a step. To
+            judge a step of more than one, give four batches or more.
 
     Returns:
         The numbers of each parameter and of all together, and a verdict: ``"pass"``, ``"fail"``, or
