@@ -460,6 +460,26 @@ def test_names_that_scripts_reach_into(capsys):
     assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    ("variable", "rank_of_group", "is_told"),
+    [
+        (None, None, True), ("", None, True), ("0", None, True), ("1", None, False),
+        (None, 0, True), (None, 1, False), ("0", 1, False),
+    ],
+)  # fmt: skip
+def test_messages_come_from_rank_0_alone(variable, rank_of_group, is_told, monkeypatch, capsys):
+    """A group of processes knows its ranks, also where no launcher has set RANK, as in mp.spawn."""
+    monkeypatch.delenv("RANK", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RANK", variable)
+    if rank_of_group is not None:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank_of_group)
+    amp._amp_state.verbosity = 1
+    importlib.import_module("narrowcast.apex.amp._amp_state").maybe_print("said")
+    assert capsys.readouterr().err == ("said\n" if is_told else "")
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_with_a_graph_are_refused(level):

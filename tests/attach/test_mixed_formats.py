@@ -347,25 +347,33 @@ def test_writes_that_raise_in_fp32_are_not_made_twice_or_truncated(dtype):
     assert torch.equal(*results)
 
 
-def test_what_cannot_be_promoted_names_the_module_and_the_rule():
+def test_what_cannot_be_promoted_names_the_module_and_the_rule_for_it_alone():
+    seen = []
+
+    def refusing(x, y, w, v):
+        return x * float(np.from_dlpack(y.detach()).sum())
+
+    def sibling(x, y, w, v):
+        seen.append(y.dtype)
+        return y
+
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.parts = nn.ModuleList(
-                [Model(lambda x, y, w, v: y * float(np.from_dlpack(y.detach()).sum()))]
-            )
+            self.parts = nn.ModuleDict({"1": Model(refusing), "10": Model(sibling)})
 
         def forward(self, x):
-            return self.parts[0](x)
+            return self.parts["10"](self.parts["1"](x))
 
     with pytest.raises(RuntimeError, match="Unsupported dtype in DLTensor") as caught, Attachment("bf16"):
         Outer()(torch.randn(ROWS, WIDTH))
     (note,) = caught.value.__notes__
-    assert "module 'parts.0' of Outer, called in bf16" in note
-    policy = nc.Policy(compute="bf16").with_rules(nc.rule.module("parts.0*", compute="fp32"))
-    assert policy.rules[0].module in note
-    with Attachment(policy):
+    assert "module 'parts.1' of Outer, called in bf16" in note
+    rule = nc.rule.module("parts.1", compute="fp32")
+    assert f'nc.rule.module("{rule.module}", compute="fp32") keeps it in fp32' in note
+    with Attachment(nc.Policy(compute="bf16").with_rules(rule)):
         Outer()(torch.randn(ROWS, WIDTH))
+    assert seen == [torch.bfloat16]
 
 
 def test_numpy_which_has_no_bf16_gets_fp32():

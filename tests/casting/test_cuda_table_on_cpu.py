@@ -211,6 +211,15 @@ def test_binary_cross_entropy_is_refused_with_two_ways_out():
             F.binary_cross_entropy(X.sigmoid(), X.sigmoid())
 
 
+def test_what_a_rule_refuses_is_not_advised():
+    """binary_cross_entropy_with_logits is the way out for binary_cross_entropy, not for itself."""
+    name = "binary_cross_entropy_with_logits"
+    with region(FP16, nc.rule.op(name, compute="refuse")), pytest.raises(UnsupportedError) as refused:
+        F.binary_cross_entropy_with_logits(X, X.sigmoid())
+    assert str(refused.value).startswith(f"{name} was called, which is refused here (")
+    assert "; use" not in str(refused.value)
+
+
 def cpu_alone():
     """Entries of the CPU's lists whose operators CUDA's table does not have."""
     listed = {op.partition(".")[0] for op in native_table("cuda")}

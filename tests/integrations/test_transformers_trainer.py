@@ -374,7 +374,7 @@ def test_arguments_that_were_made_before_do_not_count(tmp_path):
 
 def test_the_format_of_accelerate_launch_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    monkeypatch.setattr(narrowcast.integrations.transformers, "_LAUNCHED_WITH", "bf16")
+    monkeypatch.setattr(narrowcast.integrations.transformers, "_FORMAT_AT_IMPORT", "bf16")
     with pytest.raises(SettingError, match='"accelerate launch --mixed_precision"'):
         trained(tmp_path, bert(), policy="bf16")
 

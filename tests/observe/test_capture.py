@@ -6,7 +6,7 @@ import math
 import made_captures
 import pytest
 
-from narrowcast.capture import CaptureWriter, read_capture, start_event
+from narrowcast.capture import CaptureWriter, bytes_text, read_capture, start_event
 from narrowcast.capture._events import EVENTS, SCHEMA
 from narrowcast.errors import FileError
 
@@ -249,3 +249,15 @@ def test_a_full_disk_ends_the_capture_and_not_the_run(path, monkeypatch):
     monkeypatch.undo()
     writer.close()
     assert read_capture(path).events == (START,)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"), (7, "7 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (10 * 1024, "10 KiB"),
+        (1023 * 1024, "1023 KiB"), (1_048_063, "1023 KiB"), (1_048_570, "1.0 MiB"), (2**20, "1.0 MiB"),
+        (2**30 - 1, "1.0 GiB"), (32 * 2**30, "32 GiB"), (2**40 - 1, "1.0 TiB"), (2**51, "2048 TiB"),
+    ],
+)  # fmt: skip
+def test_the_unit_of_a_size_is_that_of_the_number_printed(count, text):
+    assert bytes_text(count) == text

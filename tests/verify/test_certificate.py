@@ -1,6 +1,7 @@
 """The certificate as data: hand-made gradients with known ratios, float64 as the oracle, and the text."""
 
 import functools
+import itertools
 import json
 import math
 
@@ -220,6 +221,27 @@ def test_a_small_relative_error_passes_little_noise_for_one_minibatch_only(k, ve
     assert judged(one, minibatches=k).verdict == verdict
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(("worst", "unknown", "over"))))
+def test_the_worst_parameter_of_a_step_is_named_beside_one_that_is_not_known(order):
+    """That whose gradient differs in one batch alone: without this batch there is no noise."""
+    fp32, mixed = drawn(4, bias=0.08, spread=0.05, elements=16)
+    unknown = torch.ones_like(fp32)
+    unknown[3] += 1
+    made_of = {"worst": (fp32, mixed + 0.04), "over": (fp32, mixed), "unknown": (unknown, unknown + 0.01)}
+    large = [100 * gradients for gradients in drawn(4, bias=0.001, spread=0.02)]
+    parameters = [measured(*made_of[name], name) for name in order]
+    found = judged(measured(*large), *parameters, minibatches=32)
+    assert (found.verdict, ", most that of worst; " in found.reason) == ("cannot tell", True)
+
+
+def test_the_bias_of_a_gradient_that_is_not_finite_is_infinite():
+    for value in (math.nan, math.inf, -math.inf):
+        fp32, mixed = drawn(4)
+        mixed[2, 5] = value
+        (parameter,) = judged(measured(fp32, mixed)).parameters
+        assert (parameter.error_norm, parameter.bias_norm) == (math.inf, math.inf)
+
+
 def test_fewer_than_four_batches_tell_nothing_of_larger_ones():
     few = measured(*drawn(3))
     found = judged(few)
@@ -228,6 +250,15 @@ def test_fewer_than_four_batches_tell_nothing_of_larger_ones():
     assert found.to_dict()["error_over_noise_interval"] is None
     found = judged(few, minibatches=2)
     assert (found.verdict, "it takes 4 batches" in found.reason) == ("cannot tell", True)
+    # One batch: what rounding alone does passes for one minibatch, and what no noise could hide fails.
+    for error, of_one, of_several in (
+        (0.0, "pass", "pass"),
+        (0.009, "pass", "cannot tell"),
+        (0.3, "fail", "fail"),
+    ):
+        one = without_second_batch(error=error)
+        assert finished(one).verdict == of_one
+        assert finished(one, minibatches=2).verdict == of_several
     with pytest.raises(SettingError, match="at least 1, got 0"):
         found.at(0)
 
@@ -423,6 +454,22 @@ def test_one_parameter_cannot_fail_if_rounding_is_unknown():
     # All together may, and what passes passes.
     assert finished(made(error=0.11), bias, rounding_unknown=unknown).verdict == "fail"
     assert finished(made(), rounding_unknown=unknown) == finished(made())
+
+
+def test_one_parameter_of_a_step_cannot_fail_if_rounding_is_unknown():
+    unknown = "FP32's rounding is not known: the run by exact ops failed."
+    bias = measured(*[0.01 * one for one in drawn(8, bias=0.2, spread=0.01, elements=16)], "head.bias")
+
+    def of_step(total_bias, **settings):
+        return judged(measured(*drawn(8, bias=total_bias, spread=0.02)), bias, minibatches=32, **settings)
+
+    assert of_step(0.003).verdict == "fail"
+    found = of_step(0.003, rounding_unknown=unknown)
+    assert found.verdict == "cannot tell"
+    assert "and the gradient of head.bias by " in found.reason
+    assert found.reason.endswith(f"for a single parameter. {unknown}")
+    # All together may.
+    assert of_step(0.1, rounding_unknown=unknown).verdict == "fail"
 
 
 def test_parameters_without_gradients_are_not_judged():

@@ -17,7 +17,7 @@ from child_processes import output_of
 from narrowcast.errors import ScriptError, UnsupportedError
 from narrowcast.verify.compare._results import certify_script as certify_steps
 from narrowcast.verify.compare._results import output_from_probes
-from narrowcast.verify.runs._model_state import random_state
+from narrowcast.verify.runs._model_state import put_back, random_fingerprint
 from narrowcast.verify.runs._probes import fingerprint
 from narrowcast.verify.runs._runs import TENSORS, write_result
 
@@ -56,10 +56,20 @@ def test_fingerprints_and_random_states_need_no_numpy(monkeypatch):
     """torch runs without NumPy; its tensors then raise in ``numpy()``."""
     monkeypatch.setattr(torch.Tensor, "numpy", None)
     assert fingerprint([torch.ones(2)]) != fingerprint([torch.zeros(2)])
-    before = random_state()
-    assert random_state() == before
+    before = random_fingerprint()
+    assert random_fingerprint() == before
     torch.rand(1)
-    assert random_state() != before
+    assert random_fingerprint() != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128], ids=str)
+def test_what_is_put_back_is_equal_to_the_bit(dtype):
+    """A zero of the other sign is no equal one."""
+    kept = torch.tensor([[-0.0, -1.0, 1.0], [2.0, 3.0, 4.0]]).to(dtype).t()
+    zero_of_other_sign = torch.where(kept == 0, torch.zeros_like(kept), kept)
+    for tensor in (zero_of_other_sign, torch.full_like(kept, math.nan), kept.clone()):
+        put_back(tensor, kept)
+        assert fingerprint([tensor]) == fingerprint([kept])
 
 
 TRAINS = """

@@ -61,9 +61,10 @@ _FORMAT_WORDS = ("BFloat16", "Half", "dtype", "scalar type")
 
 
 class _ThreadCalls(Nesting):
-    """How many of our regions this thread is in.
+    """What this thread is in. By ``with``: a call inside of which no region is opened.
 
     Attributes:
+        depth: how many such calls it is in: in a region of ours, of a run in FP32, in ``without_regions``.
         observed: whether it is in an outermost call of a module.
         recomputes: whether the next backward is that of a recomputation.
         is_main: whether it is the thread in which narrowcast was attached.
@@ -114,7 +115,7 @@ class ScriptRegions:
         self._titles: Counter[str] = Counter()
         self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._any_compiled = False
-        self._training_calls = 0  # outermost ones with gradients, in a low format
+        self._training_calls = 0  # outermost ones with gradients, in a region
         self._made_way = False  # whether a region was left for that of a host
         # By id: leaves that a reentrant checkpoint made of its inputs.
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -173,7 +174,7 @@ class ScriptRegions:
         return names
 
     @property
-    def in_low_format(self) -> bool:
+    def opens_regions(self) -> bool:
         """Whether regions are opened, on any device."""
         return bool(self._region_on) and not self.in_fp32
 
@@ -204,11 +205,16 @@ class ScriptRegions:
             if thread.depth or recorder.left_alone is not None:
                 return original(module, *args, **kwargs)
             call = functools.partial(original, module, *args, **kwargs)
-            return self._outermost_call(call, module, args, kwargs)
+            return self._call_outside_of_regions(call, module, args, kwargs)
 
         return __call__
 
-    def _outermost_call(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _call_outside_of_regions(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a module while this thread is in none of our regions, and open one if the module needs it.
+
+        One of three calls it: a backward pass, which computes a part of the model again; a module that the
+        script has called, for which no region was opened; or the script itself.
+        """
         parameter = first_parameter(module)
         if parameter is None or get_worker_info() is not None or is_jit_tracing():
             # torch.jit.trace would keep the casts in the traced module after the run.
@@ -221,16 +227,27 @@ class ScriptRegions:
         if not thread.observed and module not in self._called:
             self._first_call(module)
 
-        # In a backward, an open region belongs to a recomputed forward.
         in_backward = graph_task_id() != NO_GRAPH_TASK
         if dtype is not None and (in_backward or torch.is_grad_enabled()):
             self._training_calls += 1
+        # In a backward, an open region belongs to a recomputed forward.
         if in_backward and torch.is_autocast_enabled(device_type):
             return call()
         if in_backward or thread.observed:
             return self._in_region(call, module, device_type, dtype)
+        return self._call_by_script(call, module, args, kwargs, device_type, dtype)
 
-        # The script itself calls the module.
+    def _call_by_script(
+        self,
+        call: Call,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        device_type: str,
+        dtype: torch.dtype | None,
+    ) -> Any:
+        """Call a module for the script itself: the call is observed, and recorded to be made again."""
+        thread = self._thread
         thread.observed = True
         try:
             self._observer.called(module, args, kwargs)
@@ -257,11 +274,13 @@ class ScriptRegions:
     ) -> Any:
         began = stamp(device_type)
         output = self._in_region(call, module, device_type, dtype)
-        duration_s: Any = functools.partial(seconds_between, began, stamp(device_type))
-        if isinstance(began, float):
-            duration_s = duration_s()  # that of a GPU is read later, without waiting here
+        read_duration_s = functools.partial(seconds_between, began, stamp(device_type))
         if not self._made_way:
-            self._recorder.saw_forward(duration_s, training=module.training)
+            # That of a GPU is read later, without waiting here.
+            is_read_now = isinstance(began, float)
+            self._recorder.saw_forward(
+                read_duration_s() if is_read_now else read_duration_s, training=module.training
+            )
         return output
 
     # ---- calls that are made again, to say where a skipped step went wrong
@@ -273,8 +292,11 @@ class ScriptRegions:
     def surroundings(self) -> Surroundings:
         """Return how calls are made again."""
         formats = {device: dtype or torch.float32 for device, dtype in self._dtypes.items()}
-        # In a call that is counted as one inside of another, no region is opened.
-        return Surroundings(self._call_again, lambda: self._thread, formats)
+        return Surroundings(self._call_again, self.without_regions, formats)
+
+    def without_regions(self) -> _ThreadCalls:
+        """Return a context in which no region is opened in this thread: its calls count as inner ones."""
+        return self._thread
 
     def _call_again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module in its region, as when the script called it."""
@@ -308,7 +330,7 @@ class ScriptRegions:
             if not (self.in_fp32 or self._is_fp32):
                 return call()  # an inner module may open a region on another device
             # Where no device has regions, inner modules skip this wrapper as they do in a region: FP32 is the
-            # baseline of speed measurements.
+            # baseline of speed measurements. (This is ``without_regions``, with a call of Python less.)
             with thread:
                 return call()
         # What the model returns straight from a sigmoid or a softmax is computed again in fp32.
@@ -351,19 +373,22 @@ class ScriptRegions:
         )
 
     def _traced_call(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Do the same inside a function that ``torch.compile`` traces, in code that it can trace."""
+        """Call a module, in a region if it needs one, inside a function that ``torch.compile`` traces.
+
+        Torch's own regions are what Dynamo can trace. The autocast state of ``PROMOTING`` says two things: it
+        is enabled while ``call_compiled`` calls a compiled model, and its dtype makes operators promote.
+        """
         parameter = next(module.parameters(), None)
         if self._recorder.left_alone is not None or parameter is None:
             return original(module, *args, **kwargs)
-        # Torch's own regions are what Dynamo can trace. The autocast state of PROMOTING says two things: it
-        # is on while ``call_compiled`` calls a compiled model, and its dtype makes operators promote.
         device_type = parameter.device.type
         if torch.is_autocast_enabled(device_type):
-            if not torch.is_autocast_enabled(PROMOTING[0]):
+            called_by_script = torch.is_autocast_enabled(PROMOTING[0])
+            if not called_by_script:
                 return original(module, *args, **kwargs)
-            # The whole of a compiled model, which the script calls; off inside, for the modules in it.
+            # The whole of a compiled model; the modules in it are not called by the script.
             begin_traced_model()
-            with torch.autocast(*PROMOTING, enabled=False):
+            with _promoting_inner_calls():
                 output = original(module, *args, **kwargs)
             return recomputed_while_traced(output)
         if not self._policy.is_plain:
@@ -375,7 +400,7 @@ class ScriptRegions:
         dtype = self._dtype_while_traced(device_type)
         if dtype is None:
             return original(module, *args, **kwargs)
-        with torch.autocast(device_type, dtype), torch.autocast(*PROMOTING, enabled=False):
+        with torch.autocast(device_type, dtype), _promoting_inner_calls():
             output = original(module, *args, **kwargs)
         return cast_floating(recomputed_while_traced(output), torch.float32)
 
@@ -438,7 +463,7 @@ class ScriptRegions:
     def note_formats_in_backward(self, error: Exception) -> None:
         """Add a note to an error about formats in a backward pass: which models ran in a low format."""
         names = sorted({format_name(dtype) for dtype in self._dtypes.values() if dtype is not None})
-        if not names or not _is_about_formats(error):
+        if not names or not _needs_note_on_formats(error):
             return
         error.add_note(
             f"narrowcast: raised in the backward pass of what {few(sorted(self._titles))} computed in "
@@ -451,8 +476,9 @@ class ScriptRegions:
     def _checkpoint(self, original: Call, function: Call, *args: Any, **kwargs: Any) -> Any:
         """Recompute at the depth in our regions at which the first computation ran.
 
-        Tensors among the inputs that the first computation did not have are stand-ins: leaves that a
-        reentrant checkpoint makes of its inputs. Their gradients are passed on, still scaled, to those.
+        A reentrant checkpoint makes leaves of its inputs, and gives them to the recomputation: tensors that
+        the first computation did not have. We note these leaves as stand-ins. The checkpoint passes their
+        gradients on to its inputs, so they stay scaled.
         """
         if torch.compiler.is_dynamo_compiling():
             return original(function, *args, **kwargs)
@@ -508,7 +534,7 @@ class ScriptRegions:
         frame = sys._getframe(2)
         if not torch.is_autocast_enabled(device) or not _entered_by_the_script(frame):
             return result
-        in_call = bool(self._thread.depth) and self.in_low_format
+        in_call = bool(self._thread.depth) and self.opens_regions
         # Nothing has computed in our region yet, so the host's may take its place. Not under rules for
         # modules: the calls that are running would restore the rules of our region when they end.
         if in_call and not self._policy.names_modules and _in_wrapper_of_host(frame):
@@ -545,9 +571,14 @@ def first_parameter(module: nn.Module) -> nn.Parameter | None:
     return None
 
 
+def _promoting_inner_calls() -> torch.autocast:
+    """Return a context for traced code: operators promote, and modules do not count as the script's calls."""
+    return torch.autocast(*PROMOTING, enabled=False)
+
+
 def note_formats(error: Exception, model: nn.Module, dtype: torch.dtype) -> None:
     """Add to an error about formats where in ``model`` it was raised, and the rule that avoids it."""
-    if not _is_about_formats(error):
+    if not _needs_note_on_formats(error):
         return
     paths = {id(module): path for path, module in model.named_modules()}
     path = ""
@@ -559,14 +590,14 @@ def note_formats(error: Exception, model: nn.Module, dtype: torch.dtype) -> None
     keep = "rules keep operators"
     if path:
         where = f"module {path!r} of {where}"
-        keep = f'nc.rule.module("{path}*", compute="fp32") keeps it'
+        keep = f'nc.rule.module("{path}", compute="fp32") keeps it'
     error.add_note(
         f"narrowcast: raised in {where}, called in {format_name(dtype)}; in a policy, {keep} in fp32 "
         "(docs/policies.md)."
     )
 
 
-def _is_about_formats(error: Exception) -> bool:
+def _needs_note_on_formats(error: Exception) -> bool:
     """Return whether ``error`` is about formats, and has no note yet."""
     return any(word in str(error) for word in _FORMAT_WORDS) and not getattr(error, "__notes__", None)
 
@@ -603,7 +634,7 @@ def _refuse_sharded(module: nn.Module) -> None:
 
 def _in_wrapper_of_host(frame: Any) -> bool:
     """Return whether a module's outermost call has called nothing but a host's wrapper so far."""
-    while frame is not None and frame.f_code is not ScriptRegions._outermost_call.__code__:
+    while frame is not None and frame.f_code is not ScriptRegions._call_outside_of_regions.__code__:
         package, _, _ = frame.f_globals.get("__name__", "").partition(".")
         if package not in _WRAPPING:
             return False

@@ -237,7 +237,7 @@ class Steps:
         """
         if self._scale.active:
             return self._leaves.nonfinite_among(parameters_of(optimizer))
-        if not self._regions.in_low_format or known_to_be_finite(optimizer) or not _can_check(optimizer):
+        if not self._regions.opens_regions or known_to_be_finite(optimizer) or not _can_check(optimizer):
             return []
         check = check_gradients(optimizer)
         found = check.overflowed  # None: only the GPU knows

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_LARGER_UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_text(count: float) -> str:
-    """Format bytes in two digits or more: ``1.2 MiB``."""
-    for factor, unit in _UNITS:
-        if count >= factor:
-            value = count / factor
-            return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
-    return f"{count:.0f} B"
+    """Format a number of bytes: ``7 B``, ``1.2 MiB``, ``32 MiB``."""
+    value, unit = float(count), "B"
+    for larger in _LARGER_UNITS:
+        # As it is printed: 1023.5 KiB would be printed as 1024 KiB, so it is 1.0 MiB.
+        if value < 1023.5:
+            break
+        value, unit = value / 1024, larger
+    if unit != "B" and value < 9.95:
+        return f"{value:.1f} {unit}"
+    return f"{value:.0f} {unit}"

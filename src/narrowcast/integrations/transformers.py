@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 else:
     Trainer = object
 
-# In transformers 4 arguments tell Accelerate their format by this variable, and it keeps the bf16 or fp16 of
-# earlier arguments. What was there before any stays in force, as of "accelerate launch".
+# The variable of the environment by which Accelerate is told a format. ``TrainingArguments(bf16=True)`` of
+# transformers 4 sets it, and it stays set for all arguments after those.
 _FORMAT = "ACCELERATE_MIXED_PRECISION"
-_LAUNCHED_WITH = os.environ.get(_FORMAT, "no")
+# The format from before this import, as "accelerate launch" sets it. It stays in force. Arguments in bf16 or
+# fp16 that were made before this import count too: what was there before them is not known.
+_FORMAT_AT_IMPORT = os.environ.get(_FORMAT, "no")
 
 
 class NarrowcastMixin(Trainer):
@@ -93,8 +95,10 @@ class NarrowcastMixin(Trainer):
                     f"expected {switch}=False, since the policy decides, got {switch}=True: write "
                     f"{switch}=False in {type(self.args).__name__} (in SFTConfig bf16 is True by default)"
                 )
-        if not hasattr(self.args, "mixed_precision"):
-            os.environ[_FORMAT] = _LAUNCHED_WITH
+        is_transformers_4 = not hasattr(self.args, "mixed_precision")
+        if is_transformers_4:
+            # Forget the format of earlier arguments.
+            os.environ[_FORMAT] = _FORMAT_AT_IMPORT
         super().create_accelerator_and_postprocess()
         policy, scaler = self._settings
         self._attachment = Attachment(self.accelerator, policy, scaler, **self._options)

@@ -22,7 +22,8 @@ class Properties:
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
         cast_model_type: the type of the model's weights and inputs; None leaves both alone (O1).
         patch_torch_functions: whether functions are cast by ``amp.lists`` (O1).
-        keep_batchnorm_fp32: whether batch norms stay in float32; None if weights are not cast.
+        keep_batchnorm_fp32: whether batch norms stay in float32 where weights are cast to half. O0 and O1,
+            which cast no weights to half, have None.
         master_weights: whether the optimizer updates float32 masters; None under O1.
         loss_scale: ``"dynamic"``, or a fixed number.
         cast_model_outputs: the type of the model's floating outputs; None: float32 where the model is cast
@@ -82,7 +83,7 @@ _LEVELS = {
     ),
 }
 DISABLED = replace(_LEVELS["O0"], enabled=False)
-"""The settings of ``enabled=False``."""
+"""What scripts read where amp is turned off: the values of O0, though no weight or loss is touched."""
 
 
 def properties(opt_level: Any, *, half_type: Any = None, **asked: Any) -> Properties:
@@ -124,18 +125,16 @@ def _checked(opt_level: str, name: str, value: Any) -> Any:
             f"float32, got {value!r}; to cast the model choose 'O2' or 'O3', and for functions in bfloat16 "
             "give half_type=torch.bfloat16"
         )
-    if name == "patch_torch_functions":
-        if value and opt_level != "O1":
-            raise AmpError("expected patch_torch_functions=True only with opt_level='O1', which sets it")
-        return bool(value)
     if name == "loss_scale":
         return _checked_scale(value)
-    if name in ("keep_batchnorm_fp32", "master_weights"):
+    if name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
         # Scripts pass on what their command line says.
-        if name == "keep_batchnorm_fp32" and isinstance(value, str):
+        if name != "master_weights" and isinstance(value, str):
             value = {"True": True, "False": False}.get(value, value)
         if not isinstance(value, bool):
             raise AmpError(f"expected {name} to be True, False or None, got {value!r}")
+        if name == "patch_torch_functions" and value and opt_level != "O1":
+            raise AmpError("expected patch_torch_functions=True only with opt_level='O1', which sets it")
         return value
     if name == "cast_model_type" and value is False:
         return None

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import Any
 
+import torch.distributed
+
 from narrowcast.apex.amp._levels import Properties
 
 
@@ -36,5 +38,13 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 
     ``rank0`` has no effect: other ranks never write.
     """
-    if process_state.verbosity > 0 and int(os.environ.get("RANK", "0")) == 0:
+    if process_state.verbosity > 0 and _rank() == 0:
         sys.stderr.write(f"{msg}\n")
+
+
+def _rank() -> int:
+    """Return the rank of this process; 0 if there is one process only."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    # torchrun sets the variable before the script initializes anything. An empty one counts as none.
+    return int(os.environ.get("RANK") or "0")

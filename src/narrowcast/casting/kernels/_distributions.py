@@ -23,11 +23,15 @@ from narrowcast.casting.regions._scopes import is_promoting
 
 
 def _of_probabilities() -> list[type]:
-    """Return the distributions of torch whose constructors have an argument ``probs``."""
+    """Return the distributions of torch that have a constructor of their own, with an argument ``probs``.
+
+    One that inherits its constructor runs that of its parent, which is replaced.
+    """
     made_from_probabilities = []
     for name in torch.distributions.__all__:
         kind = getattr(torch.distributions, name)
-        if inspect.isclass(kind) and "probs" in _parameters(kind.__init__):
+        has_own = inspect.isclass(kind) and "__init__" in vars(kind)
+        if has_own and "probs" in _parameters(kind.__init__):
             made_from_probabilities.append(kind)
     return made_from_probabilities
 

@@ -59,56 +59,17 @@ _APPENDED = {
 """Overload -> the one that takes a ``dtype``."""
 
 
-# ---- calls of operators
-
-
-def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
-    """Return a function, called with a keyset first, that continues below autocast.
-
-    PyTorch does so with an operator that has no autocast kernel. Operators that a composite or a sparse
-    matmul calls inside are still cast. Arithmetic may be given numbers for tensors, which a redispatch
-    refuses, so it is called with autocast off; it calls no other operator.
-    """
-    if takes_numbers_for_tensors(op):
-        call = call_of(op)
-
-        def with_autocast_off(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            # As ``_running`` does, with a call of Python less.
-            torch.set_autocast_enabled(device_type, False)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                torch.set_autocast_enabled(device_type, True)
-
-        return with_autocast_off
-    redispatch = boxed_redispatch(op)
-    keys_below = after_autocast(device_type)
-    positions = _numbers_at(op)
-    if not positions:
-        return lambda keyset, *args, **kwargs: redispatch(keyset & keys_below, *args, **kwargs)
-
-    def with_tensors(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        return redispatch(keyset & keys_below, *_tensors_for_numbers(positions, args), **kwargs)
-
-    return with_tensors
-
-
-def plain_call(op: Any) -> Callable[..., Any]:
-    """Return what ``op(...)`` of an ``OpOverload`` calls, with as few steps in Python as possible."""
-    call, positions = call_of(op), _numbers_at(op)
-    if takes_numbers_for_tensors(op) or not positions:
-        return call
-    return lambda *args, **kwargs: call(*_tensors_for_numbers(positions, args), **kwargs)
-
-
 # ---- numbers where an operator takes tensors
+#
+# Two groups of operators may meet a number there:
+# - Arithmetic, as addition (``takes_numbers_for_tensors``). Python may call it with a number: it stays one.
+# - Other pointwise operators of two tensors or more, as ``remainder`` (``_positions_to_wrap``). PyTorch makes
+#   a tensor of a number that a caller gives, but hands our kernel, which is in Python, the number: we make a
+#   tensor of it before we call the operator.
 
 
-def _numbers_at(op: Any) -> tuple[int, ...]:
-    """Return the positions of tensors at which a Python kernel of ``op`` may be given a number.
-
-    A caller may pass a number there. C++ wraps it as a tensor, but hands it to a Python kernel as a number.
-    """
+def _positions_to_wrap(op: Any) -> tuple[int, ...]:
+    """Return the positions of arguments of ``op`` at which a number has to become a tensor."""
     if torch.Tag.pointwise not in op.tags:
         return ()
     arguments = enumerate(op._schema.arguments)
@@ -164,6 +125,48 @@ def _category(dtype: torch.dtype) -> int:
     if dtype.is_floating_point:
         return 2
     return int(dtype is not torch.bool)
+
+
+# ---- calls of operators
+
+
+def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
+    """Return a function, called with a keyset first, that continues below autocast.
+
+    PyTorch does so with an operator that has no autocast kernel. Operators that a composite or a sparse
+    matmul calls inside are still cast. A redispatch refuses numbers for tensors, which arithmetic may be
+    given: so arithmetic is called with autocast off instead; it calls no other operator.
+    """
+    if takes_numbers_for_tensors(op):
+        call = call_of(op)
+
+        def with_autocast_off(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            # As ``_running`` does, with a call of Python less.
+            torch.set_autocast_enabled(device_type, False)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                torch.set_autocast_enabled(device_type, True)
+
+        return with_autocast_off
+    redispatch = boxed_redispatch(op)
+    keys_below = after_autocast(device_type)
+    positions = _positions_to_wrap(op)
+    if not positions:
+        return lambda keyset, *args, **kwargs: redispatch(keyset & keys_below, *args, **kwargs)
+
+    def with_tensors(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keyset & keys_below, *_tensors_for_numbers(positions, args), **kwargs)
+
+    return with_tensors
+
+
+def plain_call(op: Any) -> Callable[..., Any]:
+    """Return what ``op(...)`` of an ``OpOverload`` calls, with as few steps in Python as possible."""
+    call, positions = call_of(op), _positions_to_wrap(op)
+    if takes_numbers_for_tensors(op) or not positions:
+        return call
+    return lambda *args, **kwargs: call(*_tensors_for_numbers(positions, args), **kwargs)
 
 
 # ---- decisions as actions
@@ -333,7 +336,7 @@ def _casting_output(run: Action, output: str, device: str, scope: Scope) -> Acti
 def _refusing(name: str, decision: Decision) -> Action:
     def refuse(_keyset: Any, _args: Any, _kwargs: Any) -> Any:
         advice = ""
-        if name.startswith("binary_cross_entropy"):
+        if name == "binary_cross_entropy":
             advice = (
                 "; use binary_cross_entropy_with_logits, or a rule: "
                 'nc.rule.op("binary_cross_entropy", compute="fp32")'
@@ -396,12 +399,15 @@ _FORMATS = frozenset({
 
 
 def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
-    """Return what does the work of the kernel on the autocast key now, called with a keyset first, or None.
+    """Return what does the work of the kernel that is on the autocast key now; None: there is none.
 
-    For PyTorch's own kernels that is an action of ours. A fetched kernel does not release Python's lock:
-    while it computes, no other thread runs. It may also wait for the lock of PyTorch's cache of weight casts,
-    while the thread that clears the cache waits for Python's lock: a deadlock. The kernel itself runs for
-    what the action does not handle.
+    It is called with a keyset first. Of a kernel of PyTorch that casts, an action of ours does the work; any
+    other kernel does its work itself, as it was fetched.
+
+    A fetched kernel does not release Python's lock: while it computes, no other thread runs. It may also wait
+    for the lock of PyTorch's cache of weight casts, while the thread that clears the cache waits for Python's
+    lock: a deadlock. What the action does not handle goes to PyTorch's kernel; except of ``PROMOTE``, where
+    that kernel raises an error if bf16 meets fp16.
     """
     key = autocast_key(device_type)
     if not has_kernel(qualified(op), key):
@@ -409,13 +415,14 @@ def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
     fetched = torch.library.get_kernel(qualified(op), key)
     call: Callable[..., Any] = fetched.call_boxed
     kind = native_table(device_type).get(op)
-    # The other two kinds cast nothing: one raises an error, and the other is ``norm`` on GPUs.
+    # Of the others on PyTorch's table REFUSE raises an error, and FP32_APPEND_DTYPE, ``norm`` on GPUs, casts
+    # nothing. None: the operator is not on the table.
     if kind not in (LOWER, FP32, FP32_SET_DTYPE, PROMOTE) or not is_of_pytorch(fetched):
         return call
     action, call = native_action(op, kind, device_type), without_autocast_cache(call)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # Not for PROMOTE: PyTorch's kernel raises an error if bf16 meets fp16, so ours must always run.
+        # Of PROMOTE the action must always run, as said above.
         if kind != PROMOTE:
             plain = _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
             if not plain or is_transforming() or _is_traced():

@@ -22,7 +22,7 @@ from narrowcast.verify.certificate._certificate import Certificate
 from narrowcast.verify.certificate._dispatch_modes import NARROW, NO_FLOAT64, ExactOps, Fp32Draws
 from narrowcast.verify.certificate._sums import Batches, Sums, compared
 from narrowcast.verify.certificate._verdict import certificate_of
-from narrowcast.verify.runs._model_state import as_before, random_state, samples_in
+from narrowcast.verify.runs._model_state import as_before, random_fingerprint, samples_in
 
 _Batch = TypeVar("_Batch")
 _Gradients = dict[str, torch.Tensor | None]
@@ -74,11 +74,12 @@ def certify(
             inside the region; it opens none and calls no ``backward``.
         batches: a list of whatever ``loss_fn`` takes; not changed. With four or more, the error's bias is
             told from its variance; with one, no noise is measured and only an error of the size of rounding
-            passes.
+            passes, for ``minibatches=1``.
         policy: the name of a preset, a ``Policy``, or the path of one.
         loss_scale: of the mixed pass. Default: in fp16 the first of 2**16, 2**15 ... whose gradients are
             finite, as a dynamic scale finds it; none in other formats.
-        minibatches: how many a step averages, accumulation times ranks; the verdict is for such a step.
+        minibatches: how many a step averages, accumulation times ranks; the verdict is for such a step. To
+            judge a step of more than one, give four batches or more.
 
     Returns:
         The numbers of each parameter and of all together, and a verdict: ``"pass"``, ``"fail"``, or
@@ -164,8 +165,8 @@ class _Passes:
         cannot_tell: str | None = None
         for batch in batches:
             fp32 = self._gradients(batch)
-            # A hash, to compare with that after the mixed pass; and the states, for the next batch.
-            hash_after_fp32 = random_state()
+            # To compare with that after the mixed pass; and the states, for the next batch.
+            fingerprint_after_fp32 = random_fingerprint()
             next_states = random_states()
             if self.draws.made_narrow:
                 cannot_tell = _NOT_FP32
@@ -177,7 +178,7 @@ class _Passes:
             mixed, scale = self._mixed_gradients(batch, fp32, scale, searches=searches_scale)
             for name, gradient in mixed.items():
                 sums[name].add(fp32[name], gradient, scale=scale or 1.0)
-            if random_state() != hash_after_fp32:
+            if random_fingerprint() != fingerprint_after_fp32:
                 cannot_tell = cannot_tell or _OTHER_NUMBERS
             # The mixed pass has set it; the next FP32 pass is judged anew.
             self.draws.made_narrow = False

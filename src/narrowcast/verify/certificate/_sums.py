@@ -171,8 +171,8 @@ class Moments:
 
     @property
     def bias(self) -> float:
-        """The squared bias, at least zero."""
-        return max(0.0, self.squares.bias)
+        """The squared bias, at least zero; infinite if an error is not finite."""
+        return max(0.0, _or_inf(self.squares.bias))
 
     def _is_known(self) -> bool:
         for squares in (self.squares, *self.without):

@@ -40,7 +40,7 @@ _MISSING_MIXED = "it has a gradient in FP32 and none in mixed precision, which c
 
 # Relative error that passes whatever the noise: two and a half roundoffs (2**-8) of bf16, by rounding alone.
 # Needed because full batches have no noise to divide by, and a large one little. Not for steps that average
-# minibatches, whose noise is known: there the bias of rounding counts, however small.
+# several minibatches: their noise falls with the number, and the bias of rounding, however small, does not.
 ROUNDING_SIZE = 0.01
 # Relative error where both batches are the same: about ten roundoffs of bf16, what is left of them after a
 # dozen layers; a direction within 3 degrees of FP32's. Training shrinks the gradient, so the relative error
@@ -96,15 +96,15 @@ def certificate_of(
     judged = [parameter for parameter, result in both if result.judged]
 
     # Only parameters with a second batch have noise to divide by; of the others the relative error counts.
-    with_second = [parameter for parameter in judged if parameter.noise is not None]
-    without_second = [parameter for parameter in judged if parameter.noise is None]
+    judged_with_second = [parameter for parameter in judged if parameter.noise is not None]
+    judged_without_second = [parameter for parameter in judged if parameter.noise is None]
     totals = Totals.of(judged)
-    totals_with_second = Totals.of(with_second) if with_second else None
-    totals_without_second = Totals.of(without_second)
+    totals_with_second = Totals.of(judged_with_second) if judged_with_second else None
+    totals_without_second = Totals.of(judged_without_second)
     has_noise = totals_with_second is not None and not totals_with_second.no_noise
     moments = None
     if has_noise:
-        moments = Moments.total([parameter.moments for parameter in with_second])
+        moments = Moments.total([parameter.moments for parameter in judged_with_second])
 
     lost = _lost(results, has_noise=has_noise)
     lost_names = {parameter.name for parameter in lost}
@@ -116,7 +116,7 @@ def certificate_of(
     if judgment is None:
         of_step = None
         if minibatches > 1:
-            of_step = _of_step(results, moments, minibatches, gradients_in_step)
+            of_step = _of_step(results, moments, minibatches, gradients_in_step, rounding_unknown)
         judgment = _by_total(totals, totals_with_second, totals_without_second, of_step)
         # A single layer whose gradient is lost, which the total of a large model would not show. Without
         # FP32's own rounding it is only "cannot tell", which must not soften a fail.
@@ -125,8 +125,8 @@ def certificate_of(
 
     # If no parameter has a second batch, the verdict itself says so.
     names_without_second = []
-    if with_second:
-        names_without_second = [parameter.name for parameter in without_second]
+    if judged_with_second:
+        names_without_second = [parameter.name for parameter in judged_without_second]
     notes = _notes(results, names_without_second, totals_without_second.relative_error)
     if note:
         notes.append(note)
@@ -156,23 +156,24 @@ def certificate_of(
 
 
 def _notes(
-    parameters: Sequence[ParameterResult], without_second: Sequence[str], relative_error: float | None
+    parameters: Sequence[ParameterResult], names_without_second: Sequence[str], relative_error: float | None
 ) -> list[str]:
     """Return sentences to add to the reason.
 
     Args:
-        parameters: all of them.
-        without_second: names of the judged ones without a second batch.
-        relative_error: of those together.
+        parameters: judged or not.
+        names_without_second: of the judged parameters without a second batch.
+        relative_error: of the parameters with these names together.
     """
     notes = []
     of_all = f"of {len(parameters)} parameters"
     has_judged = any(parameter.judged for parameter in parameters)
 
-    if without_second:
+    if names_without_second:
         notes.append(
-            f"There was no second batch for {len(without_second)} {of_all} ({few(without_second)}): of them "
-            f"only the relative error counts, {number(relative_error)}."
+            f"There was no second batch for {len(names_without_second)} {of_all} "
+            f"({few(names_without_second)}): of them only the relative error counts, "
+            f"{number(relative_error)}."
         )
 
     names = _because(parameters, _ROUNDING_NOISE)
@@ -298,6 +299,11 @@ def _of_lost(lost: Sequence[_Lost], rounding_unknown: str | None) -> _Verdict:
         f"size or of minibatch noise, whichever is larger, where {worst.limit} is the limit for a single "
         "parameter."
     )
+    return _by_single(reason, rounding_unknown)
+
+
+def _by_single(reason: str, rounding_unknown: str | None) -> _Verdict:
+    """Fail because of single parameters; "cannot tell" if rounding was not measured and may be their all."""
     if rounding_unknown:
         return _Verdict(CANNOT_TELL, f"{reason} {rounding_unknown}")
     return _Verdict(FAIL, reason)
@@ -339,14 +345,17 @@ def _nothing_judged(parameters: Sequence[ParameterResult]) -> str:
 
 
 def _by_total(
-    totals: Totals, with_second: Totals | None, without_second: Totals, of_step: _Verdict | None
+    totals: Totals,
+    totals_with_second: Totals | None,
+    totals_without_second: Totals,
+    of_step: _Verdict | None,
 ) -> _Verdict:
     """Judge all parameters together.
 
     Args:
         totals: of all judged parameters.
-        with_second: of those with a second batch; None: there is none.
-        without_second: of those without one.
+        totals_with_second: of those with a second batch; None: there is none.
+        totals_without_second: of those without one.
         of_step: the verdict on a step of several minibatches; None: a step is of one.
     """
     if totals.error == 0:
@@ -356,13 +365,17 @@ def _by_total(
         return _Verdict(PASS, reason)
 
     # Without any second batch the relative error is all there is.
-    if with_second is None:
-        return _without_second_batch(totals.relative_error)
+    if totals_with_second is None:
+        judgment = _without_second_batch(totals.relative_error)
+        # What is no more than rounding passes for a step of one minibatch only.
+        if judgment.verdict == PASS and of_step is not None:
+            return of_step
+        return judgment
 
     # Only what has noise is divided by it.
-    relative = with_second.relative_error
-    if not with_second.no_noise:
-        judgment = of_step or _with_noise(with_second.error / with_second.noise, relative)
+    relative = totals_with_second.relative_error
+    if not totals_with_second.no_noise:
+        judgment = of_step or _with_noise(totals_with_second.error / totals_with_second.noise, relative)
     elif relative is None:
         which = " with a second batch" if totals.gradient > 0 else ""
         return _Verdict(FAIL, f"Every FP32 gradient{which} is zero, and the mixed ones are not.")
@@ -370,7 +383,8 @@ def _by_total(
         judgment = _without_noise(relative)
 
     # Parameters without a second batch must not hide behind those that have one.
-    if judgment.verdict == PASS and without_second.error > SAME_BATCH_LIMIT * without_second.gradient:
+    limit = SAME_BATCH_LIMIT * totals_without_second.gradient
+    if judgment.verdict == PASS and totals_without_second.error > limit:
         reason = (
             f"{judgment.reason} But for some parameters there was no second batch, and their relative error "
             f"is above {SAME_BATCH_LIMIT}."
@@ -439,12 +453,18 @@ def _without_second_batch(relative: float | None) -> _Verdict:
 
 
 def _in_step(parameters: Sequence[ParameterResult], gradients_in_step: float) -> list[tuple[Estimate, str]]:
-    """Return error over noise of each parameter that has a limit of its own in a step, worst first."""
+    """Return error over noise of each parameter that has a limit of its own in a step, worst first.
+
+    Those whose error is not known are left out, as where one batch alone has noise.
+    """
     estimates = []
     for parameter in parameters:
         moments = parameter._own_moments
-        if moments is not None:
-            estimates.append((moments.at(gradients_in_step), parameter.name))
+        if moments is None:
+            continue
+        estimate = moments.at(gradients_in_step)
+        if not math.isnan(estimate.value):
+            estimates.append((estimate, parameter.name))
     return sorted(estimates, reverse=True)
 
 
@@ -464,6 +484,7 @@ def _of_step(
     moments: Moments | None,
     minibatches: int,
     gradients_in_step: float,
+    rounding_unknown: str | None,
 ) -> _Verdict:
     """Judge the mean of several minibatches, of ``gradients_in_step`` measured gradients, by noise alone."""
     if moments is None:
@@ -480,21 +501,23 @@ def _of_step(
         f"In a step of {minibatches} minibatches mixed precision moves the gradient by {number(total.value)} "
         f"of the noise ({number(total.low)} to {number(total.high)})"
     )
-    if lost:
+    # For a fail the lower end of the interval counts too, as for a single parameter.
+    total_fails = total.value >= TOTAL_FAILS and total.low >= TOTAL_LIMIT
+    # As in ``certificate_of``: "cannot tell" must not soften a fail.
+    if lost and (rounding_unknown is None or not total_fails):
         worst_estimate, _ = lost[0]
         names = few([name for _, name in lost])
         reason = (
             f"{measured}, and the gradient of {names} by {number(worst_estimate.value)}, where "
             f"{PARAMETER_LIMIT} is the limit for a single parameter."
         )
-        return _Verdict(FAIL, reason)
+        return _by_single(reason, rounding_unknown)
 
     worst = ""
     if single:
         _, worst_name = single[0]
         worst = f", most that of {worst_name}"
-    # For a fail the lower end of the interval counts too, as for a single parameter.
-    if total.value >= TOTAL_FAILS and total.low >= TOTAL_LIMIT:
+    if total_fails:
         return _Verdict(FAIL, f"{measured}{worst}; from {TOTAL_FAILS} on fails.")
     is_any_over = any(estimate.value > PARAMETER_LIMIT for estimate, _ in single)
     if total.value < TOTAL_LIMIT and not is_any_over:

@@ -16,11 +16,24 @@ from narrowcast.casting import tensors_inside
 from narrowcast.errors import UnsupportedError
 from narrowcast.training import random_states, set_random_states
 
+# By bytes of an element: an integer of that size.
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` if it differs, hidden from autograd: a backward that saved it would raise."""
-    if tensor.layout != torch.strided or not torch.equal(tensor.detach(), value):
+    """Write ``value`` if a bit differs, hidden from autograd: a backward that saved it would raise."""
+    if tensor.layout != torch.strided or not _have_same_bits(tensor.detach(), value):
         tensor.data.copy_(value)
+
+
+def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two strided tensors are equal to the bit; ``torch.equal`` takes -0.0 for 0.0."""
+    if first.dtype != second.dtype or first.is_quantized:
+        return False
+    if first.is_complex():
+        first, second = torch.view_as_real(first.resolve_conj()), torch.view_as_real(second.resolve_conj())
+    integer = _INTEGER[first.element_size()]
+    return torch.equal(first.resolve_neg().view(integer), second.resolve_neg().view(integer))
 
 
 def each_once(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,14 +46,17 @@ def each_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def samples_in(batch: Any) -> int | None:
-    """Return the first dimension that all tensors of a batch share; None: they do not."""
+    """Return the size of dimension 0 if all tensors of a batch have the same one; else None.
+
+    Tensors without dimensions are left out.
+    """
     sizes = {tensor.shape[0] for tensor in tensors_inside(batch) if tensor.ndim}
     if len(sizes) != 1:
         return None
     return sizes.pop()
 
 
-def random_state() -> str:
+def random_fingerprint() -> str:
     """Return a hash of the states of torch's, Python's and NumPy's global generators."""
     states = random_states()
     digest = hashlib.blake2b(repr((states["python"], states["numpy"])).encode(), digest_size=16)
@@ -93,7 +109,7 @@ def some_values(value: Any, most: int = 256) -> list[list[float]]:
 
 @contextmanager
 def as_before(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
-    """Restore gradients, buffers, modes and all random states after the block, however it ends.
+    """Restore gradients, ``requires_grad``, buffers, modes and all random states, however the block ends.
 
     Yields a function that restores buffers and random states, for another pass from the same start: a forward
     may write to a buffer or replace it.

@@ -30,7 +30,13 @@ from narrowcast.verify.certificate._dispatch_modes import ExactOps, Fp32Draws
 from narrowcast.verify.certificate._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._samples import Minibatches
 from narrowcast.verify.runs._inputs import most_rounded_column
-from narrowcast.verify.runs._model_state import each_once, fingerprint, put_back, random_state, some_values
+from narrowcast.verify.runs._model_state import (
+    each_once,
+    fingerprint,
+    put_back,
+    random_fingerprint,
+    some_values,
+)
 from narrowcast.verify.runs._runs import (
     MEMORY,
     MOVES,
@@ -390,7 +396,7 @@ class GradientProbe(Probe):
         self._counts[optimizer] = batch + 1
         if batch < self._batches_kept:
             place = list(self._counts).index(optimizer)
-            self._facts.random[place].append(random_state())
+            self._facts.random[place].append(random_fingerprint())
             self._keep_gradients(optimizer, place, batch)
             self._count_minibatches(optimizer)
         if self._role == Purpose.MIXED:
