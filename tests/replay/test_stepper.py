@@ -590,3 +590,14 @@ def test_a_cast_of_the_model_itself_is_undecided():
     _, stepper = made(CastsItself())
     step(stepper, good())
     assert "undecided: the model casts to a low format itself" in stepper.skip_stories[0]
+
+
+def test_a_loss_that_is_nan_at_every_scale_is_told():
+    """At a much lower scale than the first one, since the loss's own gradients may have been too large."""
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stepper = nc.Stepper(model, optimizer, "fp16", explain_skips=True)
+    for _ in range(15):
+        assert step(stepper, good(), lambda output: output.float().mean() * math.nan).skipped
+    (story,) = stepper.skip_stories
+    assert "undecided: run again, the outputs of the model are finite" in story

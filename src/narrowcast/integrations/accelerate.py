@@ -289,6 +289,8 @@ class Attachment:
                 "expected accelerator.backward(loss), which scales the loss, before the optimizer's step: "
                 "write it in place of loss.backward()"
             )
+        if closure is None and optimizer.optimizer not in self._updates.unscaled:
+            self._changed.before_unscaling(optimizer.optimizer, self.scaler.get_scale)
         is_first = optimizer.result is None
         if is_first and closure is None:
             self._prove(optimizer)
@@ -311,9 +313,6 @@ class Attachment:
             if is_first:
                 self._prove(optimizer)
             return loss
-
-        if closure is None and optimizer.optimizer not in self._updates.unscaled:
-            self._changed.before_unscaling(optimizer.optimizer, self.scaler.get_scale)
 
         arguments = () if closure is None else (evaluate,)
         try:

@@ -35,6 +35,7 @@ _MOST_ATTEMPTS = 20  # to tell them
 _MOST_RULES = 3
 _LOWER_SCALES = (2.0**-1, 2.0**-4, 2.0**-8, 2.0**-12)
 _MUCH_LOWER = 2.0**-8
+_LOW_SCALE = 2.0**8
 _LONGEST_LINE = 80
 _NO_ADVICE = "nothing is known to help: no scale, rule or format that was tried made it finite"
 _LARGEST_FP16 = torch.finfo(torch.float16).max
@@ -159,9 +160,9 @@ class SkipStories:
         if finding.verdict == "backward":
             return True
         scale_falls = lower_scale < scale
-        if finding.verdict == "outside" and scale_falls:
+        if finding.verdict == "outside" and scale_falls and scale > _LOW_SCALE:
             # The loss's own gradients may overflow at this scale. A much lower one will show.
-            self._explained_above = scale * _MUCH_LOWER
+            self._explained_above = max(scale * _MUCH_LOWER, _LOW_SCALE)
             return True
         self._kinds.add(names)
         if finding.call is None and finding.verdict != "outside" and dist.is_initialized():
