@@ -60,22 +60,19 @@ class ScaleUpdates:
         """
         if not self.is_due:
             return
+        pending = []
         if scaler.scales_losses:
             self._refuse_unscaled()
-        pending = self._pending() if scaler.scales_losses else []
-        before = scaler.factor()
-        scaler.update()
+            pending = self._pending()
+        if pending:
+            before = scaler.factor()
+            scaler.update()
+            _follow(pending, before, scaler.factor())
+        else:
+            scaler.update()
         self.is_due = False
         self._stepped.clear()
         self.unscaled.clear()
-
-        after = scaler.factor()
-        # Only a device may know the scale; it is not waited for.
-        has_moved = isinstance(before, torch.Tensor) or before != after
-        if pending and has_moved:
-            ratio = torch.as_tensor(after) / before
-            for gradient in pending:
-                gradient.mul_(ratio.to(gradient.device))
 
     def _pending(self) -> list[torch.Tensor]:
         """Return the gradients that no optimizer has stepped on."""
@@ -110,13 +107,23 @@ class ScaleUpdates:
                 )
 
 
+def _follow(gradients: list[torch.Tensor], before: float | torch.Tensor, after: float | torch.Tensor) -> None:
+    """Multiply gradients by what the scale was multiplied by."""
+    # Only a device may know the scale, and is not waited for.
+    if not isinstance(before, torch.Tensor) and before == after:
+        return
+    ratio = torch.as_tensor(after) / before
+    for gradient in gradients:
+        gradient.mul_(ratio.to(gradient.device))
+
+
 def has_gradients(optimizer: Optimizer) -> bool:
     """Return whether an optimizer holds gradients that are not all zero."""
     gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
     return any(bool(gradient.count_nonzero()) for gradient in gradients)
 
 
-def owners_of(parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers that have one of these parameters."""
-    wanted = set(map(id, parameters))
-    return [each for each in optimizers if any(id(p) in wanted for p in parameters_of(each))]
+def has_one_of(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has one of these parameters."""
+    own = set(map(id, parameters_of(optimizer)))
+    return any(id(parameter) in own for parameter in parameters)

@@ -25,7 +25,7 @@ from narrowcast.integrations._first_step import FirstStep
 from narrowcast.integrations._guards import ChangedGradients, StepsOfHost
 from narrowcast.integrations._hosts import require
 from narrowcast.integrations._region import formats_on, host_policy, refuse_low_weights, scaler_for
-from narrowcast.integrations._scale import ScaleUpdates, owners_of
+from narrowcast.integrations._scale import ScaleUpdates, has_one_of
 from narrowcast.integrations._skips import HostSkips, plain_call
 from narrowcast.policy import Policy, resolve
 
@@ -269,7 +269,10 @@ class Attachment:
         gradients to unscaled ones.
         """
         wanted = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self.unscale_gradients([each for each in self._optimizers if owners_of(wanted, [each.optimizer])])
+        optimizers = self._optimizers
+        if len(optimizers) > 1:
+            optimizers = [each for each in optimizers if has_one_of(wanted, each)]
+        self.unscale_gradients(optimizers)
         self._is_clipping = True
         try:
             return clip(wanted, *args, **kwargs)

@@ -37,8 +37,7 @@ class NarrowcastPrecision(TrainerPlugin, _TrainerPrecision):  # type: ignore[mis
     continues.
 
     Manual optimization holds the schedulers with ``interval="step"`` too. The loss scale moves at the first
-    backward pass after a step. So with several optimizers in fp16, step each of them before another backward
-    pass follows a step.
+    backward pass after a step; the gradients that another optimizer still accumulates follow it.
 
     Args:
         policy: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"auto"``, a ``Policy``, or the path of one.
@@ -88,7 +87,7 @@ class FabricPrecision(FabricPlugin, _FabricPrecision):
     in fp32, and inputs as they are: the operators cast them. A step with a NaN or infinite gradient is
     skipped: weights and optimizer state stay as they are. ``fabric.clip_gradients`` clips unscaled gradients,
     those of fused optimizers too; give it ``error_if_nonfinite=False``, or it raises where a step would be
-    skipped. If several models are set up, each needs the modules that rules name.
+    skipped. If several models are set up, one of them needs the module that a rule names.
 
     Args:
         policy: ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"auto"``, a ``Policy``, or the path of one.
