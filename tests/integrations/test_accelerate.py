@@ -1,6 +1,5 @@
 """Training by Accelerate with a policy, beside Accelerate's own bf16, a Stepper, and a loop of torch.amp."""
 
-import gc
 import math
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ def forget_accelerators():
 def _no_accelerator_remains():
     yield
     forget_accelerators()
-    gc.collect()  # one that made no step still watches for steps by hand
 
 
 class Net(nn.Module):

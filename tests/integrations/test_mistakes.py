@@ -1,6 +1,5 @@
 """Mistakes that people make who add a policy to a script of a host, and what they are told."""
 
-import gc
 import logging
 import math
 import warnings
@@ -32,7 +31,6 @@ def _no_accelerator_remains():
     yield
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    gc.collect()
 
 
 def prepared(policy="bf16", net=None, **settings):

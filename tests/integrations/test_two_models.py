@@ -1,6 +1,5 @@
 """Two models that a host trains at once, as a GAN: the loss scale of both, and rules for one of them."""
 
-import gc
 import math
 
 import lightning
@@ -31,7 +30,6 @@ def _no_accelerator_remains():
     yield
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    gc.collect()
 
 
 class Generator(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -32,6 +33,9 @@ class ScaleUpdates:
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[torch.nn.Parameter]]] = (
             weakref.WeakKeyDictionary()
         )
+
+    def __reduce__(self) -> Any:
+        return (ScaleUpdates, ())
 
     def add(self, model: torch.nn.Module) -> None:
         """Watch the gradients of another model."""
