@@ -43,6 +43,8 @@ class Plugin:
 
     _how_to_connect: str
     _advice: str
+    # Whether the region keeps the casts of weights; None is torch's default.
+    _caches: bool | None = None
 
     def __init__(
         self, policy: Policy | str, *, scaler: GradScaler | None = None, explain_skips: bool = False
@@ -101,7 +103,7 @@ class Plugin:
         if self._counting is None:
             self._counting = self.scaler.on_skip(self._count_skip)
         for model in models:
-            self._regions.append(region_of(model, self.policy, self._formats))
+            self._regions.append(region_of(model, self.policy, self._formats, caches=self._caches))
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._unproven.append(model)
         if self._explain_skips:
@@ -282,6 +284,10 @@ class TrainerPlugin(Plugin):
 
     _how_to_connect = "give it to Trainer(plugins=[...]) before trainer.fit"
     _advice = "delete torch.autocast, .half() and .bfloat16() from the LightningModule and its callbacks"
+    # As the host's own precision: one region is around all of ``training_step``, which may call a module
+    # several times (a GAN its discriminator). With a kept cast the gradients of those calls would be summed
+    # in the low format; without one each is cast first, and they are summed in fp32.
+    _caches = False
     _strategies: tuple[type, ...]
     # The host's own, which has no public name: hooks before the step, and clipping.
     _after_closure: Callable[..., None]

@@ -434,7 +434,7 @@ def _restore_value(tensor: torch.Tensor, version: int, value: torch.Tensor) -> N
     """Put back what a tensor held, and its version.
 
     A graph of the script may have saved it, as that of a batch norm saves the statistics: a GAN goes backward
-    through its generator after a step of its discriminator. That pass would refuse a tensor of another version.
+    through its generator after a step of its discriminator. That pass would refuse another version.
     """
     if tensor.layout == torch.strided:
         # The kernels of batch norms write to statistics without counting a version.

@@ -386,6 +386,7 @@ class ModelRegion(PolicyRegion):
         model: the model; it may have the same policy by ``nc.apply`` already.
         warns: whether a backward pass inside it warns.
         how_to_end: what to do before the model can have another policy.
+        caches: as for ``PolicyRegion``.
     """
 
     def __init__(
@@ -397,8 +398,9 @@ class ModelRegion(PolicyRegion):
         model: torch.nn.Module,
         warns: bool,
         how_to_end: str = "delete the nc.Stepper that holds the model first",
+        caches: bool | None = None,
     ) -> None:
-        super().__init__(policy, formats, say, warns=warns)
+        super().__init__(policy, formats, say, warns=warns, caches=caches)
         self._applied: Applied | None = None
         if applied_to(model, policy) is not None:
             return
