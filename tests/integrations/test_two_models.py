@@ -211,6 +211,25 @@ def test_the_scale_may_grow_while_one_optimizer_accumulates(train):
     assert scaler.get_scale() > 2.0**4
 
 
+def test_weights_that_two_models_share_follow_once():
+    body, scaler = nn.Linear(4, 4), nc.GradScaler(init_scale=32.0, growth_interval=1)
+    actor, critic = (nn.Sequential(body, nn.Linear(4, 1)) for _ in range(2))
+    accelerator = Accelerator(cpu=True)
+    optimizers = [torch.optim.SGD(actor.parameters(), 0.1), torch.optim.SGD(critic[1].parameters(), 0.1)]
+    actor, critic, _, step_critic = prepare(
+        accelerator, actor, critic, *optimizers, policy="fp16", scaler=scaler
+    )
+    accelerator.backward(actor(torch.ones(2, 4)).sum())
+    before = [parameter.grad.clone() for parameter in actor.parameters()]
+    body.requires_grad_(False)
+    for _ in range(2):
+        accelerator.backward(critic(torch.ones(2, 4)).sum())
+        step_critic.step()
+        step_critic.zero_grad()
+    for gradient, parameter in zip(before, actor.parameters(), strict=True):
+        assert torch.equal(parameter.grad, 2 * gradient)
+
+
 # ---- rules
 
 

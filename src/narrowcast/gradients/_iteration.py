@@ -60,6 +60,11 @@ _ITERATIONS: weakref.WeakSet[Iteration] = weakref.WeakSet()
 """Those of every scaler that exists."""
 
 
+def some_scaler_steps() -> bool:
+    """Return whether a scaler calls the step of an optimizer now."""
+    return any(iteration.stepping for iteration in _ITERATIONS)
+
+
 class OptimizerState(dict[str, Any]):
     """What is known of one optimizer.
 
@@ -173,7 +178,7 @@ class Iteration:
 
     def stage_outside(self, optimizer: torch.optim.Optimizer) -> OptState | None:
         """Return the stage of an optimizer that steps now; None if a scaler steps it."""
-        if any(iteration.stepping for iteration in _ITERATIONS):
+        if some_scaler_steps():
             return None
         state = self.states.get(id(optimizer))
         if state is None:

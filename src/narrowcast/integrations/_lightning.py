@@ -74,8 +74,8 @@ class Plugin:
         self._looks: list[tuple[torch.nn.Module, FirstStep]] = []
         # id of a parameter -> its name, of all models.
         self._names: dict[int, str] = {}
-        # All models that were set up, for rules that select nothing in any of them.
-        self._models: list[torch.nn.Module] = []
+        # Whether the host trains, and does not only evaluate.
+        self._trains = True
         self._updates = ScaleUpdates()
         self._was_scaled = False
         self._steps_of_host = StepsOfHost(self._how_to_step)
@@ -105,6 +105,7 @@ class Plugin:
         self._new_models = []
         if not models:
             return
+        refuse_missed_by_all(self.policy, [*self._updates.models, *models])
         for model in models:
             self._formats |= formats_on(model, self.policy)
             self._names |= {id(parameter): name for name, parameter in model.named_parameters()}
@@ -116,11 +117,10 @@ class Plugin:
             self._updates.add(model)
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._unproven.append(model)
-                self._steps_of_host.watch(model)
-                if self.scaler.scales_losses:
-                    self._changed.watch(model)
-        self._models += models
-        refuse_missed_by_all(self.policy, self._models)
+                if self._trains:
+                    self._steps_of_host.watch(model, scales_losses=self.scaler.scales_losses)
+                    if self.scaler.scales_losses:
+                        self._changed.watch(model)
         if self._explain_skips:
             self._watch(models)
 
@@ -170,9 +170,8 @@ class Plugin:
         self._looks = [(model, first_step) for model, first_step in self._looks if first_step not in due]
         for first_step in due:
             first_step.end()
-        over = [model for model in self._models if _has_one_of(model, trained)]
+        over = [model for model in self._updates.models if _has_one_of(model, trained)]
         self._steps_of_host.first_step_is_over(over)
-        self._changed.first_step_is_over(over)
 
     @contextmanager
     def _outside(self) -> Iterator[None]:
@@ -187,7 +186,9 @@ class Plugin:
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         self._set_up()
         self._was_scaled = True
-        self._update()
+        if self._updates.is_due:
+            self._changed.end()
+        self._updates.before_backward(self.scaler)
         scaled: torch.Tensor = self.scaler.scale(loss)
         return scaled
 
@@ -237,13 +238,11 @@ class Plugin:
             # An optimizer that evaluates the loss several times is restored from a copy if one is not finite.
             if needs_closure(optimizer):
                 self._update()
-                with self._steps_of_host:
-                    result = self.scaler.step(optimizer, closure=evaluate_again, **kwargs)
+                result = self.scaler.step(optimizer, closure=evaluate_again, **kwargs)
                 returned = result.returned
             else:
                 returned = evaluate()
-                with self._steps_of_host:
-                    result = self.scaler.step(optimizer, **kwargs)
+                result = self.scaler.step(optimizer, **kwargs)
         except ScaleCollapseError:
             # The gradients were checked, so the scale moves, as after any skipped step.
             self._updates.stepped(optimizer)
@@ -295,7 +294,6 @@ class Plugin:
         self._regions.clear()
         self._new_models.clear()
         self._unproven.clear()
-        self._models.clear()
         self._names.clear()
         self._was_set_up = False
 
@@ -346,6 +344,7 @@ class TrainerPlugin(Plugin):
         return super().convert_module(module)
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        self._trains = bool(optimizers)
         self._set_up()
         for config in lr_schedulers:
             # One that moves at every n-th step would lose n steps for the one that was skipped.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -22,24 +22,25 @@ class ScaleUpdates:
     Attributes:
         unscaled: the optimizers whose gradients are unscaled now, and that have not stepped on them.
         is_due: whether an optimizer stepped since the scale moved.
+        models: those that the host trains.
     """
 
     def __init__(self) -> None:
-        self.unscaled: set[Optimizer] = set()
+        self.unscaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.is_due = False
-        self._stepped: set[Optimizer] = set()
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         # Optimizer -> how many parameters it had, and the parameters of models that it did not have.
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[torch.nn.Parameter]]] = (
             weakref.WeakKeyDictionary()
         )
 
     def __reduce__(self) -> Any:
-        return (ScaleUpdates, ())
+        return (ScaleUpdates, ())  # a copy knows no model
 
     def add(self, model: torch.nn.Module) -> None:
         """Watch the gradients of another model."""
-        self._models.add(model)
+        self.models.add(model)
         self._others.clear()
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -50,30 +51,51 @@ class ScaleUpdates:
 
     def abandon(self, scaler: GradScaler | None) -> None:
         """Forget the iteration without moving the scale, as after an error."""
-        self.is_due = False
-        self._stepped.clear()
-        self.unscaled.clear()
+        self._forget()
         if scaler is not None:
             scaler.abandon()
 
-    def update(self, scaler: GradScaler) -> None:
-        """Move the scale, if an optimizer stepped since the last time.
+    def before_backward(self, scaler: GradScaler, optimizers: Collection[Optimizer] | None = None) -> None:
+        """Move the scale, if it is due, before a loss is scaled.
+
+        Args:
+            scaler: the scaler of the host.
+            optimizers: those that the host has; None if it does not say.
 
         Raises:
             OrderError: an optimizer holds gradients that are unscaled, to which scaled ones would be added.
         """
+        left = [each for each in self.unscaled if optimizers is None or each in optimizers]
+        holding = [each for each in left if has_gradients(each)]
+        if not self.is_due:
+            # The loop left a step out, as for a norm that is not finite, and zeroed the gradients.
+            if self.unscaled and not holding:
+                self.abandon(scaler)
+            return
+        if holding and scaler.scales_losses:
+            name = type(holding[0]).__name__
+            self.abandon(scaler)
+            raise OrderError(
+                "expected gradients to be unscaled or clipped right before the step that uses them, got "
+                f"those of {name} unscaled before another optimizer stepped, and another backward pass would "
+                "add scaled ones to them: clip those of one optimizer, and step it"
+            )
+        self.update(scaler)
+
+    def update(self, scaler: GradScaler) -> None:
+        """Move the scale, if an optimizer stepped since the last time."""
         if not self.is_due:
             return
-        pending = []
-        if scaler.scales_losses:
-            self._refuse_unscaled()
-            pending = self._pending()
+        pending = self._pending() if scaler.scales_losses else []
         if pending:
             before = scaler.factor()
             scaler.update()
             _follow(pending, before, scaler.factor())
         else:
             scaler.update()
+        self._forget()
+
+    def _forget(self) -> None:
         self.is_due = False
         self._stepped.clear()
         self.unscaled.clear()
@@ -96,21 +118,13 @@ class ScaleUpdates:
         if known is not None and known[0] == count:
             return known[1]
         own = set(map(id, parameters_of(optimizer)))
-        others = [p for model in self._models for p in model.parameters() if id(p) not in own]
-        self._others[optimizer] = (count, others)
-        return others
-
-    def _refuse_unscaled(self) -> None:
-        for optimizer in self.unscaled:
-            if has_gradients(optimizer):
-                raise OrderError(
-                    f"expected gradients to be unscaled or clipped right before the step that uses them, got "
-                    f"those of {type(optimizer).__name__} unscaled before another optimizer stepped, and "
-                    "another backward pass would add scaled ones to them: clip those of one optimizer, and "
-                    "step it"
-                )
+        # By id, since models may share parameters.
+        others = {id(p): p for model in self.models for p in model.parameters() if id(p) not in own}
+        self._others[optimizer] = (count, list(others.values()))
+        return self._others[optimizer][1]
 
 
+@torch.no_grad()
 def _follow(gradients: list[torch.Tensor], before: float | torch.Tensor, after: float | torch.Tensor) -> None:
     """Multiply gradients by what the scale was multiplied by."""
     # Only a device may know the scale, and is not waited for.
@@ -123,8 +137,12 @@ def _follow(gradients: list[torch.Tensor], before: float | torch.Tensor, after: 
 
 def has_gradients(optimizer: Optimizer) -> bool:
     """Return whether an optimizer holds gradients that are not all zero."""
-    gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
-    return any(bool(gradient.count_nonzero()) for gradient in gradients)
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None:
+            values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+            if bool(values.any()):
+                return True
+    return False
 
 
 def has_one_of(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> bool:

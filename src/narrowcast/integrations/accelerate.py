@@ -104,21 +104,26 @@ def prepare(
             raise SettingError(
                 f"expected objects to prepare, got {value!r} among them: write policy={value!r}"
             )
-        if isinstance(value, list | tuple | dict):
+        inside = value if isinstance(value, list | tuple) else ()
+        if any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in inside):
             raise SettingError(
                 f"expected objects to prepare one by one, got a {type(value).__name__}, in which Accelerate "
                 "prepares nothing: write prepare(accelerator, *objects, policy=...)"
             )
-    attachment = Attachment(
-        accelerator, policy, scaler, fp32_outputs=fp32_outputs, explain_skips=explain_skips
-    )
-    prepared = accelerator.prepare(*objects)
-    attachment.refuse_missed_rules()
-    return prepared
+    models = [value for value in objects if isinstance(value, torch.nn.Module)]
+    if models:
+        refuse_missed_by_all(host_policy(policy), models)
+    Attachment(accelerator, policy, scaler, fp32_outputs=fp32_outputs, explain_skips=explain_skips)
+    return accelerator.prepare(*objects)
 
 
 class Attachment:
     """A policy on an ``Accelerator``: replaces what the accelerator does about precision by narrowcast's.
+
+    Args:
+        trains_one_model: each rule must select something in the model that is trained.
+
+    The others are those of ``prepare``.
 
     Attributes:
         scaler: the accelerator's from now on.
@@ -133,11 +138,13 @@ class Attachment:
         *,
         fp32_outputs: bool,
         explain_skips: bool,
+        trains_one_model: bool = False,
     ) -> None:
         _refuse_other_precision(accelerator)
         self._accelerator = accelerator
         self._policy = host_policy(policy)
         self._fp32_outputs = fp32_outputs
+        self._trains_one_model = trains_one_model
         device = accelerator.device.type
         self._formats = {device: resolve(self._policy, device)}
         self.region = PolicyRegion(self._policy, self._formats, warnings.warn, warns=True)
@@ -174,11 +181,6 @@ class Attachment:
         accelerator.register_save_state_pre_hook(lambda *_: self.update())
         accelerator.register_load_state_pre_hook(lambda *_: self.update())
 
-    def refuse_missed_rules(self) -> None:
-        """Raise PolicyError for a rule that selects nothing in any of the models."""
-        if self._prepared:
-            refuse_missed_by_all(self._policy, list(self._prepared))
-
     # ---- in place of the methods of the accelerator
 
     def prepare_model(
@@ -195,17 +197,16 @@ class Attachment:
             if applied_to(model, self._policy) is None:
                 how = "make another model: this one keeps the policy that it was prepared with"
                 # A rule may be for another model.
+                strict = self._trains_one_model and is_trained
                 refuse_in_torchscript(self._policy, model)
-                Applied(model, self._policy, strict=False, how_to_end=how)
-            if self._fp32_outputs:
-                model.register_forward_hook(_in_fp32)
+                Applied(model, self._policy, strict=strict, how_to_end=how)
 
         prepared = self._host_prepare_model(model, device_placement, evaluation_mode)
         if is_trained and model not in self._first_steps:
             # Accelerate has moved the model to its device.
             formats = formats_on(model, self._policy)
             self._first_steps[model] = FirstStep(model, self._policy, formats, advice=_ADVICE)
-            self._steps_of_host.watch(model)
+            self._steps_of_host.watch(model, scales_losses=self.scaler.scales_losses)
             if self.scaler.scales_losses:
                 self._changed.watch(model)
             self._updates.add(model)
@@ -213,6 +214,9 @@ class Attachment:
                 self._skips.watch(model)
             self._names |= {id(parameter): name for name, parameter in model.named_parameters()}
             self.scaler.name_parameters(self._names)
+        if is_new and self._fp32_outputs:
+            # After the hooks of the first step, which see what was computed.
+            model.register_forward_hook(_in_fp32)
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -230,7 +234,9 @@ class Attachment:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self._was_scaled = True
-        self.update()
+        if self._updates.is_due:
+            self._changed.end()
+        self._updates.before_backward(self.scaler, [each.optimizer for each in self._optimizers])
         self._host_backward(loss, **kwargs)
         self._changed.after_backward()
 
@@ -319,8 +325,7 @@ class Attachment:
 
         arguments = () if closure is None else (evaluate,)
         try:
-            with self._steps_of_host:
-                result: StepResult = self.scaler.step(optimizer.optimizer, *arguments)
+            result: StepResult = self.scaler.step(optimizer.optimizer, *arguments)
         except ScaleCollapseError:
             self._updates.stepped(optimizer.optimizer)
             raise
@@ -333,6 +338,7 @@ class Attachment:
         # Others may still have to step on gradients of this scale, which moves with the next backward pass.
         is_only = len(self._optimizers) == 1
         if is_only:
+            self._changed.end()
             self.update()
         if self._skips is not None:
             self._skips.step_ended(result, self.scaler, self._formats, may_step_again=not is_only)
@@ -359,7 +365,6 @@ class Attachment:
             refuse_low_weights(model)
             self._first_steps[model].end()
         self._steps_of_host.first_step_is_over(trained)
-        self._changed.first_step_is_over(trained)
 
     @property
     def _optimizers(self) -> list[_Optimizer]:

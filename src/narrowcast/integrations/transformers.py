@@ -101,7 +101,9 @@ class NarrowcastMixin(Trainer):
             os.environ[_FORMAT] = _FORMAT_AT_IMPORT
         super().create_accelerator_and_postprocess()
         policy, scaler = self._settings
-        self._attachment = Attachment(self.accelerator, policy, scaler, **self._options)
+        self._attachment = Attachment(
+            self.accelerator, policy, scaler, trains_one_model=True, **self._options
+        )
         # A search of hyperparameters makes an accelerator for each trial, and may give all one scaler.
         if self._counting is not None:
             self._counting.remove()
