@@ -135,6 +135,23 @@ def test_another_process_of_the_script_is_noted(runs):
     assert "which was left in FP32" in note
 
 
+LAUNCHES = """
+    import pathlib, subprocess, sys
+    other = pathlib.Path(__file__).with_name("other.py")
+    other.write_text("")
+    subprocess.run([sys.executable, *sys.argv[1:], str(other)], check=True)
+    """
+
+
+@pytest.mark.parametrize("words", [[], ["-m", "narrowcast", "run"]])
+def test_a_script_that_only_starts_another_is_told_how_to_start_narrowcast_there(words, runs):
+    ended = runs.run(LAUNCHES, *words)
+    assert ended.code == 0, ended.stderr
+    notes = [note["text"] for note in ended.capture.of("note")]
+    (note,) = [note for note in notes if "no module with parameters was called" in note]
+    assert ("-m narrowcast run SCRIPT" in note) == (not words)
+
+
 @pytest.mark.long
 def test_a_comparison_is_of_the_process_that_trained(tmp_path):
     # One process, not two as torch.multiprocessing starts: each of the six runs starts them anew.

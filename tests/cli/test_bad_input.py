@@ -150,6 +150,14 @@ def test_a_setting_behind_the_script_is_said_to_be_the_scripts(workplace, capsys
         assert "went to" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("verb", "option"), [("run", "--no-replay"), ("explain", "--ranges"), ("compare", "--min-speedup=2")]
+)
+def test_an_option_of_one_verb_behind_the_script_is_named(workplace, capsys, verb, option):
+    assert main([verb, "missing.py", option]) == 2
+    assert f"{option.partition('=')[0]} went to missing.py" in capsys.readouterr().err
+
+
 def test_a_short_policy_behind_the_script_is_told_from_a_port(workplace, capsys):
     assert main(["run", "missing.py", "--size", "2", "-p", "bf16"]) == 2
     assert capsys.readouterr().err.startswith("narrowcast: note: -p went to missing.py; before the name")

@@ -105,6 +105,24 @@ def test_a_held_scheduler_saves_what_it_saved_before():
     assert isinstance(ours, type(host))
 
 
+class CalledTwice(Regression):
+    """Calls its network twice in a step, as a GAN its discriminator: the weights have two gradients."""
+
+    def loss(self, batch):
+        inputs, targets = batch
+        return super().loss(batch) + super().loss((-inputs, targets))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_gradients_of_two_calls_are_summed_in_fp32_as_by_the_host(policy):
+    """With torch's cache of casts they would be summed in the low format."""
+    host, ours = CalledTwice(), CalledTwice()
+    precision = MixedPrecision("bf16-mixed" if policy == "bf16" else "16-mixed", "cpu")
+    fit(lightning, host, batches(), precision)
+    fit(lightning, ours, batches(), NarrowcastPrecision(policy))
+    assert torch.equal(weights(ours), weights(host))
+
+
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_overflow_in_either_micro_batch_skips_both(policy, bad):

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from narrowcast.replay._torch_internals import NO_GRAPH_TASK, TRACEBACK, current_node, graph_task_id
+from narrowcast.replay._torch_internals import (
+    NO_GRAPH_TASK,
+    TRACEBACK,
+    current_node,
+    graph_task_id,
+    set_version,
+)
 
 
 def test_a_hook_sees_the_number_of_its_pass_and_the_node_that_runs():
@@ -40,3 +46,13 @@ def test_anomaly_mode_keeps_the_stack_of_a_node():
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         y = torch.ones(2, requires_grad=True) * 2
     assert __file__ in y.grad_fn.metadata[TRACEBACK][-1]
+
+
+def test_a_saved_tensor_whose_version_is_put_back_goes_backward():
+    x = torch.ones(2, requires_grad=True)
+    saved = torch.ones(2)
+    y = x * saved
+    saved.mul_(2)
+    set_version(saved, 0)
+    y.sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0]

@@ -85,6 +85,7 @@ class Attachment:
         self.at_end: Callable[[], None] = lambda: None
         self._left_for_good = False
         self._trained_elsewhere = False
+        self._ranks: _OwnRanks | None = None
         self._seed_shift = seed_shift
         self._patches = Patches()
 
@@ -232,6 +233,10 @@ class Attachment:
         """Attach in processes in which ``script`` starts itself as another rank."""
         ranks = _OwnRanks(self.recorder, script, again)
         self._patches.wrap(subprocess.Popen, "__init__", ranks.start)
+        self._ranks = ranks
+
+    def _ranks_started_others(self) -> bool:
+        return self._ranks is not None and self._ranks.started_another_script
 
     def _before_exit(self, original: Callable[[int], Any], status: int) -> None:
         """Write what was recorded, since a process that calls ``os._exit`` runs no exit handlers."""
@@ -257,7 +262,7 @@ class Attachment:
         self._trained_elsewhere = self._processes.trained()
         stepped = recorder.steps or recorder.skipped_steps or self._stopping.traced_steps
         if not (self._regions.called_a_module or self._trained_elsewhere or self._processes.started):
-            recorder.note("no module with parameters was called, so nothing ran in mixed precision")
+            recorder.note(_NOTHING_WAS_CALLED + (_ELSEWHERE if self._ranks_started_others() else ""))
         elif recorder.backwards and not stepped and not self.exit_code:
             recorder.note("no torch.optim.Optimizer stepped; updates, if any, were made by hand")
 
@@ -360,6 +365,11 @@ def _entered(attachment: Attachment) -> Iterator[None]:
 _OF_LIBRARIES = ("torch.utils.data.", "multiprocessing.managers", "torch._inductor.")
 
 
+_NOTHING_WAS_CALLED = "no module with parameters was called, so nothing ran in mixed precision"
+_ELSEWHERE = (
+    "; a script that was started in another process was left in FP32: have its launcher start narrowcast, as "
+    "in accelerate launch -m narrowcast run SCRIPT"
+)
 _OWN_PROCESS = (
     "the script started itself as another process, which was left in FP32: have it start narrowcast run there"
 )
@@ -463,12 +473,16 @@ class _OwnRanks:
     """Attach in processes in which the script starts itself again, as Lightning's launcher starts ranks.
 
     ``start`` wraps ``subprocess.Popen.__init__``, and puts ``again`` before the script in the command.
+
+    Attributes:
+        started_another_script: whether it started a script that is not itself, as a launcher does.
     """
 
     def __init__(self, recorder: EventRecorder, script: Script, again: Sequence[str]) -> None:
         self._recorder = recorder
         self._script = script
         self._again = again
+        self.started_another_script = False
 
     def start(
         self, original: Callable[..., None], process: Any, args: Any, *more: Any, **options: Any
@@ -483,6 +497,8 @@ class _OwnRanks:
             else:
                 ranks = environment.get("WORLD_SIZE", "N")
                 raise UnsupportedError(_OWN_RANK.format(rank=rank, ranks=ranks))
+        elif _starts_a_script(args):
+            self.started_another_script = True
         original(process, args, *more, **options)
 
     def _is_own(self, args: Any, cwd: Any) -> bool:
@@ -494,6 +510,14 @@ class _OwnRanks:
             return list(args[1:3]) == ["-m", spec.name]
         path = os.path.join(cwd or os.getcwd(), args[1])
         return os.path.realpath(path) == os.path.realpath(self._script.file)
+
+
+def _starts_a_script(args: Any) -> bool:
+    """Return whether a command is that of a Python script, which narrowcast does not run there already."""
+    if not isinstance(args, list | tuple) or not args or args[0] != sys.executable:
+        return False
+    words = [word for word in args[1:] if isinstance(word, str)]
+    return any(word.endswith(".py") for word in words) and "narrowcast" not in words
 
 
 def _rank_in(environment: Mapping[str, str]) -> str:

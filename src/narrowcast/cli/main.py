@@ -27,7 +27,10 @@ from narrowcast.errors import NarrowcastError
 COMMAND_FAILED = 2  # wrong use, any other error of narrowcast, or a full disk
 INTERRUPTED = 130
 # Options that change the result of a run, and that few scripts have under the same name.
-_WATCHED_OPTIONS = ("--policy", "--loss-scale", "--against", "--lock", "--check", "--strict", "--repeats")
+_WATCHED_OPTIONS = (
+    "--policy", "--loss-scale", "--no-replay", "--against", "--lock", "--check", "--ranges", "--strict",
+    "--repeats", "--min-speedup",
+)  # fmt: skip
 _SHORT_POLICY_OPTIONS = frozenset(("-p", preset) for preset in FOR_SCRIPTS)
 # Everything after the script's name belongs to the script.
 _SCRIPT_LAST = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}

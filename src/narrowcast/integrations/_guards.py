@@ -32,7 +32,7 @@ class StepsOfHost:
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         # Optimizers that have none of the weights.
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._hook: weakref.finalize[Any, Any] | None = None
+        self._remove_hook: weakref.finalize[Any, Any] | None = None
 
     def __enter__(self) -> None:
         """Let steps through: the integration makes them."""
@@ -42,12 +42,12 @@ class StepsOfHost:
         self._is_stepping = False
 
     def __reduce__(self) -> Any:
-        return (StepsOfHost, (self._advice,))
+        return (StepsOfHost, (self._advice,))  # a copy watches nothing
 
     def watch(self, model: torch.nn.Module) -> None:
         self._models.add(model)
         self._others.clear()
-        if self._hook is None or not self._hook.alive:
+        if self._remove_hook is None or not self._remove_hook.alive:
             # The hook is torch's for the whole process, and does not keep this object alive.
             reference = weakref.ref(self)
 
@@ -56,7 +56,7 @@ class StepsOfHost:
                 if steps is not None and not steps._is_stepping:
                     steps._look_at(optimizer)
 
-            self._hook = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+            self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
     def _look_at(self, optimizer: Optimizer) -> None:
         if optimizer in self._others:
@@ -79,8 +79,8 @@ class StepsOfHost:
     def end(self) -> None:
         """Watch no longer."""
         self._models.clear()
-        if self._hook is not None:
-            self._hook()  # removes it, once
+        if self._remove_hook is not None:
+            self._remove_hook()  # once, as a finalizer
 
 
 class ChangedGradients:
@@ -93,11 +93,11 @@ class ChangedGradients:
     def __init__(self, advice: str) -> None:
         self._advice = advice
         self._models: list[torch.nn.Module] = []
-        # id of a parameter -> version of its gradient after the latest backward pass.
-        self._versions: dict[int, int] = {}
+        # id of a parameter -> its gradient, and the version of that, after the latest backward pass.
+        self._left: dict[int, tuple[int, int]] = {}
 
     def __reduce__(self) -> Any:
-        return (ChangedGradients, (self._advice,))
+        return (ChangedGradients, (self._advice,))  # a copy watches nothing
 
     def watch(self, model: torch.nn.Module) -> None:
         self._models.append(model)
@@ -107,15 +107,18 @@ class ChangedGradients:
         for model in self._models:
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    self._versions[id(parameter)] = parameter.grad._version
+                    self._left[id(parameter)] = (id(parameter.grad), parameter.grad._version)
 
     def before_unscaling(self, optimizer: Optimizer, read_scale: Callable[[], float]) -> None:
         """Warn if the gradients of ``optimizer`` are not as the latest backward pass left them."""
-        if not self._versions:
+        if not self._left:
             return
         for parameter in parameters_of(optimizer):
-            version = self._versions.get(id(parameter))
-            if version is not None and parameter.grad is not None and parameter.grad._version != version:
+            left = self._left.get(id(parameter))
+            gradient = parameter.grad
+            if left is None or gradient is None:
+                continue
+            if left != (id(gradient), gradient._version):
                 warnings.warn(
                     f"gradients of {type(optimizer).__name__} were changed while they had the loss scale of "
                     f"{read_scale():g}: torch.nn.utils.clip_grad_norm_ clips these to nearly nothing. "
@@ -128,9 +131,11 @@ class ChangedGradients:
     def first_step_is_over(self, models: Iterable[torch.nn.Module]) -> None:
         over = list(models)
         self._models = [model for model in self._models if model not in over]
-        self._versions.clear()
+        for model in over:
+            for parameter in model.parameters():
+                self._left.pop(id(parameter), None)
 
     def end(self) -> None:
         """Watch no longer."""
         self._models.clear()
-        self._versions.clear()
+        self._left.clear()

@@ -49,6 +49,8 @@ class Plugin:
     _how_to_clip: str
     _how_to_step: str
     _on_scheduler: str
+    # Whether the region keeps the casts of weights; None is torch's default.
+    _caches: bool | None = None
 
     def __init__(
         self, policy: Policy | str, *, scaler: GradScaler | None = None, explain_skips: bool = False
@@ -110,7 +112,7 @@ class Plugin:
         if self._counting is None:
             self._counting = self.scaler.on_skip(self._count_skip)
         for model in models:
-            self._regions.append(region_of(model, self.policy, self._formats))
+            self._regions.append(region_of(model, self.policy, self._formats, caches=self._caches))
             self._updates.add(model)
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._unproven.append(model)
@@ -310,6 +312,10 @@ class TrainerPlugin(Plugin):
         'step it by the host, with interval="step" and frequency=1, or if not '
         "trainer.precision_plugin.last_result.skipped"
     )
+    # As the host's own precision: one region is around all of ``training_step``, which may call a module
+    # several times (a GAN its discriminator). With a kept cast the gradients of those calls would be summed
+    # in the low format; without one each is cast first, and they are summed in fp32.
+    _caches = False
     _strategies: tuple[type, ...]
     # The host's own, which has no public name: hooks before the step, and clipping.
     _after_closure: Callable[..., None]

@@ -32,11 +32,29 @@ def host_policy(policy: Policy | str) -> Policy:
     return with_fp32_weights(policy)
 
 
-def region_of(model: torch.nn.Module, policy: Policy, formats: Mapping[str, torch.dtype]) -> ModelRegion:
-    """Return the region that the host opens around forward pass and loss of ``model``."""
+def region_of(
+    model: torch.nn.Module,
+    policy: Policy,
+    formats: Mapping[str, torch.dtype],
+    *,
+    caches: bool | None = None,
+) -> ModelRegion:
+    """Return the region that the host opens around forward pass and loss of ``model``.
+
+    ``caches`` says whether the cast of a weight is kept until the region ends, as in ``PolicyRegion``.
+    """
     how = "make another model: this one keeps the policy of the plugin that it was set up with"
     # A rule may be for another model of the host.
-    return ModelRegion(policy, formats, warnings.warn, model=model, warns=True, how_to_end=how, strict=False)
+    return ModelRegion(
+        policy,
+        formats,
+        warnings.warn,
+        model=model,
+        warns=True,
+        how_to_end=how,
+        strict=False,
+        caches=caches,
+    )
 
 
 def refuse_low_weights(model: torch.nn.Module) -> None:

@@ -26,6 +26,7 @@ from narrowcast.replay._recording import (
     set_random_state,
 )
 from narrowcast.replay._recording import version_of as _version
+from narrowcast.replay._torch_internals import set_version
 from narrowcast.replay._watch import (
     BUFFER,
     INPUT,
@@ -430,7 +431,11 @@ def everything_restored(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def _restore_value(tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
-    """Put back what a tensor held, if that changed: a graph may have saved it."""
+    """Put back what a tensor held, and its version.
+
+    A graph of the script may have saved it, as that of a batch norm saves the statistics: a GAN goes backward
+    through its generator after a step of its discriminator. That pass would refuse another version.
+    """
     if tensor.layout == torch.strided:
         # The kernels of batch norms write to statistics without counting a version.
         same = torch.equal(tensor, value) or bool((tensor.isnan() & value.isnan() | (tensor == value)).all())
@@ -438,6 +443,8 @@ def _restore_value(tensor: torch.Tensor, version: int, value: torch.Tensor) -> N
         same = _version(tensor) == version
     if not same:
         tensor.copy_(value)
+    if _version(tensor) != version:
+        set_version(tensor, version)
 
 
 class _Attributes:

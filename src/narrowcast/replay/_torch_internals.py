@@ -27,3 +27,11 @@ def sequence_number(node: Any) -> int:
 TRACEBACK = "traceback_"
 """Where, in the metadata of a node, anomaly mode keeps the lines of the stack on which it was made."""
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_anomaly_mode.h
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set how often a tensor counts as written to: a backward pass asks whether what it saved was."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp

@@ -387,6 +387,7 @@ class ModelRegion(PolicyRegion):
         warns: whether a backward pass inside it warns.
         how_to_end: what to do before the model can have another policy.
         strict: raise if a rule selects nothing in the model.
+        caches: as for ``PolicyRegion``.
     """
 
     def __init__(
@@ -399,8 +400,9 @@ class ModelRegion(PolicyRegion):
         warns: bool,
         how_to_end: str = "delete the nc.Stepper that holds the model first",
         strict: bool = True,
+        caches: bool | None = None,
     ) -> None:
-        super().__init__(policy, formats, say, warns=warns)
+        super().__init__(policy, formats, say, warns=warns, caches=caches)
         self._applied: Applied | None = None
         if applied_to(model, policy) is not None:
             return

@@ -48,6 +48,8 @@ class PolicyRegion:
             it operators do not promote where formats meet.
         warns: whether a backward pass inside it warns. If so, a backward pass inside it and loading weights
             also drop the casts of weights.
+        caches: whether the cast of a weight is kept until the outermost region ends; by default as it is
+            around the region.
 
     Attributes:
         states: what holds inside, on each device type.
@@ -60,9 +62,11 @@ class PolicyRegion:
         say: Callable[[str], None] | None = None,
         *,
         warns: bool = False,
+        caches: bool | None = None,
     ) -> None:
         _weight_casts.watch_optimizers()
         self._policy = policy
+        self._caches = caches
         self._warns = warns
         self._ended = False
         self.states: list[RegionState] = []
@@ -84,7 +88,7 @@ class PolicyRegion:
 
     def __enter__(self) -> None:
         depth = len(thread.regions)
-        cache_enabled = torch.is_autocast_cache_enabled()
+        cache_enabled = torch.is_autocast_cache_enabled() if self._caches is None else self._caches
         try:
             for device, dtype, enabled, scope, promotion in self.states:
                 _regions.enter(self, device, dtype, enabled, cache_enabled, scope, promotion, self._warns)
