@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import narrowcast as nc
 from child_processes import finished
+from narrowcast.casting.fp8 import _convert
 from narrowcast.casting.fp8._convert import apply_fp8
 from narrowcast.casting.fp8._linear import Fp8Linear
 from narrowcast.errors import OrderError, PolicyError
@@ -279,7 +280,36 @@ def test_where_there_are_no_instructions():
     assert model[0].fp8_emulated
 
 
+def test_layers_on_a_gpu_without_instructions_are_left_out_and_warned_of(monkeypatch):
+    """The CPU in the place of such a GPU."""
+    monkeypatch.setattr(_convert, "_why_not_on", lambda device: f"is on {device}, an old GPU")
+    model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN), nn.Linear(IN, 15))
+    with pytest.warns(UserWarning, match="^no fp8 in 2 linear layers: the first is on cpu, an old GPU$"):
+        handle = apply_fp8(model, everywhere())
+    assert not handle.converted
+    assert list(handle.left_out) == ["0", "1", "2"]
+    assert handle.left_out["2"].startswith("has 32 in and 15 out features")
+
+
 # ---- errors
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_in_the_middle_leaves_no_layer_converted(failing, monkeypatch):
+    model = nn.Sequential(*[nn.Linear(IN, IN) for _ in range(3)])
+    before = [vars(layer).copy() for layer in model]
+    choose = Fp8Linear._choose_instructions
+
+    def choose_or_fail(layer):
+        if layer is model[failing]:
+            raise RuntimeError("no driver")
+        choose(layer)
+
+    monkeypatch.setattr(Fp8Linear, "_choose_instructions", choose_or_fail)
+    with pytest.raises(RuntimeError, match="no driver"):
+        apply_fp8(model, everywhere())
+    assert [type(layer) for layer in model] == [nn.Linear] * 3
+    assert [vars(layer) for layer in model] == before
 
 
 @pytest.mark.parametrize(

@@ -245,3 +245,18 @@ def test_parameters_on_two_devices_skip_together(clips):
     assert one.tolist() == pytest.approx([0.0] * 3)
     assert two.tolist() == pytest.approx([0.5] * 3)
     assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("clip", [None, "norm"])
+def test_a_flag_of_the_gpu_is_waited_for_where_the_scale_is_on_the_cpu(clip):
+    """Without waiting, the CPU would read the flag before the GPU, busy for a moment, has written it."""
+    weights = [torch.nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "cuda")]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    scaler = nc.GradScaler("cpu", 8.0)
+    scaler.scale(weights[0].sum() + weights[1].cpu().sum()).backward()
+    torch.cuda._sleep(200_000_000)
+    weights[1].grad[0] = math.nan
+    if clip:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    assert scaler.step(optimizer).skipped
+    assert weights[1].tolist() == [1.0, 1.0]

@@ -9,7 +9,7 @@ import torch
 
 import narrowcast as nc
 from counted_operators import operators_of
-from narrowcast.gradients import _check
+from narrowcast.gradients import _check, nonfinite_flags
 
 
 @pytest.fixture
@@ -148,3 +148,35 @@ def test_operators_do_not_grow_with_the_parameters(clip, loss_scale):
 
         totals.append(operators_of(step).total())
     assert totals[0] == totals[1] <= 30
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The device and ``non_blocking`` of every copy between devices, also of those to the same device."""
+    made, to = [], torch.Tensor.to
+
+    def recorded(tensor, *args, **kwargs):
+        if args and isinstance(args[0], torch.device):
+            made.append((args[0].type, kwargs.get("non_blocking", False)))
+        return to(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", recorded)
+    return made
+
+
+@pytest.mark.parametrize("clip", [None, "unscale_", "norm"])
+def test_a_copy_to_the_cpu_is_waited_for(clip, copies):
+    """The CPU has no queue: without waiting it would read the flag of a GPU before that has written it."""
+    weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    scaler = nc.GradScaler("cpu", 8.0)
+    scaler.scale(sum(weight.float().sum() for weight in weights)).backward()
+    for optimizer in optimizers:
+        if clip == "unscale_":
+            scaler.unscale_(optimizer)
+        elif clip == "norm":
+            scaler.clip_grad_norm_(optimizer, 1e-3)
+    scaler.step_together(optimizers)
+    scaler.update()
+    nonfinite_flags([weight.grad for weight in weights]).any(torch.device("cpu"))
+    assert set(copies) == {("cpu", False)}

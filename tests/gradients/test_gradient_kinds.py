@@ -36,6 +36,17 @@ def test_fp16_gradients_are_refused_by_name(switches, method):
     assert other.grad.tolist() == [8.0]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_complex_gradients_of_fp16_numbers_are_refused_by_name():
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex32))
+    optimizer = torch.optim.SGD([("layer.weight", weight)], lr=0.25)
+    scaler = nc.GradScaler("cpu", 8.0)
+    scaler.scale(torch.ones(1))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ScaleError, match=r"got fp16 for layer\.weight: an update smaller than 2\*\*-11"):
+        scaler.step(optimizer)
+
+
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
 @pytest.mark.parametrize("factor", [1.0, 0.3, math.inf])
 def test_fp16_gradients_allowed_are_stepped_as_torch_steps_them(switches, factor, monkeypatch):

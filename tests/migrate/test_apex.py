@@ -178,9 +178,12 @@ def test_strings_over_several_lines_keep_their_indentation():
     ) in migrated(HEAD + INITIALIZE + loop).text
 
 
-def test_the_name_of_the_scaler_is_free():
-    head = HEAD + "scaler = StandardScaler()\n"
-    assert 'grad_scaler = torch.amp.GradScaler("cuda")\n' in migrated(head + INITIALIZE + LOOP).text
+@pytest.mark.parametrize(
+    "binding", ["scaler = StandardScaler()\n", "match settings:\n    case {**scaler}:\n        pass\n"]
+)
+def test_the_name_of_the_scaler_is_free(binding):
+    text = migrated(HEAD + binding + INITIALIZE + LOOP).text
+    assert 'grad_scaler = torch.amp.GradScaler("cuda")\n' in text
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Time and memory of a block: sizes known by hand, errors, and blocks that are refused."""
 
 import re
+import threading
 import time
 
 import pytest
 import torch
 
 from narrowcast import observe
-from narrowcast.errors import DeviceError, OrderError, SettingError
+from narrowcast.errors import DeviceError, OrderError, SettingError, UnsupportedError
 
 KIB = 1024
 
@@ -49,6 +50,21 @@ def test_an_exception_ends_a_block_and_goes_on():
     with pytest.raises(KeyError, match="mine"):
         fail()
     assert kept[0].peak_bytes == 4 * KIB
+
+
+def test_a_block_that_ends_in_another_thread_has_no_peak():
+    block = observe.profile("cpu")
+    profile = block.__enter__()
+    kept = torch.empty(KIB)
+    thread = threading.Thread(target=block.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    assert profile.duration_s > 0
+    with pytest.raises(UnsupportedError, match="in another thread than it was entered in"):
+        _ = profile.added_bytes
+    with observe.profile("cpu") as again:
+        del kept
+    assert again.peak_bytes == 0
 
 
 def test_numbers_are_there_when_the_block_has_ended():

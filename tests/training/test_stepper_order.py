@@ -48,6 +48,18 @@ def test_zero_grad_in_an_accumulation_is_refused(zero, set_to_none):
     stepper.zero_grad()
 
 
+def test_zeros_in_low_weights_do_not_hide_that_masters_lost_their_gradients():
+    model, optimizer, stepper = made(O2, accumulate=2)
+    micro_batch(model, stepper)
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    loss = loss_of(model, stepper)
+    with pytest.raises(OrderError, match="the first 1 micro-batches are gone: zero_grad was called"):
+        stepper.step(loss)
+    stepper.zero_grad()
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("policy", ["fp16", O2], ids=["fp16", "O2"])
 def test_a_backward_by_hand_is_refused(policy, accumulate):
@@ -116,6 +128,13 @@ def test_a_first_loss_from_outside_the_region_is_warned_of(policy, casts):
             loss = model(torch.ones(2, 4)).mean()
         stepper.step(loss)
     stepper.step(model(torch.ones(2, 4)).mean())
+
+
+def test_a_loss_that_is_a_parameter_trains_it():
+    model = nn.ParameterList([torch.tensor(2.0)])
+    stepper = nc.Stepper(model, torch.optim.SGD(model.parameters(), 0.5), "bf16")
+    assert not stepper.step(model[0]).skipped
+    assert model[0].item() == 1.5
 
 
 def test_gradients_that_cannot_be_scaled_or_clamped_are_refused():
@@ -220,8 +239,11 @@ def test_a_scheduler_that_is_stepped_by_hand_too_is_warned_of():
     micro_batch(model, stepper)
     scheduler.step()
     loss = loss_of(model, stepper)
-    with pytest.warns(UserWarning, match=r"StepLR\.step was called by hand, and the Stepper moves it too"):
+    with pytest.warns(
+        UserWarning, match=r"StepLR\.step was called by hand, and the Stepper moves it too"
+    ) as found:
         stepper.step(loss)
+    assert found[0].filename == __file__
 
 
 def test_schedulers_without_last_epoch_move():

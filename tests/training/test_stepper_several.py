@@ -171,6 +171,26 @@ def test_optimizers_in_a_list_step_and_clip_as_one():
     assert [scheduler.last_epoch for scheduler in schedulers] == [3, 3], "once a step, and not with a skip"
 
 
+def test_a_joint_step_that_raised_does_not_move_the_schedulers_of_the_next_too_early():
+    """Else they would move between the steps of the two optimizers, and the second would use the new rate."""
+    parts = [nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+    model = nn.Sequential(*parts)
+    optimizers = [torch.optim.SGD(part.parameters(), 0.25) for part in parts]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    stepper = nc.Stepper(model, optimizers, "fp32", scheduler=schedulers)
+    fail = optimizers[1].register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        stepped(stepper, lambda: sum(part.weight.sum() for part in parts))
+    fail.remove()
+    stepper.zero_grad()
+
+    before = [part.weight.item() for part in parts]
+    stepped(stepper, lambda: sum(part.weight.sum() for part in parts))
+    # The gradient is 1.
+    assert [part.weight.item() for part in parts] == pytest.approx([weight - 0.25 for weight in before])
+    assert [scheduler.last_epoch for scheduler in schedulers] == [1, 1]
+
+
 @pytest.mark.parametrize(("factor", "skipped"), [(1e18, False), (1e25, True)])
 def test_a_joint_norm_that_overflows_skips_as_the_norm_of_one_optimizer_does(factor, skipped):
     """1e25 squared is above fp32's range: clipping by an infinite norm would step on zeros."""

@@ -242,6 +242,21 @@ def test_the_bias_of_a_gradient_that_is_not_finite_is_infinite():
         assert (parameter.error_norm, parameter.bias_norm) == (math.inf, math.inf)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_the_table_says_why_it_is_not_known_how_far_it_holds(value):
+    def holds_for(found):
+        assert found.holds_up_to is None
+        (line,) = [line for line in str(found).splitlines() if line.startswith("holds for")]
+        return line.removeprefix("holds for").strip()
+
+    fp32, mixed = drawn(4)
+    mixed[2, 5] = value
+    not_finite = judged(measured(fp32, mixed))
+    assert all(math.isnan(number) for number in not_finite.at(1))
+    assert holds_for(not_finite) == "not known: a gradient is not finite in mixed precision"
+    assert holds_for(judged(measured(*drawn(3)))) == "not known: that needs four batches with noise"
+
+
 def test_fewer_than_four_batches_tell_nothing_of_larger_ones():
     few = measured(*drawn(3))
     found = judged(few)

@@ -196,6 +196,19 @@ def test_a_gain_is_nan_without_updates_or_with_nan():
     assert math.isnan(row.effective_gain)
 
 
+def test_a_gain_is_nan_if_a_weight_overflows():
+    low = torch.nn.Parameter(torch.tensor([65504.0, 1.0]).half())
+    optimizer = torch.optim.SGD([low], lr=1.0)
+    with UpdateMeter(optimizer) as meter:
+        low.grad = torch.tensor([-65504.0, 0.0]).half()
+        optimizer.step()
+    assert low[0] == math.inf
+    (row,) = meter.read()
+    assert (row.intended_elements, row.swallowed_elements) == (1, 0)
+    assert math.isnan(row.effective_gain)
+    assert str(meter).endswith("        0.0 %            -")
+
+
 def test_every_nth_step_is_measured():
     low = quarter()
     optimizer = torch.optim.SGD([low], lr=2.0**-3)

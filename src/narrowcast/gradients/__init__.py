@@ -1,6 +1,7 @@
 """Gradients: scaled, unscaled, checked, clipped, and stepped on if they are finite."""
 
 from narrowcast.gradients._check import GradientCheck, check_gradients, known_to_be_finite, unscale_by
+from narrowcast.gradients._devices import on_device
 from narrowcast.gradients._iteration import some_scaler_steps
 from narrowcast.gradients._norms import norm_of_gradients
 from narrowcast.gradients._optimizer_gradients import (
@@ -65,6 +66,7 @@ __all__ = [
     "nodes_below",
     "nonfinite_flags",
     "norm_of_gradients",
+    "on_device",
     "parameters_of",
     "some_scaler_steps",
     "starts_momentum",

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from narrowcast.errors import OrderError
 from narrowcast.gradients import _torch_internals
+from narrowcast.gradients._devices import on_device
 from narrowcast.gradients._norms import norm_of_norms, norm_over_ranks
 from narrowcast.gradients._optimizer_gradients import (
     FlatCopies,
@@ -291,10 +292,10 @@ def _multiply_and_check(gradients: OptimizerGradients, factor: torch.Tensor) -> 
             _torch_internals.multiply_and_check(members, found_inf, factor)
             continue
         found_there = torch.zeros((), dtype=torch.float32, device=group_device)
-        factor_there = factor.to(group_device, non_blocking=True)
+        factor_there = on_device(factor, group_device)
         _torch_internals.multiply_and_check(members, found_there, factor_there)
         # maximum, not a sum: torch's fused steps skip only if the flag is exactly 1.
-        torch.maximum(found_inf, found_there.to(device, non_blocking=True), out=found_inf)
+        torch.maximum(found_inf, on_device(found_there, device), out=found_inf)
     return found_inf
 
 
@@ -547,7 +548,7 @@ def total_norm(
 def _multiply(gradients: OptimizerGradients, factor: torch.Tensor) -> None:
     """Multiply gradients in place, one kernel for each device and dtype."""
     for device, dtype, _, members in gradients.groups:
-        factor_there = factor.to(device, non_blocking=True)
+        factor_there = on_device(factor, device)
         if dtype.itemsize >= 4:
             _torch_internals.multiply(members, factor_there)
         else:  # multiplies in fp32 and rounds once; _foreach_mul_ would round the factor first

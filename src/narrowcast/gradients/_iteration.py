@@ -14,6 +14,7 @@ import torch
 from narrowcast.errors import OrderError, UnsupportedError
 from narrowcast.gradients import _check, _torch_internals
 from narrowcast.gradients._check import GradientCheck, Scaling, versions_of
+from narrowcast.gradients._devices import on_device
 from narrowcast.gradients._misuse import (
     SchedulersAfterSkips,
     StepsByHand,
@@ -205,11 +206,11 @@ class Iteration:
         return state
 
     def overflow_flags(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the flags on ``device``, copied there without a host sync."""
+        """Return the flags on ``device``."""
         flags = []
         for state in self.states.values():
             for flag in state["found_inf_per_device"].values():
-                flags.append(flag.to(device, non_blocking=True))
+                flags.append(on_device(flag, device))
         return flags
 
     def may_lack_checks(self) -> bool:
@@ -348,7 +349,7 @@ class Iteration:
 
         # One flag decides for all of them.
         device = checks[0].found_inf.device
-        found_inf = torch.stack([check.found_inf.to(device, non_blocking=True) for check in checks]).amax()
+        found_inf = torch.stack([on_device(check.found_inf, device) for check in checks]).amax()
         skipped = _check.known_on_host(found_inf)
         results = []
         for optimizer, state, check in zip(optimizers, states, checks, strict=True):

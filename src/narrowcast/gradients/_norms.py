@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast.gradients import _torch_internals
+from narrowcast.gradients._devices import on_device
 from narrowcast.gradients._optimizer_gradients import MeshPlacement, OptimizerGradients
 
 _SAME = 1e-3  # powers of the norms of copies agree to this; those of different gradients do not
@@ -19,10 +20,10 @@ def norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.de
     """Return the norm of norms, which are 1-dim tensors on any device."""
     if not stacks:
         return torch.zeros((), dtype=torch.float32, device=device)
-    on_device = [stack.to(device, non_blocking=True) for stack in stacks]
-    norms = on_device[0]
-    if len(on_device) > 1:
-        norms = torch.cat(on_device)
+    stacks_there = [on_device(stack, device) for stack in stacks]
+    norms = stacks_there[0]
+    if len(stacks_there) > 1:
+        norms = torch.cat(stacks_there)
     total: torch.Tensor = torch.linalg.vector_norm(norms, order)
     return total
 

@@ -11,9 +11,13 @@ import torch
 
 from narrowcast.errors import ScaleError, SettingError, UnsupportedError, few
 from narrowcast.gradients import _torch_internals
+from narrowcast.gradients._devices import on_device
 
 # With a thousand small gradients these reads are most of what a check costs, so each is done once, in C.
 _GRAD, _IS_SPARSE, _SHAPE = attrgetter("grad"), attrgetter("is_sparse"), attrgetter("shape")
+
+# The formats whose numbers are fp16: complex32 is a pair of them.
+_FP16 = (torch.float16, torch.complex32)
 
 # Gradients of at most so many elements are copied.
 _SMALL = 512
@@ -35,7 +39,7 @@ class NonfiniteFlags:
     norms_by_dtype: tuple[tuple[Sequence[int], torch.Tensor], ...]
 
     def read(self) -> list[bool]:
-        """Return the flags in the order of the gradients; waits for each device once."""
+        """Return the flags in the order of the gradients; waits once for each device and dtype."""
         flags = [False] * self.count
         for positions, norms in self.norms_by_dtype:
             for position, norm in zip(positions, norms.tolist(), strict=True):
@@ -43,13 +47,16 @@ class NonfiniteFlags:
         return flags
 
     def any(self, device: torch.device) -> torch.Tensor:
-        """Return 1.0 if any flag is set, else 0.0: 0-dim, float32, on ``device``, without a host sync."""
+        """Return 1.0 if any flag is set, else 0.0: 0-dim, float32, on ``device``.
+
+        Without a host sync, unless ``device`` is a CPU and a gradient is not on it.
+        """
         if not self.norms_by_dtype:
             return torch.zeros((), dtype=torch.float32, device=device)
         any_by_dtype = []
         for _, norms in self.norms_by_dtype:
             is_bad = ~torch.isfinite(norms)
-            any_by_dtype.append(is_bad.any().to(device, non_blocking=True))
+            any_by_dtype.append(on_device(is_bad.any(), device))
         return torch.stack(any_by_dtype).any().float()
 
 
@@ -83,7 +90,7 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
 
 
 def _norms(members: list[torch.Tensor]) -> torch.Tensor:
-    """Return a norm of each non-empty tensor, of one device and dtype, that is finite if the tensor is."""
+    """Return a norm of each non-empty tensor, of one device and dtype: finite exactly if the tensor is."""
     if members[0].device.type != "cpu":
         return torch.stack(_torch_internals.norms_in_own_dtype(members, math.inf))
     norms = torch.stack(_torch_internals.norms_in_own_dtype(members, 2.0))
@@ -191,12 +198,12 @@ def gradients_of(
 ) -> OptimizerGradients:
     """Return the gradients that ``optimizer`` would use now.
 
-    Sparse gradients are coalesced if they are in fp16, because the sums may overflow, and if ``summed``,
-    because the norm of the parts is not the norm of their sum. Coalesced gradients replace
+    Sparse gradients are coalesced in two cases: in fp16, because the sums may overflow; and with ``summed``,
+    in every format, because the norm of the parts is not the norm of their sum. Coalesced gradients replace
     ``parameter.grad``, and so do copies of lazily conjugated ones. ``names`` are for the error.
 
     Raises:
-        ScaleError: a gradient is in fp16 without ``allow_fp16``.
+        ScaleError: a gradient is in fp16, or a complex one of two fp16 numbers, without ``allow_fp16``.
         UnsupportedError: a DTensor gradient that is not yet reduced.
     """
     # Plain tensors mostly: each question is asked once of all gradients, and answered in C.
@@ -212,7 +219,7 @@ def gradients_of(
     values, meshes = gradients, None
     if not classes <= {torch.Tensor, torch.nn.Parameter}:
         values, meshes = _local_parts(gradients)
-    dense = True not in set(map(_IS_SPARSE, values))
+    dense = not any(map(_IS_SPARSE, values))
     if not dense:
         values = [_dense_values(p, value, summed) for p, value in zip(parameters, values, strict=True)]
 
@@ -338,10 +345,10 @@ def labels_of(
 def _fp16_message(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], names: Mapping[int, str]
 ) -> str:
-    narrow = [p for p in parameters if p.grad is not None and p.grad.dtype is torch.float16]
+    narrow = [p for p in parameters if p.grad is not None and p.grad.dtype in _FP16]
     labels = few(labels_of(optimizer, narrow, names), 5)
     # No weight is in fp16, so the script asked for fp16 gradients.
-    if all(parameter.dtype is not torch.float16 for parameter in narrow):
+    if all(parameter.dtype not in _FP16 for parameter in narrow):
         return (
             f"expected gradients in fp32, got fp16 for {labels}, as grad_dtype says: leave that at the "
             "parameter's own, or pass allow_fp16_gradients=True to nc.GradScaler to continue in fp16"

@@ -15,6 +15,7 @@ import torch
 
 from narrowcast.errors import OrderError, ScaleError, UnsupportedError
 from narrowcast.gradients import _torch_internals
+from narrowcast.gradients._devices import on_device
 from narrowcast.gradients._optimizer_gradients import parameters_of
 from narrowcast.machine import check_device
 from narrowcast.scaling import Dynamic, LossScale, Off, Static, check_loss_scale
@@ -66,7 +67,7 @@ class DeviceScale:
         """Return the factor on ``device``, without placing it there for good."""
         if self.factor is None:
             return torch.full((), self.settings.scale, dtype=torch.float32, device=device)
-        return self.factor.to(device, non_blocking=True)
+        return on_device(self.factor, device)
 
     def number(self) -> float:
         """Return the factor as a number; waits for the device.
@@ -98,7 +99,7 @@ class DeviceScale:
         if is_wide and not self.scales:
             self.place(outputs.device)
             return outputs
-        return multiplied(outputs, lambda device: self.place(device).to(device, non_blocking=True))
+        return multiplied(outputs, lambda device: on_device(self.place(device), device))
 
     @property
     def on_host(self) -> bool:

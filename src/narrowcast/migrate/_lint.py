@@ -95,7 +95,7 @@ def lint(source: Source, target: Target) -> Changes:
 
 def _is_ignored(source: Source, mistake: Mistake) -> bool:
     """Return whether a comment switches the rule off, by its name or as one of all rules."""
-    begin, end = source.lines(mistake.node)
+    begin, end = source.span_of_lines(mistake.node)
     for comment in _IGNORE.finditer(source.text[begin:end]):
         names = comment[1]
         if names is None or mistake.rule in re.split(r"[\s,]+", names):

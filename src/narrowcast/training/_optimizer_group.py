@@ -8,12 +8,14 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from narrowcast.casting import stacklevel_outside
 from narrowcast.errors import OrderError, ScaleCollapseError, SettingError, UnsupportedError
 from narrowcast.gradients import (
     GradScaler,
@@ -67,7 +69,8 @@ class OptimizerGroup:
     def __post_init__(self) -> None:
         self._versions_after_backward: list[tuple[int, int]] = []
         self._last_epochs: dict[int, Any] = {}
-        self._results = 0
+        # Of the joint step that is going on, how many optimizers have reported that they stepped.
+        self._optimizers_stepped = 0
         self._checked_graph = False
         self.accumulate = self.settings.accumulate
         self.held: list[HeldWeights] = []
@@ -85,10 +88,14 @@ class OptimizerGroup:
             _check_scheduler(scheduler, self.optimizers)
 
     def move_schedulers(self, _: StepResult) -> None:
-        """Step the schedulers; the scaler calls this for each optimizer that stepped."""
-        self._results += 1
-        if self._results % len(self.optimizers):
+        """Step the schedulers after the last optimizer of a joint step.
+
+        The scaler calls this once for each optimizer that stepped.
+        """
+        self._optimizers_stepped += 1
+        if self._optimizers_stepped < len(self.optimizers):
             return
+        self._optimizers_stepped = 0
         for index, scheduler in enumerate(self.schedulers):
             # Schedulers without last_epoch, such as ChainedScheduler, cannot be checked.
             epoch = getattr(scheduler, "last_epoch", None)
@@ -97,7 +104,7 @@ class OptimizerGroup:
                     f"{type(scheduler).__name__}.step was called by hand, and the Stepper moves it too: "
                     "leave the call out, or do not give the scheduler to the Stepper",
                     UserWarning,
-                    stacklevel=2,
+                    stacklevel=stacklevel_outside("narrowcast."),
                 )
             scheduler.step()
             self._last_epochs[index] = getattr(scheduler, "last_epoch", None)
@@ -135,7 +142,8 @@ class OptimizerGroup:
     ) -> None:
         """Add the gradients of one micro-batch, scaled, and divided by the number of micro-batches.
 
-        Only ``inputs`` get gradients, if given. With ``one_rank`` no other rank computes gradients of them.
+        Only ``inputs`` get gradients, if given. With ``one_rank`` no other rank contributes gradients, so a
+        loss that gives none is an error.
         """
         parameters = parameters_of(*self.optimizers)
         self._check_gradients(parameters)
@@ -165,22 +173,21 @@ class OptimizerGroup:
         if not self.filled and not self.held and set(map(_gradient_of, parameters)) == {None}:
             return  # as at every step, so in the fastest way
 
-        gradients = self._gradients()
-        # After each backward pass masters take over the gradients of the low parameters.
-        not_taken = []
+        # Masters take over the gradients of low parameters after each backward pass of the Stepper, so those
+        # that are there now come from a backward pass by hand.
+        left_by_hand = []
         for held in self.held:
             for low, _ in held.parameters:
                 if low.grad is not None:
-                    not_taken.append(low.grad)
+                    left_by_hand.append(low.grad)
+        _refuse_nonzero(left_by_hand)
 
-        if not_taken or not self.filled:
-            # zero_grad(set_to_none=False) leaves zeros; values are read only in this case.
-            if any(bool(gradient.detach().any()) for gradient in not_taken or gradients):
-                raise OrderError(
-                    "there are gradients that no stepper.step(loss) made: loss.backward() was called by "
-                    "hand, which stepper.step(loss) does, or they are left over: call optimizer.zero_grad()"
-                )
+        gradients = self._gradients()
+        if not self.filled:
+            # The start of an accumulation: there are none yet.
+            _refuse_nonzero(gradients)
         elif _versions(gradients) != self._versions_after_backward:
+            # The middle of one: they are no longer those of its earlier micro-batches.
             what = "changed" if gradients else "gone"
             raise OrderError(
                 f"the gradients of the first {self.filled} micro-batches are {what}: zero_grad was called, "
@@ -190,13 +197,18 @@ class OptimizerGroup:
 
     # ---- step
 
-    def step(self, filled: float | None = None) -> StepResult:
-        """Clip, check and step on the gradients of ``filled`` micro-batches (the mean over the ranks)."""
+    def step(self, mean_filled: float | None = None) -> StepResult:
+        """Clip, check and step on the accumulated gradients.
+
+        Args:
+            mean_filled: of how many micro-batches they are, in the mean over the ranks; None: of
+                ``accumulate``, all of them.
+        """
         # Each loss was divided by ``accumulate``.
-        if filled is not None and filled < self.accumulate:
+        if mean_filled is not None and mean_filled < self.accumulate:
             with torch.no_grad():
                 for gradient in self._gradients():
-                    gradient.mul_(self.accumulate / filled)
+                    gradient.mul_(self.accumulate / mean_filled)
         return self._guarded(self._clip_and_step)
 
     def step_with_closure(self, evaluate: Callable[[], torch.Tensor]) -> StepResult:
@@ -214,7 +226,7 @@ class OptimizerGroup:
 
         def step() -> StepResult:
             if steps_twice(optimizer):
-                closure()  # its first step takes gradients that are there before
+                closure()  # SAM's first half-step uses the gradients that are already in ``.grad``
             return self.scaler.step(optimizer, closure)
 
         return self._guarded(step)
@@ -228,11 +240,19 @@ class OptimizerGroup:
             raise
         except BaseException:
             self.scaler.abandon()
+            self._restart_joint_step()
             raise
         finally:
             self.stepping = False
         self.scaler.update()
         return result
+
+    def _restart_joint_step(self) -> None:
+        """Forget which optimizers stepped before an error, so that the next step counts from the first."""
+        # Their reports may still be on the way from a GPU, and would count for the next step.
+        with suppress(Exception):
+            self.scaler.report_pending()
+        self._optimizers_stepped = 0
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         if self.settings.max_value is not None:
@@ -274,6 +294,15 @@ class OptimizerGroup:
         """Discard gradients, and accept the schedulers where they are now."""
         self._last_epochs = {}
         self.zero()
+
+
+def _refuse_nonzero(gradients: Sequence[torch.Tensor]) -> None:
+    """Refuse gradients that no Stepper made; zeros are those of ``zero_grad(set_to_none=False)``."""
+    if any(bool(gradient.detach().any()) for gradient in gradients):
+        raise OrderError(
+            "there are gradients that no stepper.step(loss) made: loss.backward() was called by "
+            "hand, which stepper.step(loss) does, or they are left over: call optimizer.zero_grad()"
+        )
 
 
 def _versions(gradients: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
@@ -318,8 +347,8 @@ def check_loss(loss: Any, group: OptimizerGroup | None = None) -> None:
 def _refuse_reentrant_checkpoints(loss: torch.Tensor) -> None:
     """Refuse a graph that hides parameters from a backward pass with ``inputs``.
 
-    torch raises there, unless no other input lies behind the checkpoint: then it leaves the parameters
-    inside without gradients.
+    torch raises there if one of the ``inputs`` lies behind the checkpoint. Otherwise it passes the checkpoint
+    by, and the parameters inside get no gradients.
     """
     for node in nodes_below([loss.grad_fn]):
         if node.name() == "CheckpointFunctionBackward":
@@ -332,6 +361,8 @@ def _refuse_reentrant_checkpoints(loss: torch.Tensor) -> None:
 def is_fp32(loss: torch.Tensor, model: torch.nn.Module) -> bool:
     """Return whether ``loss`` was certainly computed from fp32 weights without a cast."""
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+        return False
+    if loss.grad_fn is None:  # a parameter, which nothing computed
         return False
     for node in nodes_below([loss.grad_fn]):
         # A function written in Python, or compiled, may cast inside.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from narrowcast.errors import SettingError, did_you_mean
+from narrowcast.gradients import on_device
 from narrowcast.training._torch_internals import buffers_of
 from narrowcast.weights import is_batch_or_instance_norm
 
@@ -69,7 +70,7 @@ class Statistics:
             # torch.where takes neither sparse nor quantized buffers: for those the host waits for the flag.
             has_where = buffer.layout == torch.strided and not buffer.is_quantized
             if isinstance(skipped, torch.Tensor) and has_where:
-                buffer.copy_(torch.where(_on(skipped, buffer.device), before, buffer))
+                buffer.copy_(torch.where(on_device(skipped, buffer.device), before, buffer))
             elif skipped:
                 buffer.copy_(before)
 
@@ -128,7 +129,7 @@ class BufferGroup:
             self._after_by_buffer = torch.split(self._after, self._sizes)
         after = self._after
         torch.cat(self._values, out=after)
-        torch.where(_on(skipped, after.device), self._before, after, out=after)
+        torch.where(on_device(skipped, after.device), self._before, after, out=after)
         torch._foreach_copy_(self._values, self._after_by_buffer)
 
 
@@ -148,7 +149,3 @@ def _is_plain(buffer: torch.Tensor) -> bool:
 
 def _are_the_same(now: Sequence[object], before: Sequence[object]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-def _on(flag: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return flag.to(device, non_blocking=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from narrowcast.errors import SettingError, UnsupportedError, not_copied
-from narrowcast.gradients import parameters_of, untraced
+from narrowcast.gradients import on_device, parameters_of, untraced
 from narrowcast.weights._held import HeldWeights, held_by
 from narrowcast.weights._lower import LOW_DTYPES
 from narrowcast.weights._torch_internals import (
@@ -38,7 +38,8 @@ class SurvivingUpdates:
         intended_elements: elements times steps whose update in float32 was not zero. NaN counts.
         swallowed_elements: those of them whose value did not change in any bit.
         effective_gain: <applied, intended> / <intended, intended> over all of them: 1 for the full step,
-            below 1 for a shorter one. NaN if no update was intended or a value was not finite.
+            below 1 for a shorter one. NaN if no update was intended, or if a value before, as intended or
+            after the step was not finite, as of an fp16 weight that overflows.
     """
 
     group: int
@@ -63,8 +64,8 @@ _Row = tuple[int, str, str]
 class _Step:
     """A step that is being measured, by parameter: its row, its value before, and its intended value.
 
-    ``aimed`` is filled where a low parameter is not held, then for every parameter of the optimizer. Without
-    an entry a float32 parameter got what was intended.
+    ``aimed`` is empty unless some low parameter is not held; if one is, it has every parameter of the
+    optimizer. When it is empty, float32 parameters count as having got what was intended.
     """
 
     rows: dict[torch.Tensor, _Row]
@@ -86,12 +87,16 @@ class UpdateMeter:
     1.0
 
     The intended update is what the same optimizer does in float32 from the same parameters, gradients and
-    state. For parameters held by ``hold`` that is the working parameter after the step, compared with the
-    value that is kept: the master, the low parameter plus its residual, or the low parameter alone. For other
-    bfloat16 and float16 parameters, a copy of the optimizer makes the step in float32 first. That costs one
-    more step. While it runs it takes 12 bytes an element plus the state in float32, then 8 bytes until the
-    optimizer has made its own step. Training does not change: nothing is written, no hook of the optimizer is
-    called, the random state is restored.
+    state; the applied one is what is left of it. For parameters held by ``hold``:
+
+    - intended: the working parameter after the step, minus the value before.
+    - applied: the value that is kept, minus the value before. It is that of the master, of the low parameter
+      plus its residual, or of the low parameter alone.
+
+    For other bfloat16 and float16 parameters, a copy of the optimizer makes the step in float32 first. That
+    costs one more step. While it runs it takes 12 bytes an element plus the state in float32, then 8 bytes
+    until the optimizer has made its own step. Training does not change: nothing is written, no hook of the
+    optimizer is called, the random state is restored.
 
     Args:
         optimizer: any dense optimizer, held or not, now or later.
@@ -104,7 +109,8 @@ class UpdateMeter:
 
     Use it as a context manager, or call ``remove``. Sums stay on the device, in float64 (float32 on MPS),
     until they are read. Of a DTensor the part on this rank counts. Parameters of other dtypes are not
-    measured. Products of updates below 1e-19 are zero.
+    measured. The squares for ``effective_gain`` are of float32, which holds them exactly enough for updates
+    of 1e-19 or more; one below 1e-23 is counted, but weighs nothing in the gain.
 
     Source: the share of swallowed updates: Zamirai et al. 2020, arXiv 2010.06192, section 3.
     """
@@ -161,7 +167,8 @@ class UpdateMeter:
             group, format, updates = row
             intended, swallowed, applied_along_intended, intended_squared = totals[row].tolist()
             effective_gain = math.nan
-            if intended_squared > 0:
+            # An applied update is infinite where a weight overflowed.
+            if intended_squared > 0 and math.isfinite(applied_along_intended):
                 effective_gain = applied_along_intended / intended_squared
             records.append(
                 SurvivingUpdates(
@@ -238,7 +245,12 @@ class UpdateMeter:
         self._subscribed = handle
 
     def _watch_held(self) -> Callable[[], None]:
-        """Watcher of held weights: called after the step; returns what is called once it is written."""
+        """Take the intended values of held weights, and return a function that adds them to the sums.
+
+        The handle calls this after the optimizer's step, and the function once it has written the low
+        weights. The hook ``_after_step`` may run before or after both, so neither clears ``_step``: the next
+        step does.
+        """
         step, handle = self._step, self._subscribed
         if step is None or handle is None:
             return lambda: None
@@ -256,7 +268,7 @@ class UpdateMeter:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not is_outermost_step(optimizer) or self._step is None:
             return
-        # Held parameters are added before or after this, depending on the order of the hooks.
+        # Here only those that are not held; ``_watch_held`` adds the others.
         step = self._step
         self.measured_steps += 1
         for parameter, row in step.rows.items():
@@ -292,8 +304,9 @@ class UpdateMeter:
 def take_swallowed_share(meters: Iterable[UpdateMeter]) -> torch.Tensor | None:
     """Return the share of swallowed updates of low parameters since the last call, and clear the sums.
 
-    0-dim, on a device, without waiting for it; NaN if no update was intended, None if no step was measured.
-    Which step is measured next stays as it is, unlike after ``UpdateMeter.reset``.
+    0-dim, on the device of the first sums, without waiting for it if it is an accelerator. NaN if no update
+    was intended; None if no step was measured, or if none had a low parameter. Which step is measured next
+    stays as it is, unlike after ``UpdateMeter.reset``.
     """
     counts: list[torch.Tensor] = []
     for meter in meters:
@@ -305,8 +318,8 @@ def take_swallowed_share(meters: Iterable[UpdateMeter]) -> torch.Tensor | None:
     if not counts:
         return None
     device = counts[0].device
-    on_device = [count.to(device, non_blocking=True) for count in counts]
-    intended, swallowed = torch.stack(on_device).sum(0).unbind()
+    counts_there = [on_device(count, device) for count in counts]
+    intended, swallowed = torch.stack(counts_there).sum(0).unbind()
     return swallowed / intended
 
 
@@ -334,7 +347,7 @@ def aimed_values(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.T
         shadow_optimizer = _shadow_optimizer(optimizer, shadows)
 
         # An optimizer may draw random numbers, on the CPU or on the devices of its parameters.
-        device_type = "cuda"
+        device_type = "cuda"  # does not matter if all are on the CPU: no index is added below
         indices = set()
         for parameter in parameters:
             if parameter.device.index is not None:

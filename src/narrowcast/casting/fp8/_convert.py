@@ -17,7 +17,6 @@ from narrowcast.errors import PolicyError
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, resolved
 
 _MULTIPLE = 16
-_NO_INSTRUCTIONS = "has no fp8 instructions of CUDA"
 
 
 @dataclass(eq=False)
@@ -57,6 +56,8 @@ def apply_fp8(model: torch.nn.Module, policy: Policy) -> Fp8Handle:
     in fp32, with a warning. Layers on a GPU without fp8 instructions are left out with a warning, since bf16
     is faster and more exact there.
 
+    After an error no layer is converted.
+
     Raises:
         MissingModuleError: torchao is not installed (``pip install 'narrowcast[fp8]'``), or is too old.
         PolicyError: the model has fp8 layers already.
@@ -71,18 +72,29 @@ def apply_fp8(model: torch.nn.Module, policy: Policy) -> Fp8Handle:
 
     _restore_copied_layers(model)
     sites = []
+    without_instructions: list[torch.nn.Linear] = []
     for site in _selected(model, policy):
         why_not = _why_not(site.module)
+        if why_not is None:
+            why_not = _why_not_on(site.module.weight.device)
+            if why_not is not None:
+                without_instructions.append(site.module)
         if why_not is None:
             sites.append(site)
         else:
             handle.left_out[site.path] = why_not
 
     # Before any layer is converted, since a warning may be an error.
-    _warn([site.module for site in sites], handle.left_out)
-    for site in sites:
-        handle.layers.append(_linear.convert_layer(site.module, site.rule, handle.use))
-        handle.converted[site.path] = site.rule.compute
+    _warn([site.module for site in sites], without_instructions)
+    try:
+        for site in sites:
+            # First into the list, so that a layer whose conversion stops half-way is restored too.
+            handle.layers.append(site.module)
+            _linear.convert_layer(site.module, site.rule, handle.use)
+            handle.converted[site.path] = site.rule.compute
+    except BaseException:
+        handle.remove()
+        raise
     return handle
 
 
@@ -98,7 +110,7 @@ def unconverted(model: torch.nn.Module, policy: Policy) -> dict[str, str | None]
     reasons = {}
     for site in _selected(model, policy):
         if not is_fp8(site.module):
-            reasons[site.path] = _why_not(site.module)
+            reasons[site.path] = _why_not(site.module) or _why_not_on(site.module.weight.device)
     return reasons
 
 
@@ -110,7 +122,8 @@ def is_fp8(module: torch.nn.Module) -> bool:
 
 def restore_layer(module: torch.nn.Module) -> None:
     """Make an fp8 layer a ``torch.nn.Linear`` again, unless its class has changed, as by ``fully_shard``."""
-    # By name, so that torchao is not imported; the annotations of Fp8Linear are its attributes.
+    # By the name of the class, so that torchao is not imported. What ``convert_layer`` set on the object is
+    # exactly what is annotated in Fp8Linear.
     if type(module).__name__ == "Fp8Linear":
         for name in type(module).__annotations__:
             vars(module).pop(name, None)
@@ -144,16 +157,19 @@ def _selected(model: torch.nn.Module, policy: Policy) -> list[_Site]:
     sites = []
     for path, module in modules_by_path(model):
         rule = scopes[path].rule_of("linear")
-        if rule is not None and rule.compute in FP8_RECIPES and _is_meant(module, rule):
+        if rule is not None and rule.compute in FP8_RECIPES and _is_expected_to_follow(module, rule):
             sites.append(_Site(path, module, rule))
     return sites
 
 
-def _is_meant(module: torch.nn.Module, rule: Rule) -> bool:
-    """Return whether ``module`` is expected to multiply in fp8 by a rule that wins inside it.
+def _is_expected_to_follow(module: torch.nn.Module, rule: Rule) -> bool:
+    """Return whether the author of ``rule``, which wins inside ``module``, expects it to multiply in fp8.
 
-    One with matrices of its own is expected to follow a module rule. ``MultiheadAttention`` is also expected
-    to follow a rule for the operator "linear", which it calls with its own weights.
+    If such a module cannot, it is listed with the reason; others, as a ReLU, are passed over. Expected are:
+
+    - every ``torch.nn.Linear``;
+    - by a rule for modules, each module with matrices of its own;
+    - by a rule for the operator "linear", ``MultiheadAttention``, which calls it with its own weights.
     """
     if isinstance(module, torch.nn.Linear):
         return True
@@ -163,7 +179,7 @@ def _is_meant(module: torch.nn.Module, rule: Rule) -> bool:
 
 
 def _why_not(module: torch.nn.Module) -> str | None:
-    """Explain why ``module`` cannot multiply in fp8; None if it can."""
+    """Explain why ``module`` cannot multiply in fp8 on any device; None if it can."""
     kind = type(module).__name__
     if not isinstance(module, torch.nn.Linear):
         return f"is a {kind}, no torch.nn.Linear"
@@ -185,27 +201,37 @@ def _why_not_its_weight(module: torch.nn.Linear) -> str | None:
             f"has {module.in_features} in and {module.out_features} out features, and fp8 instructions take "
             f"multiples of {_MULTIPLE}"
         )
-    device = module.weight.device
-    if device.type not in ("cpu", "meta") and not has_fp8(device):
-        return f"is on {device}, which {_NO_INSTRUCTIONS}"
     return None
 
 
-def _warn(layers: list[torch.nn.Linear], left_out: dict[str, str]) -> None:
-    devices = [layer.weight.device for layer in layers if layer.weight.device.type != "meta"]
-    emulated = [device for device in devices if not has_fp8(device)]
-    without = [why for why in left_out.values() if why.endswith(_NO_INSTRUCTIONS)]
+def _why_not_on(device: torch.device) -> str | None:
+    """Explain why no layer on ``device`` can; None if they can, as by emulation on a CPU."""
+    if device.type in ("cpu", "meta") or has_fp8(device):
+        return None
+    return f"is on {device}, which has no fp8 instructions of CUDA"
+
+
+def _warn(converted: Sequence[torch.nn.Linear], without_instructions: Sequence[torch.nn.Linear]) -> None:
+    """Warn of layers that emulate fp8, and of those left out because their GPU has no fp8 instructions."""
+    emulated = []
+    for layer in converted:
+        device = layer.weight.device
+        if device.type != "meta" and not has_fp8(device):
+            emulated.append(layer)
+
     messages = []
     if emulated:
         messages.append(
-            f"fp8 is emulated on {emulated[0].type} ({_count(emulated)}): the numbers are those of fp8, and "
-            "it is slower than without"
+            f"fp8 is emulated on {emulated[0].weight.device.type} ({_count(emulated)}): the numbers are "
+            "those of fp8, and it is slower than without"
         )
-    if without:
-        messages.append(f"no fp8 in {_count(without)}: the first {without[0]}")
+    if without_instructions:
+        why_not = _why_not_on(without_instructions[0].weight.device)
+        messages.append(f"no fp8 in {_count(without_instructions)}: the first {why_not}")
     for message in messages:
         warnings.warn(message, UserWarning, stacklevel=stacklevel_outside("narrowcast."))
 
 
-def _count(layers: Sequence[object]) -> str:
-    return f"{len(layers)} linear layer{'s' * (len(layers) != 1)}"
+def _count(layers: Sequence[torch.nn.Linear]) -> str:
+    plural = "" if len(layers) == 1 else "s"
+    return f"{len(layers)} linear layer{plural}"

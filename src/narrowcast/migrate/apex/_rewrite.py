@@ -90,7 +90,7 @@ class Writer:
         at = 0
         for statement in source.tree.body:
             if isinstance(statement, ast.Import | ast.ImportFrom):
-                at = source.lines(statement)[1]
+                at = source.span_of_lines(statement)[1]
             elif isinstance(statement, ast.ClassDef | Function):
                 break
         text = source.newline + line + source.newline
@@ -122,7 +122,7 @@ class Writer:
         self._report(forward[0], "the region in which operators are cast: the forward pass and the loss")
 
         # apex casts in validation too, and a region has to be written there by hand.
-        begin, end = source.lines(forward[0], forward[-1])
+        begin, end = source.span_of_lines(forward[0], forward[-1])
         for call in source.all_calls:
             is_inside = begin <= source.start(call) < end
             if source.code(call.func) == self._shape.setup.model and not is_inside:
@@ -158,7 +158,7 @@ class Writer:
         line = f"{self._scaler}.unscale_({self._shape.setup.optimizer})"
         if block.clips:
             # The block is dissolved, and what it held moves out to its indentation.
-            at = source.lines(block.clips[0])[0]
+            at = source.span_of_lines(block.clips[0])[0]
             self._changes.insert(at, source.indent(block.statement) + line + source.newline)
         elif self._shape.between:
             insert_after(source, self._changes, block.statement, line)

@@ -149,12 +149,12 @@ def remove(source: Source, changes: Changes, statements: Sequence[ast.stmt]) -> 
             changes.replace(source.span(statement), "pass")
             filled.append(suite)
         else:
-            changes.replace(source.lines(statement), "")
+            changes.replace(source.span_of_lines(statement), "")
 
 
 def wrap(source: Source, changes: Changes, first: ast.stmt, last: ast.stmt, header: str) -> None:
     """Put ``header`` before the statements from ``first`` to ``last``, and indent them under it."""
-    begin, end = source.lines(first, last)
+    begin, end = source.span_of_lines(first, last)
     changes.insert(begin, f"{source.indent(first)}{header}{source.newline}")
     step = _indentation(source)
     for start in _movable_lines(source, begin, end):
@@ -175,8 +175,8 @@ def _indentation(source: Source) -> str:
 def unwrap(source: Source, changes: Changes, statement: ast.With) -> None:
     """Replace a ``with`` by its body, which stands on lines of its own."""
     # The lines of the header go, and those of the body move to the left.
-    whole_begin, _ = source.lines(statement)
-    begin, end = source.lines(statement.body[0], statement.body[-1])
+    whole_begin, _ = source.span_of_lines(statement)
+    begin, end = source.span_of_lines(statement.body[0], statement.body[-1])
 
     # Comments right above the body stay.
     first_kept, _ = source.line_of(begin)
@@ -228,7 +228,7 @@ def is_one_line(
 ) -> bool:
     """Return whether the suite of a compound statement begins on the line on which its header ends."""
     first = statement.body[0]
-    line_begins = source.lines(first)[0]
+    line_begins = source.span_of_lines(first)[0]
     return bool(source.text[line_begins : source.start(first)].strip())
 
 
@@ -243,12 +243,12 @@ def insert_before(source: Source, changes: Changes, statement: ast.stmt, code: s
     decorators = getattr(statement, "decorator_list", [])
     if decorators:
         first = decorators[0]
-    changes.insert(source.lines(first)[0], source.indent(statement) + code + source.newline)
+    changes.insert(source.span_of_lines(first)[0], source.indent(statement) + code + source.newline)
 
 
 def insert_after(source: Source, changes: Changes, statement: ast.stmt, code: str) -> None:
     """Insert a line after a statement, indented as it is."""
-    end = source.lines(statement)[1]
+    end = source.span_of_lines(statement)[1]
     line = source.indent(statement) + code
     is_ended = source.text[:end].endswith(("\n", "\r"))
     changes.insert(end, line + source.newline if is_ended else source.newline + line)
@@ -288,7 +288,7 @@ def _after_first_imports(source: Source) -> int:
         last = statement
     if last is not None:
         # Code on the line of an import may need what is inserted.
-        begin, end = source.lines(last)
+        begin, end = source.span_of_lines(last)
         return end if source.stands_alone(last) else begin
     # A file may begin with "#!" and its encoding.
     for start in source.starts:

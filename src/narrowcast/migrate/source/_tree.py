@@ -65,7 +65,8 @@ class Names:
         self._bound: dict[str, set[str]] = defaultdict(set)
         for node, parent in parents.items():
             for name, full in _bindings_of(node):
-                # Also for a flag: taken() counts its name.
+                # The look-up in a defaultdict makes an entry for the name. A flag needs one too, without a
+                # binding in it, since taken() returns all names that have an entry.
                 bound = self._bound[name]
                 if full != _NOT_IMPORTED or not _sets_flag(parent):
                     bound.add(full)
@@ -115,6 +116,8 @@ def _bindings_of(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield node.arg, _NOT_IMPORTED
     elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
         yield node.name, _NOT_IMPORTED
+    elif isinstance(node, ast.MatchMapping) and node.rest:
+        yield node.rest, _NOT_IMPORTED
 
 
 def _module_of(statement: ast.ImportFrom) -> str:
@@ -274,7 +277,10 @@ class Source:
         return match[0] if match else "\n"
 
     def offset(self, line: int, column: int) -> int:
-        """Return the character at a line (from 1) and a column (from 0, in bytes of UTF-8, as in ``ast``)."""
+        """Return the place in ``text`` of a line and column as ``ast`` counts them.
+
+        Lines count from 1, columns from 0, in bytes of UTF-8. The place is an offset in characters.
+        """
         start = self.line_start(line)
         if self._is_ascii:
             return start + column
@@ -282,15 +288,15 @@ class Source:
         return start + len(self.text[start:end].encode()[:column].decode(errors="ignore"))
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Return where ``node`` begins and ends in the text, without its decorators."""
+        """Return the offsets where ``node`` begins and ends in the text, without its decorators."""
         return self.start(node), self.offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
 
     def start(self, node: ast.AST) -> int:
-        """Return where ``node`` begins in the text."""
+        """Return the offset where ``node`` begins in the text."""
         return self.offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
 
     def code(self, node: ast.AST) -> str:
-        """Return the text of ``node``."""
+        """Return ``node`` as it is written, without its decorators."""
         begin, end = self.span(node)
         return self.text[begin:end]
 
@@ -299,8 +305,8 @@ class Source:
         line = bisect_right(self.starts, offset)
         return line, offset - self.line_start(line) + 1
 
-    def lines(self, first: ast.AST, last: ast.AST | None = None) -> tuple[int, int]:
-        """Return the span of the whole lines from the begin of ``first`` to the end of ``last``."""
+    def span_of_lines(self, first: ast.AST, last: ast.AST | None = None) -> tuple[int, int]:
+        """Return the offsets where the lines of ``first`` begin, and where those of ``last`` end."""
         end = (last or first).end_lineno  # type: ignore[attr-defined]
         begin = self.line_start(first.lineno)  # type: ignore[attr-defined]
         return begin, self.line_end(end)
@@ -315,12 +321,12 @@ class Source:
 
     def indent(self, node: ast.AST) -> str:
         """Return the indentation of the line where ``node`` begins."""
-        line = self.text[self.lines(node)[0] : self.start(node)]
+        line = self.text[self.span_of_lines(node)[0] : self.start(node)]
         return line[: len(line) - len(line.lstrip(" \t\f"))]
 
     def stands_alone(self, statement: ast.stmt) -> bool:
         """Return whether no other statement shares a line with ``statement``; a comment may follow it."""
-        begin, end = self.lines(statement)
+        begin, end = self.span_of_lines(statement)
         before = self.text[begin : self.start(statement)]
         after = self.text[self.span(statement)[1] : end].strip()
         return not before.strip() and after[:1] in ("", "#")

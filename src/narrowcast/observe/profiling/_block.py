@@ -51,6 +51,7 @@ def profile(
         DeviceError: a device that is neither a CPU nor CUDA, or that this machine does not have.
         OrderError: on entering, if another block measures memory.
         SettingError: ``memory`` is not a bool.
+        UnsupportedError: on entering, if memory is measured on a CPU and a profiler runs in this thread.
     """
     if not isinstance(memory, bool):
         raise SettingError(f"expected memory to be True or False, got {memory!r}")
@@ -130,7 +131,8 @@ class Profile:
 
         Raises:
             OrderError: the block has not ended.
-            UnsupportedError: on a CPU, another profiler ran in this thread meanwhile.
+            UnsupportedError: on a CPU, another profiler ran in this thread meanwhile, or the block ended in
+                another thread than it began in.
         """
         _ = self.duration_s  # raises if the block has not ended
         if self._memory is None:
@@ -139,7 +141,10 @@ class Profile:
 
     @property
     def added_bytes(self) -> int | None:
-        """The peak above what was there at the start; the same on every device. None without ``memory``."""
+        """The peak above what was there at the start; None without ``memory``.
+
+        It has the same meaning on every device.
+        """
         _ = self.duration_s
         if self._memory is None:
             return None
@@ -177,8 +182,8 @@ class _CudaMemory:
 class LiveTensorBytes:
     """The most memory that CPU tensors take at once within the block, in ``peak_bytes``.
 
-    Counts each block of memory that torch's CPU allocator hands out in this thread, and in the threads in
-    which autograd runs backward for it, until it is freed. The sum of the storages of tensors would miss
+    Counts each allocation of torch's CPU allocator in this thread, and in the threads in which autograd runs
+    backward for it, until it is freed. The sum of the storages of tensors would miss
     temporaries inside kernels, more of them in bf16 than in fp32: in examples/quantized_sine.py, three steps
     at 512 by 512 pixels, the allocator hands out 2071 MiB in fp32 and 1423 MiB in bf16, storages hold 2054
     and 1031. Not counted: memory from before the block, of other devices or threads, or that torch did not
@@ -187,17 +192,21 @@ class LiveTensorBytes:
     torch's profiler keeps every event: measure a few training steps, not a day.
 
     Raises:
-        UnsupportedError: on entering, if a profiler runs in this thread; on reading, if one ran meanwhile.
+        UnsupportedError: on entering, if a profiler runs in this thread; on reading, if one ran meanwhile, or
+            if it was left or read in another thread.
     """
 
     _thread = threading.local()
 
     def __enter__(self) -> Self:
         outer = getattr(self._thread, "open", None)
-        if outer is not None:  # of ``narrowcast compare``, around a script that profiles a block
+        if outer is not None:
+            # ``narrowcast compare`` already records around this script: end its recording, which then has no
+            # valid peak, in favour of the script's.
             outer.__exit__()
             outer._problem = UnsupportedError("another profile ran in this thread meanwhile")
         self._peak = 0
+        self._ended = False
         self._problem: UnsupportedError | None = None
         self._recorder = Recorder(memory=True)
         self._recorder.start()
@@ -205,8 +214,16 @@ class LiveTensorBytes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if getattr(self._thread, "open", None) is not self:
+        if self._ended:
             return
+        if getattr(self._thread, "open", None) is not self:
+            # Another thread than the one that records, whose recording it cannot end.
+            self._problem = UnsupportedError(
+                "the block was left, or its peak read, in another thread than it was entered in: do all of "
+                "it in one thread"
+            )
+            return
+        self._ended = True
         self._thread.open = None
         self._recorder.mark()
         try:
@@ -216,16 +233,16 @@ class LiveTensorBytes:
             return
         allocations = [event for event in every_event(tree) if event.tag.name == "Allocation"]
         allocations.sort(key=lambda event: event.start_time_ns)
-        alive: dict[int, int] = {}  # bytes of each block, by its address
+        alive: dict[int, int] = {}  # bytes of each allocation, by its address
         total = 0
         for event in allocations:
-            block = event.typed[1]  # of negative size if it is freed
-            if block.device.type != "cpu":
+            allocation = event.typed[1]  # of negative size if it is freed
+            if allocation.device.type != "cpu":
                 continue
-            total -= alive.pop(block.ptr, 0)  # 0: allocated before
-            if block.alloc_size > 0:
-                alive[block.ptr] = block.alloc_size
-                total += block.alloc_size
+            total -= alive.pop(allocation.ptr, 0)  # 0: allocated before
+            if allocation.alloc_size > 0:
+                alive[allocation.ptr] = allocation.alloc_size
+                total += allocation.alloc_size
             self._peak = max(self._peak, total)
 
     @property

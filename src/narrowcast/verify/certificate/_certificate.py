@@ -115,9 +115,10 @@ class Certificate:
 
         It is sqrt(k |bias|**2 + variance) / (sqrt(2) sigma), of all judged parameters together, without unit.
         Source: |bias|**2 is the mean product of the errors of two batches, the variance of the error is the
-        rest, and sigma the deviation of an FP32 gradient between batches. In three small models the ends from
-        four batches are 2.3 to 2.8 times apart at k = 1 and 19 or more at 256, from 16 batches 1.7 and 7
-        (``benchmarks/certificate_intervals.py``). All are NaN below four batches and without noise.
+        rest, and sigma the deviation of an FP32 gradient between batches. In three small models, high / low
+        from four batches is 2.3 to 2.8 at k = 1 and at least 19 at k = 256; from 16 batches it is 1.7 and 7
+        (``benchmarks/certificate_intervals.py``). All three numbers are NaN below four batches, without
+        noise, and if a gradient is not finite in mixed precision.
 
         Raises:
             SettingError: ``k`` is below 1.
@@ -133,7 +134,7 @@ class Certificate:
         """Return the largest k that is right: total below 0.05, and each larger parameter below 0.25.
 
         Larger ones have 16 elements or more. At most 65,536; 0: not even one minibatch. None below four
-        batches, or without noise.
+        batches, without noise, and if a gradient is not finite in mixed precision.
         """
         if self._moments is None or math.isnan(self.at(1).value):
             return None
@@ -232,7 +233,7 @@ def _as_table(certificate: Certificate, *, rows: int = 12) -> str:
         "policy": f"{certificate.policy} ({certificate.format})",
         "loss scale": loss_scale or "none",
         "at step": str(certificate.at_step),
-        "holds for": up_to(certificate) or "not known: that needs four batches with noise",
+        "holds for": up_to(certificate) or _why_not_known(certificate),
     }
 
     lines = [f"gradient certificate: {certificate.verdict}"]
@@ -248,6 +249,14 @@ def _as_table(certificate: Certificate, *, rows: int = 12) -> str:
     if len(parameters) > rows:
         lines.append(f"and {len(parameters) - rows} more")
     return "\n".join(lines)
+
+
+def _why_not_known(certificate: Certificate) -> str:
+    """Say why ``holds_up_to`` is None."""
+    for parameter in certificate.parameters:
+        if parameter.error_norm == math.inf:
+            return "not known: a gradient is not finite in mixed precision"
+    return "not known: that needs four batches with noise"
 
 
 def _row(parameter: ParameterResult) -> str:
