@@ -142,8 +142,10 @@ def test_no_speed_is_told_where_other_programs_used_the_cpus(tmp_path):
         side[1]["device_type"] = "cpu"
     found = thrice(tmp_path, *sides, *looks)
     faster = "2.00x faster (95 % interval 1.93x to 2.08x)"
-    busy = "but other programs used 90 % of the CPUs: repeat it when they have ended"
-    assert found["verdict"]["worth_it"] == f"cannot tell: {faster}, {busy}"
+    busy = "timed as 2.00x faster, but other programs used 90 % of the CPUs: repeat it when they have ended"
+    assert found["verdict"]["worth_it"] == f"cannot tell: {busy}"
+    assert found["speedup_interval"] is None
+    assert found["reasons"]["speedup_interval"] == "other programs used the CPUs"
     assert found["next"]["worth_it"] == "narrowcast compare train.py --epochs 3"
     quiet = thrice(tmp_path, *sides, *looks[:1])
     assert quiet["verdict"]["worth_it"] == on_a_gpu["verdict"]["worth_it"] == f"yes: {faster}"

@@ -75,7 +75,9 @@ def _worth_it(together: dict[str, Any]) -> str:
     """Say whether mixed precision is worth it, in the words of ``narrowcast compare``."""
     if together["speedup"] is None:
         return f"cannot tell: {together['why_unknown']}"
-    return f"{together['worth_it']}: {measured_speed(together)}{beside_others(together['by_others'])}"
+    if together["speedup_interval"] is None:
+        return f"cannot tell: {beside_others(together['speedup'], together['by_others'])}"
+    return f"{together['worth_it']}: {measured_speed(together)}"
 
 
 def _parts(found: dict[str, Any]) -> list[tuple[str, ...]]:

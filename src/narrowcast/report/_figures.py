@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from narrowcast.capture import OUTPUT_LIMIT, PARAMETER_LIMIT, TOTAL_LIMIT, TimedRun, is_busy
+from narrowcast.capture import OUTPUT_LIMIT, PARAMETER_LIMIT, TOTAL_LIMIT, TimedRun
 from narrowcast.report._statistics import mean
 from narrowcast.report._table import NAMES, exemption, total_exemption
 from narrowcast.report._text import milliseconds, plural, shortened, site_name
@@ -275,13 +275,13 @@ def _axes_of_curves(curves: Iterable[Sequence[_Point]]) -> tuple[Axis, Axis]:
 
 
 def speedup_figure(found: Mapping[str, Any], asked: float | None) -> Figure | None:
-    """Draw the speedup and its interval beside what it has to reach; None: there is none.
+    """Draw the speedup and its interval beside what it has to reach; None: there is no interval.
 
     Args:
         found: the summary of a comparison.
         asked: the speedup that was asked for; None: any.
     """
-    if found["speedup"] is None:
+    if found["speedup_interval"] is None:
         return None
     speedup, (low, high) = found["speedup"], found["speedup_interval"]
     limit = asked or 1.0
@@ -304,7 +304,6 @@ def speedup_figure(found: Mapping[str, Any], asked: float | None) -> Figure | No
         facts={
             "asked": asked,
             "medians": _medians(found),
-            "is_busy": is_busy(found["cpu_used_by_others"]),
         },
     )
 

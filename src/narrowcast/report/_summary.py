@@ -82,6 +82,11 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     fp32.numbers["final_loss"] = _means_of_seeds(fp32.final_losses, mixed.final_losses)
     mixed.numbers["final_loss"] = _means_of_seeds(mixed.final_losses, fp32.final_losses)
     ratio, ratio_reasons = _ratios(fp32, mixed, kind)
+    by_others = _used_by_others(comparison)
+    if is_busy(by_others) and ratio["speedup"] is not None:
+        # Equal runs differ by more than their spread shows, as the formats are slowed unequally.
+        ratio["speedup_interval"] = None
+        ratio_reasons["speedup_interval"] = "other programs used the CPUs"
 
     checks = {
         "certificate": _certificate(comparison, kind),
@@ -99,7 +104,6 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
         right = _of_outputs(checks["output"])
     else:
         right, early = _of_training(comparison, checks, fp32, mixed)
-    by_others = _used_by_others(comparison)
     worth = _worth_it(ratio, ratio_reasons, comparison, by_others)
 
     start = comparison.own.start
@@ -384,9 +388,11 @@ def _worth_it(
     """Judge the speedup, and say why it is not worth it."""
     if ratio["speedup"] is None:
         return f"cannot tell: {reasons['speedup']}"
+    if ratio["speedup_interval"] is None:
+        return f"cannot tell: {beside_others(ratio['speedup'], by_others)}"
     asked: float | None = comparison.own.start.get("min_speedup")
     verdict = worth_it([ratio["speedup"], *ratio["speedup_interval"]], asked, by_others)
-    answer = f"{verdict}: {measured_speed(ratio)}{beside_others(by_others)}"
+    answer = f"{verdict}: {measured_speed(ratio)}"
     if verdict == "cannot tell" and asked is not None:
         answer += f"; {asked:g}x was asked for"
     if verdict == "no":

@@ -142,6 +142,8 @@ def _speedup(summary: Mapping[str, Any]) -> str:
     if summary["speedup"] is None:
         return ""
     text = speed_text(summary["speedup"])
+    if summary["speedup_interval"] is None:
+        return f"{text}?"
     low, high = summary["speedup_interval"]
     return f"{text}?" if low < 1 < high else text
 

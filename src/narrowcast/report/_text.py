@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from narrowcast.capture import is_busy
-
 UNKNOWN = "-"
 WIDTH = 79
 """Columns of every table and every line on a terminal."""
@@ -267,11 +265,12 @@ def measured_speed(timed: Mapping[str, Any]) -> str:
     return f"{speed_text(timed['speedup'])} (95 % interval {speed_interval(timed)})"
 
 
-def beside_others(share: float) -> str:
+def beside_others(speedup: float, share: float) -> str:
     """Say that other programs used so much of the CPUs that the speed of a script cannot be told."""
-    if not is_busy(share):
-        return ""
-    return f", but other programs used {100 * share:.0f} % of the CPUs: repeat it when they have ended"
+    return (
+        f"timed as {speed_text(speedup)}, but other programs used {100 * share:.0f} % of the CPUs: repeat it "
+        "when they have ended"
+    )
 
 
 def _times(value: float) -> str:

@@ -16,6 +16,7 @@ from narrowcast.capture import (
     RUN,
     Estimate,
     discard_captures,
+    is_busy,
     make_run_folder,
     read_capture,
     worth_it,
@@ -208,9 +209,9 @@ def side_by_side(
     Times of products come from profiled steps, and ``speedup`` with its interval from timed ones.
 
     Returns:
-        ``speedup`` of a step and ``speedup_interval``, or null; ``worth_it``, ``"yes"``, ``"no"`` or
-        ``"cannot tell"`` as in ``compare``, with ``why_unknown`` if there is no speedup; ``by_others``, which
-        share of the CPUs other programs used; ``products_share`` of the FP32 step; ``products_speedup`` in
+        ``speedup`` of a step, and ``speedup_interval``, null if other programs used the CPUs; ``worth_it``,
+        ``"yes"``, ``"no"`` or ``"cannot tell"`` as in ``compare``, with ``why_unknown`` if there is no
+        speedup; ``by_others``, which share of the CPUs other programs used; ``products_share`` of the FP32 step; ``products_speedup`` in
         this script, of the products in FP32 by the same in the mixed format, casts not counted, null if none
         ran in it; ``sizes``, the products that take the most time in FP32, each with its ``share`` there,
         ``speedup`` in this script and ``machine_speedup`` in the machine's rates, null if none is of this
@@ -254,7 +255,9 @@ def side_by_side(
     }
     if timed is not None:
         together["speedup"] = timed.value
-        together["speedup_interval"] = [timed.low, timed.high]
+        # Where other programs used the CPUs, equal runs differ by more than their spread shows.
+        if not is_busy(by_others):
+            together["speedup_interval"] = [timed.low, timed.high]
         together["worth_it"] = worth_it(timed, None, by_others)
         together["why_unknown"] = None
     if together["worth_it"] == "no":
