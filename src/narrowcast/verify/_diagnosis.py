@@ -211,14 +211,15 @@ def side_by_side(
     Returns:
         ``speedup`` of a step, and ``speedup_interval``, null if other programs used the CPUs; ``worth_it``,
         ``"yes"``, ``"no"`` or ``"cannot tell"`` as in ``compare``, with ``why_unknown`` if there is no
-        speedup; ``by_others``, which share of the CPUs other programs used; ``products_share`` of the FP32 step; ``products_speedup`` in
-        this script, of the products in FP32 by the same in the mixed format, casts not counted, null if none
-        ran in it; ``sizes``, the products that take the most time in FP32, each with its ``share`` there,
-        ``speedup`` in this script and ``machine_speedup`` in the machine's rates, null if none is of this
-        size; ``machine_speedup`` over all sizes, weighted by time, null unless known for half of it;
-        ``not_faster``, ``cause``, ``text`` and ``share`` of why it is not worth it, null unless it is not;
-        ``limit_here`` and ``limit_machine``, how much faster a step gets if only products get faster by
-        either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains most here, or null.
+        speedup; ``by_others``, which share of the CPUs other programs used; ``products_share`` of the FP32
+        step; ``products_speedup`` in this script, of the products in FP32 by the same in the mixed format,
+        casts not counted, null if none ran in it; ``sizes``, the products that take the most time in FP32,
+        each with its ``share`` there, ``speedup`` in this script and ``machine_speedup`` in the machine's
+        rates, null if none is of this size; ``machine_speedup`` over all sizes, weighted by time, null unless
+        known for half of it; ``not_faster``, ``cause``, ``text`` and ``share`` of why it is not worth it,
+        null unless it is not; ``limit_here`` and ``limit_machine``, how much faster a step gets if only
+        products get faster by either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains most
+        here, or null.
     """
     fp32, mixed = TimedProfile.of(diagnosis["fp32"]), TimedProfile.of(diagnosis["mixed"])
     speeds = _speeds(diagnosis["format"], diagnosis["device"], rates)
