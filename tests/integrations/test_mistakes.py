@@ -119,6 +119,36 @@ def test_backward_by_hand_in_manual_optimization_names_the_hosts():
         fit(lightning, Manual("backward"), batches(1), NarrowcastPrecision("fp16"))
 
 
+@pytest.mark.parametrize("clips", [True, False])
+def test_backward_by_hand_for_one_of_two_optimizers_is_refused(clips):
+    accelerator = Accelerator(cpu=True)
+    nets = make_net(), make_net()
+    optimizers = [make_optimizer(net.parameters()) for net in nets]
+    first, second, step_first, step_second = prepare(accelerator, *nets, *optimizers, policy="fp16")
+    accelerator.backward(loss_of(first))
+    step_first.step()
+    loss_of(second).backward()
+    with pytest.raises(OrderError, match=r"write accelerator\.backward\(loss\) in place of loss\.backward"):
+        accelerator.clip_grad_norm_(second.parameters(), 1.0) if clips else step_second.step()
+
+
+def test_clipping_after_a_backward_by_hand_names_the_hosts():
+    accelerator, model, _ = prepared("fp16")
+    loss_of(model).backward()
+    with pytest.raises(OrderError, match=r"expected accelerator\.backward\(loss\)"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_fabric_clips_for_an_optimizer_that_it_does_not_step():
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[FabricPrecision("fp16")])
+    net = make_net()
+    model, optimizer = fabric.setup(net), make_optimizer(net.parameters())
+    fabric.backward(loss_of(model))
+    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+    with pytest.raises(OrderError, match=r"step the optimizer that fabric\.setup returned"):
+        optimizer.step()
+
+
 def by_accelerate():
     accelerator, model, optimizer = prepared("fp16")
     accelerator.backward(loss_of(model))
@@ -140,13 +170,15 @@ def by_lightning():
 @pytest.mark.parametrize(
     ("train", "advice"),
     [
-        (by_accelerate, r"Write accelerator\.clip_grad_norm_"),
-        (by_fabric, r"Write fabric\.clip_gradients"),
-        (by_lightning, r"Write self\.clip_gradients"),
+        (by_accelerate, r"write accelerator\.clip_grad_norm_"),
+        (by_fabric, r"write fabric\.clip_gradients"),
+        (by_lightning, r"write self\.clip_gradients"),
     ],
 )
 def test_clipping_of_scaled_gradients_is_told(train, advice):
-    with pytest.warns(UserWarning, match=rf"were changed while they had the loss scale of 65536.* {advice}"):
+    with pytest.warns(
+        UserWarning, match=rf"were changed by .* while they had the loss scale of 65536.* {advice}"
+    ):
         train()
 
 

@@ -44,6 +44,7 @@ class FirstStep:
     ) -> None:
         self._advice = advice
         self._formats = formats
+        self._model_name = type(model).__name__
         self._expected = layer_formats(model, policy, formats)
         self._called_with_gradients = False
         self._was_traced = False
@@ -184,6 +185,8 @@ class FirstStep:
         if counts:
             formats = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
             logging.getLogger("narrowcast").info(
-                "narrowcast: the first step computed as the policy says; linear and convolution layers: %s",
+                "narrowcast: the first step of %s computed as the policy says; linear and convolution "
+                "layers: %s",
+                self._model_name,
                 formats,
             )

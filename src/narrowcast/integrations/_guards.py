@@ -38,11 +38,16 @@ class StepsOfHost:
     def __reduce__(self) -> Any:
         return (StepsOfHost, (self._advice,))  # a copy watches nothing
 
+    @property
+    def is_on(self) -> bool:
+        """Whether a model waits for its first step."""
+        return self._remove_hook is not None and self._remove_hook.alive
+
     def watch(self, model: torch.nn.Module, *, scales_losses: bool) -> None:
         self._raises = scales_losses
         self._models.add(model)
         self._others.clear()
-        if self._remove_hook is None or not self._remove_hook.alive:
+        if not self.is_on:
             # The hook is torch's for the whole process, and does not keep this object alive.
             reference = weakref.ref(self)
 
@@ -88,14 +93,16 @@ class StepsOfHost:
 
 
 class ChangedGradients:
-    """Warns, in the first step, of gradients that were changed while they had the loss scale.
+    """Watches, in the first step, that gradients come from the host's backward pass and stay as it left them.
 
     Args:
-        advice: how gradients are clipped in this host.
+        how_to_backward: what to write for the backward pass in this host, which scales the loss.
+        how_to_clip: what to write to clip.
     """
 
-    def __init__(self, advice: str) -> None:
-        self._advice = advice
+    def __init__(self, how_to_backward: str, how_to_clip: str) -> None:
+        self._how_to_backward = how_to_backward
+        self._how_to_clip = how_to_clip
         self._is_on = False
         # Model -> id of a parameter -> its gradient, and the version of that, after the latest backward pass.
         self._left: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, tuple[int, int]]] = (
@@ -103,7 +110,7 @@ class ChangedGradients:
         )
 
     def __reduce__(self) -> Any:
-        return (ChangedGradients, (self._advice,))  # a copy watches nothing
+        return (ChangedGradients, (self._how_to_backward, self._how_to_clip))  # a copy watches nothing
 
     def watch(self, model: torch.nn.Module) -> None:
         self._is_on = True
@@ -119,20 +126,32 @@ class ChangedGradients:
                     left[id(parameter)] = (id(parameter.grad), parameter.grad._version)
 
     def before_unscaling(self, optimizer: Optimizer, read_scale: Callable[[], float]) -> None:
-        """Warn if the gradients of ``optimizer`` are not as the latest backward pass left them."""
+        """Warn if the gradients of ``optimizer`` are not as the latest backward pass left them.
+
+        Raises:
+            OrderError: none of them comes from a backward pass of the host.
+        """
         if not self._is_on:
             return
-        for left in list(self._left.values()):
-            for parameter in parameters_of(optimizer):
-                found = left.get(id(parameter))
-                gradient = parameter.grad
-                if found is None or gradient is None or found == (id(gradient), gradient._version):
+        name = type(optimizer).__name__
+        own = {id(parameter): parameter for parameter in parameters_of(optimizer)}
+        for model, left in list(self._left.items()):
+            trained = [own[id(p)] for p in model.parameters() if id(p) in own and p.grad is not None]
+            if trained and not any(id(parameter) in left for parameter in trained):
+                raise OrderError(
+                    f"expected a backward pass by the host, which scales the loss, before the step of "
+                    f"{name}: write {self._how_to_backward} in place of loss.backward()"
+                )
+            for parameter in trained:
+                assert parameter.grad is not None
+                if left.get(id(parameter)) == (id(parameter.grad), parameter.grad._version):
                     continue
                 warnings.warn(
-                    f"gradients of {type(optimizer).__name__} were changed while they had the loss scale of "
-                    f"{read_scale():g}: torch.nn.utils.clip_grad_norm_ clips these to nearly nothing. "
-                    f"{self._advice} (What does not depend on the scale is right, as to divide, mask or "
-                    "average them.)",
+                    f"gradients of {name} were changed by other code than {self._how_to_backward} while they "
+                    f"had the loss scale of {read_scale():g}. loss.backward() adds gradients without it, and "
+                    "torch.nn.utils.clip_grad_norm_ clips those that have it to nearly nothing: write "
+                    f"{self._how_to_clip}, which unscales first. (What does not depend on the scale is "
+                    "right, as to divide, mask or average them.)",
                     stacklevel=stacklevel_outside(HOSTS),
                 )
                 self.end()

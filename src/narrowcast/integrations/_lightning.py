@@ -16,7 +16,7 @@ import torch
 
 from narrowcast.casting import ModelRegion, cast_floating, refuse_missed_by_all
 from narrowcast.errors import OrderError, PolicyError, ScaleCollapseError, UnsupportedError
-from narrowcast.gradients import GradScaler, StepResult, needs_closure
+from narrowcast.gradients import GradScaler, StepResult, needs_closure, parameters_of
 from narrowcast.integrations._first_step import FirstStep
 from narrowcast.integrations._guards import ChangedGradients, StepsOfHost
 from narrowcast.integrations._region import formats_on, host_policy, refuse_low_weights, region_of, scaler_for
@@ -79,7 +79,7 @@ class Plugin:
         self._updates = ScaleUpdates()
         self._was_scaled = False
         self._steps_of_host = StepsOfHost(self._how_to_step)
-        self._changed = ChangedGradients(self._how_to_clip)
+        self._changed = ChangedGradients(self._how_to_backward, self._how_to_clip)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({policy_name(self.policy)!r})"
@@ -170,8 +170,6 @@ class Plugin:
         self._looks = [(model, first_step) for model, first_step in self._looks if first_step not in due]
         for first_step in due:
             first_step.end()
-        over = [model for model in self._updates.models if _has_one_of(model, trained)]
-        self._steps_of_host.first_step_is_over(over)
 
     @contextmanager
     def _outside(self) -> Iterator[None]:
@@ -252,6 +250,10 @@ class Plugin:
             self._updates.abandon(self.scaler)
             raise
         self._updates.stepped(optimizer)
+        if self._steps_of_host.is_on:
+            trained = {id(parameter) for parameter in parameters_of(optimizer)}
+            over = [model for model in self._updates.models if _has_one_of(model, trained)]
+            self._steps_of_host.first_step_is_over(over)
         self.last_result = result
         if self._skips is not None:
             self._skips.step_ended(result, self.scaler, self._formats, may_step_again=True)
@@ -304,7 +306,7 @@ class TrainerPlugin(Plugin):
     _how_to_connect = "give it to Trainer(plugins=[...]) before trainer.fit"
     _advice = "delete torch.autocast, .half() and .bfloat16() from the LightningModule and its callbacks"
     _how_to_backward = "self.manual_backward(loss)"
-    _how_to_clip = "Write self.clip_gradients(...), which unscales first."
+    _how_to_clip = "self.clip_gradients(...)"
     _how_to_step = "step what self.optimizers() returns"
     _on_scheduler = (
         'step it by the host, with interval="step" and frequency=1, or if not '
@@ -402,7 +404,7 @@ class FabricPlugin(Plugin):
         "and delete torch.autocast, .half() and .bfloat16() around it"
     )
     _how_to_backward = "fabric.backward(loss)"
-    _how_to_clip = "Write fabric.clip_gradients(model, optimizer, ...), which unscales first."
+    _how_to_clip = "fabric.clip_gradients(model, optimizer, ...)"
     _how_to_step = "step the optimizer that fabric.setup returned"
     _on_scheduler = "write if not plugin.last_result.skipped: scheduler.step()"
 

@@ -162,7 +162,7 @@ class Attachment:
         self._steps_of_host = StepsOfHost(
             "pass the optimizer to prepare too, and step what it returns (or accelerator.prepare, later)"
         )
-        self._changed = ChangedGradients("Write accelerator.clip_grad_norm_, which unscales first.")
+        self._changed = ChangedGradients("accelerator.backward(loss)", "accelerator.clip_grad_norm_")
 
         self._host_prepare_model: Callable[..., Any] = accelerator.prepare_model
         self._host_prepare_optimizer: Callable[..., Any] = accelerator.prepare_optimizer
@@ -256,6 +256,8 @@ class Attachment:
             optimizers = [each.optimizer for each in optimizer]
         else:
             optimizers = [optimizer.optimizer]
+        if optimizers:
+            self._refuse_unscaled_loss()
         for each in optimizers:
             if each not in self._updates.unscaled:
                 self._changed.before_unscaling(each, self.scaler.get_scale)
@@ -292,12 +294,16 @@ class Attachment:
 
     # ---- steps
 
-    def step(self, optimizer: _Optimizer, closure: Callable[[], Any] | None) -> StepResult:
-        if closure is None and not self._was_scaled:
+    def _refuse_unscaled_loss(self) -> None:
+        if not self._was_scaled:
             raise OrderError(
                 "expected accelerator.backward(loss), which scales the loss, before the optimizer's step: "
                 "write it in place of loss.backward()"
             )
+
+    def step(self, optimizer: _Optimizer, closure: Callable[[], Any] | None) -> StepResult:
+        if closure is None:
+            self._refuse_unscaled_loss()
         if closure is None and optimizer.optimizer not in self._updates.unscaled:
             self._changed.before_unscaling(optimizer.optimizer, self.scaler.get_scale)
         is_first = optimizer.result is None
