@@ -7,5 +7,5 @@ settings.register_profile(
     "gradients-quick", max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=_SLOW
 )
 settings.register_profile(
-    "gradients-long", max_examples=4_000, stateful_step_count=40, deadline=None, suppress_health_check=_SLOW
+    "gradients-long", max_examples=2_000, stateful_step_count=40, deadline=None, suppress_health_check=_SLOW
 )
