@@ -42,6 +42,13 @@ def prepared(policy="bf16", net=None, **settings):
     return accelerator, *prepare(accelerator, net, optimizer, policy=policy, **settings)
 
 
+def prepared_without_optimizer(policy):
+    """Return an accelerator, a network, what it prepared of it, and an optimizer that it does not know."""
+    accelerator = Accelerator(cpu=True)
+    net = make_net()
+    return accelerator, net, prepare(accelerator, net, policy=policy), make_optimizer(net.parameters())
+
+
 def set_up(policy="bf16", net=None):
     fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=[FabricPrecision(policy)])
     net = net or make_net()
@@ -80,10 +87,7 @@ class Manual(Regression):
 
 
 def test_an_optimizer_that_was_not_prepared_is_refused():
-    accelerator = Accelerator(cpu=True)
-    net = make_net()
-    optimizer = make_optimizer(net.parameters())
-    model = prepare(accelerator, net, policy="fp16")
+    accelerator, net, model, optimizer = prepared_without_optimizer("fp16")
     accelerator.backward(loss_of(model))
     before = [parameter.detach().clone() for parameter in net.parameters()]
     with pytest.raises(OrderError, match="got a step by hand: pass the optimizer to prepare too"):
@@ -326,10 +330,7 @@ def one_step(fabric, model, optimizer):
 
 def test_a_step_by_hand_without_a_loss_scale_is_told_and_made():
     """As the first half of a step of SAM, or a step inside of a backward pass."""
-    accelerator = Accelerator(cpu=True)
-    net = make_net()
-    optimizer = make_optimizer(net.parameters())
-    model = prepare(accelerator, net, policy="bf16")
+    accelerator, net, model, optimizer = prepared_without_optimizer("bf16")
     before = [parameter.detach().clone() for parameter in net.parameters()]
     accelerator.backward(loss_of(model))
     with pytest.warns(UserWarning, match="AdamW was stepped by hand .* neither its gradients nor"):
