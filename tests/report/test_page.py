@@ -102,6 +102,7 @@ def test_beside_other_programs_there_is_no_interval(tmp_path):
     page = seen(made_captures.comparison(tmp_path, runs, made_captures.certificate(), busy))
     assert "but other programs used 90 % of the CPUs: repeat it when they have ended" in page.words
     assert "95 % interval" not in page.words.partition("All numbers")[0]
+    assert "cannot tell not known Timed as" in page.words
     assert "Worth it if" not in page.words
 
 
