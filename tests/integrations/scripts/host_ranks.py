@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import sys
 
 import torch
@@ -216,7 +217,9 @@ def main(folder):
         tell(f"accelerate: by Stepper, {policy}, {name}", by_stepper_as_accelerate(policy, **case))
         tell(f"trainer: by mixin, {policy}, {name}", by_trainer_in_order(folder, policy, **case))
         tell(f"trainer: by Stepper, {policy}, {name}", by_stepper_as_trainer(policy, **case))
-    dist.destroy_process_group()
+    dist.barrier()
+    # The hosts keep models in DDP, and those gloo's threads, which may abort an interpreter that shuts down.
+    os._exit(0)
 
 
 if __name__ == "__main__":

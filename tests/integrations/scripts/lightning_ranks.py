@@ -5,6 +5,7 @@ import os
 
 import lightning
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_runs import (
     QUIET,
@@ -96,6 +97,9 @@ def main():
     ruled, _ = by_trainer(NarrowcastPrecision(nc.Policy.preset("bf16").with_rules(rule)), CLEAN)
     facts["formats"] = ruled.formats
     print(json.dumps(facts), flush=True)
+    dist.barrier()
+    # Lightning keeps models in DDP, and those gloo's threads, which may abort an interpreter that shuts down.
+    os._exit(0)
 
 
 if __name__ == "__main__":
