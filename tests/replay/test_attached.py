@@ -45,4 +45,4 @@ def test_a_planted_fault_is_found_under_attached(name):
     if name in OTHER_LINE:
         assert OTHER_LINE[name] in story
     else:
-        assert f", faults.py:{fault.line}: " in story
+        assert f", faults.py:{fault.line}\n" in story

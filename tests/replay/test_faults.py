@@ -60,7 +60,7 @@ def test_a_planted_fault_is_found(name):
     if name in OTHER_LINE:
         assert OTHER_LINE[name] in story
     else:
-        assert f", faults.py:{fault.line}: " in story
+        assert f", faults.py:{fault.line}\n" in story
 
 
 @pytest.mark.parametrize("name", ["NanInSample", "InfinityInSample", "NegativeInfinityInSample"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import logging
 import math
 import pickle
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.integrations._skips import HostSkips, plain_call
-from narrowcast.replay import _recording, _replay
+from narrowcast.replay import _recording, _watch
 from narrowcast.scaling import Dynamic, Static
 
 
@@ -379,10 +380,31 @@ def test_an_interrupt_in_a_replay_goes_on_and_leaves_everything_as_it_was():
 
 
 def test_a_replay_ends_after_its_time(monkeypatch):
-    monkeypatch.setattr(_replay, "LONGEST_S", -1.0)
+    monkeypatch.setattr(_watch, "LONGEST_S", -1.0)
     _, stepper = made()
     step(stepper, bad())
     assert "undecided: running the step again took more than" in stepper.skip_stories[0]
+
+
+def test_a_replay_ends_after_its_time_inside_of_a_call_too(monkeypatch):
+    times_s = itertools.chain([0.0] * 10, itertools.repeat(61.0))
+    monkeypatch.setattr(_watch, "time", SimpleNamespace(monotonic=lambda: next(times_s)))
+    model, stepper = made()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    step(stepper, bad())
+    assert "undecided: running the step again took more than 60 s" in stepper.skip_stories[0]
+    for parameter, before in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(parameter, before)
+    assert not step(stepper, good()).skipped
+
+
+def test_a_long_replay_is_announced(monkeypatch, caplog):
+    monkeypatch.setattr(_watch, "_LONG_S", -1.0)
+    _, stepper = made()
+    step(stepper, bad())
+    announcement, story = [record.getMessage() for record in caplog.records]
+    assert announcement.startswith("narrowcast: step 1 was skipped at a loss scale of 16. It is run again")
+    assert story == f"narrowcast: {stepper.skip_stories[0]}"
 
 
 # ---- models that are copied, saved or compiled

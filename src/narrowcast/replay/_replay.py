@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -34,11 +33,11 @@ from narrowcast.replay._watch import (
     Operation,
     Place,
     ReplayError,
+    TimeLimit,
     Watch,
     is_finite,
 )
 
-LONGEST_S = 60.0
 _LOW = {torch.float16, torch.bfloat16}
 _OUR_HOOKS = {"torch", "narrowcast", "functools"}
 # narrowcast run puts a function of its own in its place.
@@ -138,7 +137,7 @@ class Finding:
     reason: str = ""
 
 
-def find_origin(step: RecordedStep, surroundings: Surroundings) -> Finding:
+def find_origin(step: RecordedStep, surroundings: Surroundings, time_limit: TimeLimit) -> Finding:
     """Run a recorded step again, and return where the first value that is not finite arose.
 
     Weights, buffers, gradients and random states are as before afterwards.
@@ -147,10 +146,9 @@ def find_origin(step: RecordedStep, surroundings: Surroundings) -> Finding:
         return _undecided(step.why_not_held)
     if not step.calls:
         return _undecided("no call of the model was seen: it may be called from compiled code")
-    deadline = time.monotonic() + LONGEST_S
     try:
         with everything_restored([call.module for call in step.calls]):
-            finding = _find_origin(step, surroundings, deadline)
+            finding = _find_origin(step, surroundings, time_limit)
         if finding.call is not None and len(step.calls) > 1:
             number = step.calls.index(finding.call) + 1
             finding = replace(finding, which_call=f", call {number} of {len(step.calls)} in the step")
@@ -167,22 +165,21 @@ def _undecided(reason: str) -> Finding:
     return Finding("undecided", reason=reason)
 
 
-def _find_origin(step: RecordedStep, surroundings: Surroundings, deadline: float) -> Finding:
+def _find_origin(step: RecordedStep, surroundings: Surroundings, time_limit: TimeLimit) -> Finding:
     observations = []
     for call in step.calls:
-        _check_time(deadline)
-        observation = observe(call, surroundings.mixed, backward=step.has_gradients)
+        observation = observe(call, surroundings.mixed, time_limit, backward=step.has_gradients)
         observations.append((call, observation))
         # What is not finite in a forward pass goes into what follows it.
         if not observation.finite_outputs:
-            return _judged(call, observation, surroundings, deadline)
+            return _judged(call, observation, surroundings, time_limit)
     if not step.has_gradients:
         return Finding("backward")
 
     # The backward passes, in their order.
     for call, observation in reversed(observations):
         if observation.finite_arrivals and not observation.finite_gradients:
-            return _judged(call, observation, surroundings, deadline)
+            return _judged(call, observation, surroundings, time_limit)
     if all(observation.finite_arrivals for _, observation in observations):
         raise ReplayError(
             "run again, each call of the model is finite: it arose in the sum of their gradients, outside of "
@@ -191,7 +188,9 @@ def _find_origin(step: RecordedStep, surroundings: Surroundings, deadline: float
     return Finding("outside")
 
 
-def _judged(call: RecordedCall, mixed: Observation, surroundings: Surroundings, deadline: float) -> Finding:
+def _judged(
+    call: RecordedCall, mixed: Observation, surroundings: Surroundings, time_limit: TimeLimit
+) -> Finding:
     """Make the call at fault again in fp32, and judge by that."""
     only_backward = mixed.finite_outputs
     reason = ""
@@ -201,9 +200,8 @@ def _judged(call: RecordedCall, mixed: Observation, surroundings: Surroundings, 
         reason = "layers multiply in fp8"
     if reason:
         return Finding("undecided", call, only_backward, mixed.origin, reason=reason)
-    _check_time(deadline)
     # What arrived at outputs that are not finite says nothing of fp32.
-    in_fp32 = observe(_in_fp32(call), surroundings.fp32, backward=only_backward)
+    in_fp32 = observe(_in_fp32(call), surroundings.fp32, time_limit, backward=only_backward)
     if in_fp32.is_sound:
         result = None
         if mixed.origin is not None:
@@ -223,11 +221,6 @@ def _judged(call: RecordedCall, mixed: Observation, surroundings: Surroundings, 
     named = call.module.named_parameters()
     bad_weights = tuple(name for name, parameter in named if not is_finite(parameter))
     return Finding("model", call, only_backward, origin, bad_weights=bad_weights)
-
-
-def _check_time(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise ReplayError(f"running the step again took more than {LONGEST_S:.0f} s")
 
 
 def _bad_input(call: RecordedCall) -> tuple[str, tuple[int, ...]]:
@@ -253,12 +246,15 @@ def _bad_input(call: RecordedCall) -> tuple[str, tuple[int, ...]]:
 # ---- one call
 
 
-def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float = 1.0) -> Observation:
+def observe(
+    call: RecordedCall, caller: Caller, time_limit: TimeLimit, *, backward: bool, factor: float = 1.0
+) -> Observation:
     """Make a call again, and watch it.
 
     Args:
         call: a recorded call.
         caller: makes it.
+        time_limit: of the replay.
         backward: also run the backward pass, from the gradients that arrived.
         factor: the gradients that arrived are multiplied by it, as by another loss scale.
     """
@@ -275,7 +271,7 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
     leaves += [tensor for tensor in inputs if tensor.requires_grad]
 
     set_random_state(call.random_state)
-    watch = Watch(module)
+    watch = Watch(module, time_limit)
     with ExitStack() as stack:
         stack.callback(drop_casts)
         drop_casts()  # so that the casts of weights are watched too

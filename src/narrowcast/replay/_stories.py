@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from narrowcast.machine import first_line
 from narrowcast.policy import Policy, format_name, rule
 from narrowcast.replay._recording import RecordedCall, RecordedStep
 from narrowcast.replay._replay import (
-    LONGEST_S,
     Caller,
     Finding,
     Observation,
@@ -28,7 +26,7 @@ from narrowcast.replay._replay import (
     observe,
     without_ddp,
 )
-from narrowcast.replay._watch import Operation, Range
+from narrowcast.replay._watch import LONGEST_S, Operation, Range, TimeLimit
 
 _MOST_STORIES = 5
 _MOST_ATTEMPTS = 20  # to tell them
@@ -36,7 +34,7 @@ _MOST_RULES = 3
 _LOWER_SCALES = (2.0**-1, 2.0**-4, 2.0**-8, 2.0**-12)
 _MUCH_LOWER = 2.0**-8
 _LOW_SCALE = 2.0**8
-_LONGEST_LINE = 80
+_LONGEST_LINE = 110
 _NO_ADVICE = "nothing is known to help: no scale, rule or format that was tried made it finite"
 _LARGEST_FP16 = torch.finfo(torch.float16).max
 
@@ -105,7 +103,7 @@ class SkipStories:
         self._attempts = 0
         self._explained_above = math.inf  # loss scales above this one are too high
         self._told_of_scale = False
-        self._deadline = 0.0
+        self._time_limit = TimeLimit(lambda: None)
 
     def tell(
         self,
@@ -135,10 +133,11 @@ class SkipStories:
         if is_known or len(self.told) == _MOST_STORIES or self._attempts == _MOST_ATTEMPTS:
             return None
         self._attempts += 1
-        self._deadline = time.monotonic() + LONGEST_S
         head = f"step {number} was skipped"
         if scale != 1.0:
             head += f" at a loss scale of {scale:g}"
+        announcement = f"{head}. It is run again, to say where it went wrong, for {LONGEST_S:.0f} s at most"
+        self._time_limit = TimeLimit(lambda: self._say_now(announcement))
         try:
             return self._told(step, surroundings, head, scale, lower_scale, names)
         except Exception as error:  # the training goes on
@@ -156,8 +155,10 @@ class SkipStories:
         names: tuple[str, ...],
     ) -> bool:
         """Tell a story that begins with ``head``; return what ``tell`` does."""
-        finding = find_origin(step, surroundings)
+        finding = find_origin(step, surroundings, self._time_limit)
         if finding.verdict == "backward":
+            if self._time_limit.was_announced:
+                self._say_now(f"{head}. Its forward pass is finite: the next such step will tell more")
             return True
         scale_falls = lower_scale < scale
         if finding.verdict == "outside" and scale_falls and scale > _LOW_SCALE:
@@ -211,15 +212,19 @@ class SkipStories:
             return [f"  where    {where}{finding.which_call}"]
         if origin is None:
             return []
-        where = f"{origin.direction} pass of {self._module(finding, origin)}"
+        where = f"  where    {origin.direction} pass of {self._module(finding, origin)}{finding.which_call}"
         site = origin.site
         if site is None and origin.direction == "forward" and finding.call is not None:
             site = finding.call.site
+        lines = [where]
         if site is not None:
             file, line = site
-            text = linecache.getline(file, line).strip()
-            where += f", {Path(file).name}:{line}: {_shortened(text)}"
-        return [f"  where    {where}{finding.which_call}", f"  what     {_what(finding, origin)}"]
+            lines = [f"{where}, {Path(file).name}:{line}"]
+            source = linecache.getline(file, line).strip()
+            if source:
+                lines.append(f"  line     {_shortened(source)}")
+        lines.append(f"  what     {_what(finding, origin)}")
+        return lines
 
     def _module(self, finding: Finding, origin: Operation | None) -> str:
         """Return path and class of the module that an operation belongs to; None: that was called."""
@@ -310,11 +315,12 @@ class SkipStories:
 
     def _observed(self, finding: Finding, caller: Caller, factor: float = 1.0) -> Observation | None:
         """Run the call at fault again as a trial; None if that cannot be, or there is no time for it."""
-        if finding.call is None or time.monotonic() > self._deadline:
+        if finding.call is None:
             return None
+        backward = finding.outputs_are_finite
         try:
             with everything_restored([finding.call.module]):
-                return observe(finding.call, caller, backward=finding.outputs_are_finite, factor=factor)
+                return observe(finding.call, caller, self._time_limit, backward=backward, factor=factor)
         except Exception:  # what cannot be tried is not advised
             return None
 
@@ -351,7 +357,8 @@ def _what(finding: Finding, origin: Operation) -> str:
     text = f"{name} {format_}, of values from {ranges}: {'NaN' if origin.is_nan else 'infinity'}"
     largest = finding.in_fp32
     if largest is not None:
-        text += f"; in fp32 up to {largest:.3g}"
+        finite = "finite, " if origin.is_nan else ""
+        text += f"; in fp32 {finite}up to {largest:.3g}"
     elif origin.name == "_to_copy" and origin.ranges:
         values = origin.ranges[0]
         largest = max(-values.low, values.high)
@@ -401,6 +408,7 @@ def _pass(finding: Finding) -> str:
 
 
 def _shortened(text: str) -> str:
+    """Return a line of source, or the beginning of a very long one."""
     if len(text) <= _LONGEST_LINE:
         return text
     return f"{text[: _LONGEST_LINE - 3]}..."

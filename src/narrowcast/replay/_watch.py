@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,8 +54,34 @@ MEANT = {
 _OVERWRITING = {"copy_", "fill_", "zero_"}
 
 
+LONGEST_S = 60.0
+_LONG_S = 5.0
+
+
 class ReplayError(Exception):
     """Why a step cannot be run again exactly."""
+
+
+class TimeLimit:
+    """Ends a replay after ``LONGEST_S``; one that takes long is announced before.
+
+    Args:
+        announce: called once, after some seconds.
+    """
+
+    def __init__(self, announce: Callable[[], None]) -> None:
+        self.was_announced = False
+        self._announce = announce
+        self._begin_s = time.monotonic()
+
+    def check(self) -> None:
+        """Raise ReplayError if the time is over."""
+        elapsed_s = time.monotonic() - self._begin_s
+        if elapsed_s > LONGEST_S:
+            raise ReplayError(f"running the step again took more than {LONGEST_S:.0f} s")
+        if elapsed_s > _LONG_S and not self.was_announced:
+            self.was_announced = True
+            self._announce()
 
 
 Site = tuple[str, int]
@@ -125,11 +152,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches operators while it is entered, and modules and autograd nodes inside ``watching``.
 
     A value that is not finite is followed by the memory that holds it, from operator to operator, so that an
-    infinity that was meant (a mask) is told from the one that did harm.
+    infinity that was meant (a mask) is told from the one that did harm. A model is one call: the time is
+    checked before each operator.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, time_limit: TimeLimit) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._time_limit = time_limit
         self._paths = {module: path for path, module in root.named_modules()}
         self._running: list[_RunningModule] = []
         self._made: dict[int, Operation] = {}  # by the address of the memory that holds its result
@@ -184,6 +213,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self._time_limit.check()
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:
             raise ReplayError("the model talks to other ranks")
