@@ -54,8 +54,9 @@ _UPDATED_BEFORE = (
     "scaler.update() once, after scaler.step of every optimizer, and scaler.scale(loss).backward() before"
 )
 _BACKWARD_AFTER_UNSCALE = (
-    "scaled gradients were added to unscaled ones: call unscale_, clip_grad_norm_ and clip_grad_value_, or what "
-    "a host has in their place (as fabric.clip_gradients), after the last backward pass of the step"
+    "scaled gradients were added to unscaled ones: call unscale_, clip_grad_norm_ and clip_grad_value_, or "
+    "what stands for them in a host, as fabric.clip_gradients, after the last scaler.scale(loss).backward() of the "
+    "step (fabric.backward(loss))"
 )
 _ITERATIONS: weakref.WeakSet[Iteration] = weakref.WeakSet()
 """Those of every scaler that exists."""
