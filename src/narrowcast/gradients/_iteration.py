@@ -55,8 +55,8 @@ _UPDATED_BEFORE = (
 )
 _BACKWARD_AFTER_UNSCALE = (
     "scaled gradients were added to unscaled ones: call unscale_, clip_grad_norm_ and clip_grad_value_, or "
-    "what stands for them in a host, as fabric.clip_gradients, after the last scaler.scale(loss).backward() of the "
-    "step (fabric.backward(loss))"
+    "what stands for them in a host, as fabric.clip_gradients, after the last "
+    "scaler.scale(loss).backward() of the step (fabric.backward(loss))"
 )
 _ITERATIONS: weakref.WeakSet[Iteration] = weakref.WeakSet()
 """Those of every scaler that exists."""
