@@ -362,8 +362,8 @@ def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
         errors.parameters += 1
         errors.lost += parameter["lost"]
         state = "lost" if parameter["lost"] else "kept"
-        # ``exemption`` returns None for a lost parameter. Its reason is about ``error_over_noise``, so it does
-        # not apply where relative errors are drawn, which have no limits.
+        # ``exemption`` returns None for a lost parameter. Its reason is about ``error_over_noise``, so where
+        # relative errors are drawn, which have no limits, it does not apply.
         why = exemption(parameter, certificate)
         if why is not None and limits:
             state = "exempt"
