@@ -348,13 +348,16 @@ def _has_cast(op: Any) -> bool:
 Shape = tuple[int, ...]
 
 # Position of the first of the two matrices among the arguments.
-_MATRICES = {"mm": 0, "matmul": 0, "bmm": 0, "mv": 0, "addmm": 1, "_addmm_activation": 1, "baddbmm": 1}
+_MATRICES = {
+    "mm": 0, "matmul": 0, "bmm": 0, "mv": 0, "addmm": 1, "_addmm_activation": 1, "addmv": 1, "baddbmm": 1,
+    "addbmm": 1,
+}  # fmt: skip
 _CONVOLUTION = re.compile(r"convolution|conv(_transpose)?\dd")
 _RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
 _ATTENTION = ("scaled_dot_product_", "_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
 _LINEAR = ("linear", "mkldnn_linear", "_linear_pointwise")
 _SCALED = ("_scaled_mm", "_scaled_grouped_mm")  # fp8
-_NAMES = frozenset((*_MATRICES, *_RECURRENT, *_LINEAR, *_SCALED, "einsum", "addbmm", "addmv"))
+_NAMES = frozenset((*_MATRICES, *_RECURRENT, *_LINEAR, *_SCALED, "einsum"))
 
 
 def is_product(name: str) -> bool:
@@ -362,6 +365,7 @@ def is_product(name: str) -> bool:
     space, _, op = name.partition("::")
     if space not in ("aten", "mkldnn"):
         return False
+    op = op.removesuffix("_")  # of ``addmm_``, which works in place
     return op in _NAMES or op.startswith(_ATTENTION) or _CONVOLUTION.search(op) is not None
 
 
@@ -371,7 +375,7 @@ def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]
     ``("matmul", (M, N, K))`` is an M x K matrix times a K x N one. Others: ``("batched matmul", (B, M, N,
     K))``, ``("convolution", input + weight)``, ``("attention", query + key)``, ``("recurrent layer", input)``
     """
-    op = name.partition("::")[2]
+    op = name.partition("::")[2].removesuffix("_")
     is_attention = op.startswith(_ATTENTION)
     is_convolution = _CONVOLUTION.search(op) is not None
     operands = [shape or () for shape in shapes]
