@@ -140,6 +140,7 @@ def test_matmuls_convolutions_and_attention_are_products():
     assert all(is_product(f"aten::{name}") for name in products)
     assert is_product("mkldnn::_linear_pointwise")
     assert is_product("aten::thnn_conv2d")
+    assert is_product("aten::addmm_")
     others = ["aten::mul", "aten::_convert_indices_from_csr_to_coo", "aten::linear_something", "linear"]
     assert not any(map(is_product, others))
 
@@ -155,6 +156,9 @@ SIZES = {
     "linear": ([(7, 2, 3), (5, 3), (5,)], "matmul", (14, 5, 3)),
     "matmul": ([(7, 2, 3), (3, 5)], "matmul", (14, 5, 3)),
     "mv": ([(2, 3), (3,)], "matmul", (2, 1, 3)),
+    "addmv": ([(2,), (2, 3), (3,)], "matmul", (2, 1, 3)),
+    "addmm_": ([(2, 5), (2, 3), (3, 5)], "matmul", (2, 5, 3)),
+    "addbmm": ([(2, 5), (4, 2, 3), (4, 3, 5)], "batched matmul", (4, 2, 5, 3)),
     "bmm": ([(4, 2, 3), (4, 3, 5)], "batched matmul", (4, 2, 5, 3)),
     "baddbmm": ([(4, 2, 5), (4, 2, 3), (4, 3, 5)], "batched matmul", (4, 2, 5, 3)),
     "convolution": ([IMAGE, WEIGHT], "convolution", IMAGE + WEIGHT),

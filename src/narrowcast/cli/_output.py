@@ -23,17 +23,18 @@ NOT_WRITTEN = 2
 SCRIPT_FAILED = 3
 """Exit codes of the verbs but ``run``; 2 is also that of wrong use."""
 
+# Progress: on a terminal it is shown after so many seconds, elsewhere a line is printed every so many.
 _SILENT_S = 2.0
 _LINE_EVERY_S = 10.0
-_LONGEST_LINE = 66  # and "narrowcast: "
+_LONGEST_LINE = 66  # without "narrowcast: ", which ``talk`` adds
 
 
 def show(text: str) -> None:
     """Print ``text`` on stdout.
 
-    Drawn lines become hyphens, and other characters "?", where its encoding lacks them. If it cannot be
-    written, the command ends with a message and exit code 2. A reader that closed the pipe, as ``head`` does,
-    is not an error.
+    Characters that the encoding of stdout lacks become "?", and drawn lines hyphens. If stdout cannot be
+    written, the command ends with a message and exit code 2. A pipe that was closed, as ``head`` does, is no
+    error.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:
@@ -64,9 +65,9 @@ def show_result(value: Any, text: Callable[[], str], *, as_json: bool) -> None:
 
 
 def talk(text: str) -> None:
-    """Print a message on stderr, wrapped to the terminal; only its first line, the rest stays as it is.
+    """Print a message on stderr. Its first line is wrapped to the terminal; further lines stay as they are.
 
-    80 columns where there is no terminal; ``COLUMNS`` overrides both. Paths and other words stay whole.
+    Without a terminal the width is 80 columns; ``COLUMNS`` overrides both. Paths and other words stay whole.
     """
     first, newline, rest = text.partition("\n")
     lines = textwrap.wrap(
@@ -86,7 +87,7 @@ def shown_progress() -> Iterator[Callable[[str], None]]:
 
     Where stderr is no terminal, it prints a line every ten seconds.
 
-    SIGTERM, as ``timeout`` sends it, ends the block as Control-C does, and with it the processes it started.
+    SIGTERM, as ``timeout`` sends it, raises SystemExit in the block, which ends the processes it started.
     A script that fails in the block ends the command with its message and exit code 3.
     """
     from rich.console import Console
@@ -99,7 +100,8 @@ def shown_progress() -> Iterator[Callable[[str], None]]:
 
     console, start = Console(stderr=True), time.monotonic()
     with ExitStack() as stack:
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
+        earlier = signal.signal(signal.SIGTERM, end)
+        stack.callback(signal.signal, signal.SIGTERM, earlier)
         status = console.status("")
         shown, last = False, start
 

@@ -107,7 +107,7 @@ def compare(
     found = find_script(script, arguments, module=module)
     _measure_auto(policy)
 
-    # Where ``auto`` is fp32, a narrow format is compared all the same, to show what it would give.
+    # Where ``auto`` chooses fp32, a narrow format is compared instead, to show what it would give.
     fp32_because = stays_in_fp32(policy)
     narrow_format = compared_instead(policy)
     if narrow_format is not None:
@@ -115,7 +115,7 @@ def compare(
     elif fp32_because:
         raise SettingError(f"FP32 is not compared with itself: give another --policy, got {policy}")
 
-    # Under the names of the options, which the page shows as typed; ``ComparisonSettings`` has them too.
+    # The keys are names of options, for the page, and at once fields of ``ComparisonSettings``.
     chosen: dict[str, Any] = {
         "policy": narrow_format or policy,
         "loss_scale": loss_scale,
@@ -138,10 +138,7 @@ def compare(
 
 
 def _measure_auto(policy: str) -> None:
-    """Measure what decides ``auto`` on a CPU.
-
-    With an accelerator nothing is measured: there the fixed table decides, and is right.
-    """
+    """Measure what decides ``auto`` on a CPU. With an accelerator a fixed table decides."""
     import torch
 
     from narrowcast.machine import measure_auto
@@ -155,7 +152,7 @@ def _measure_auto(policy: str) -> None:
 
 
 def _as_typed(options: dict[str, Any], *, module: bool) -> tuple[str, ...]:
-    """Return the options that differ from their defaults, as they are typed."""
+    """Return the options that differ from their defaults, as words of a command."""
     parameters = inspect.signature(compare).parameters
     words = []
     for name, value in options.items():
@@ -177,12 +174,12 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
     try:
         with shown_progress() as progress:
             comparison = compare_script(settings, progress=progress)
-    except (KeyboardInterrupt, SystemExit):  # the second at SIGTERM, by ``shown_progress``
+    except (KeyboardInterrupt, SystemExit):  # at SIGTERM ``shown_progress`` raises SystemExit
         talk(f"interrupted; narrowcast report {settings.folder} shows the runs so far")
         raise
     page = save_page(comparison)
     result = summary(comparison, report=str(page))
-    # The text does not repeat what was said before the first run.
+    # The text does not repeat the notes that were shown before the first run.
     notes = [note for note in result["notes"] if note not in slow_formats]
     shown = result | {"notes": notes}
     show_result(result, lambda: comparison_table(shown, color=sys.stdout.isatty()), as_json=as_json)

@@ -61,8 +61,8 @@ def doctor(
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
-        # To find out why torch does not work is what doctor is for: torch may be missing, or a library that
-        # it needs.
+        # Torch may be missing, or a library that it needs. doctor reports that as a result, since it is the
+        # verb to find out why torch does not work.
         talk(f"torch cannot be imported ({error}). To install it: pip install --upgrade torch")
         return CHECK_FAILED
     from narrowcast.machine import require_torch
@@ -115,7 +115,9 @@ def _examine(cache: Path | None, *, fresh: bool, budget_s: float) -> dict[str, A
 def _show_machine(examination: dict[str, Any], cache: Path | None, *, as_json: bool) -> int:
     from narrowcast.report import doctor_page, doctor_text
 
-    page = None if cache is None else _keep_page(doctor_page(examination), cache / "doctor.html")
+    page = None
+    if cache is not None:
+        page = _keep_page(doctor_page(examination), cache / "doctor.html")
     answer = examination | {"report": page}
     show_result(answer, lambda: doctor_text(examination, color=sys.stdout.isatty()), as_json=as_json)
     _tell_page(page)
@@ -123,7 +125,7 @@ def _show_machine(examination: dict[str, Any], cache: Path | None, *, as_json: b
 
 
 def _errors(examination: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what keeps torch from using a device."""
+    """Return the mismatches that keep torch from using a device."""
     return [mismatch for mismatch in examination["mismatches"] if mismatch["severity"] == "error"]
 
 
@@ -156,7 +158,7 @@ def _diagnose(
         found = diagnose(settings, examination["rates"], spent_s=spent_s, progress=progress)
     tell_outputs(settings.folder)
     if found["mixed"] is not None:
-        # What was said before the first run is not repeated.
+        # Notes that were shown before the first run are not repeated.
         notes = [note for note in found["mixed"]["notes"] if note not in slow_formats]
         found["mixed"]["notes"] = notes
 
@@ -168,7 +170,7 @@ def _diagnose(
 
 
 def _keep_page(page: str, path: Path) -> str | None:
-    """Write a page; the result is shown even if that fails."""
+    """Write a page and return its path; None, with a note on stderr, if it cannot be written."""
     from narrowcast.report import write_page
 
     try:

@@ -96,7 +96,8 @@ def explain(
     The five rows that cost most; --table shows all. Watches a few steps of the script in mixed precision,
     then stops it.
     """
-    if [against, lock, check, ranges or None].count(None) < 3:
+    exclusive = (ranges, against is not None, lock is not None, check is not None)
+    if sum(exclusive) > 1:
         hint = "'--ranges', '--against', '--lock' or '--check'"
         raise typer.BadParameter("one of them at a time", param_hint=hint)
 
@@ -120,7 +121,8 @@ def explain(
         return 0
     watch = partial(_watch, (script, *(arguments or [])), module=module, steps=steps)
 
-    found, code = watch(policy, folder), 0
+    code = 0
+    found = watch(policy, folder)
     pages = [found.get("report")]
     if against is not None:
         second = watch(against, folder / "against")
@@ -132,7 +134,7 @@ def explain(
         if _keep(found, lock):
             _show(found, as_json=as_json, whole=whole, every=every)
         else:
-            code = CHECK_FAILED  # _keep has said why it wrote nothing
+            code = CHECK_FAILED  # ``_keep`` has printed why it wrote nothing
     else:
         _show(found, as_json=as_json, whole=whole, every=every)
     for page in filter(None, pages):
@@ -173,6 +175,7 @@ def _show_ranges(target: tuple[str, ...], folder: Path, *, module: bool, steps: 
 
 
 def _policy_of(locked: Lock, path: Path | None) -> str:
+    """Return the policy of the lock file ``path``; if it does not exist, the error names the lock file."""
     try:
         check_policy(locked.policy)
     except PolicyError as error:

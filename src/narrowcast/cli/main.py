@@ -26,7 +26,8 @@ from narrowcast.errors import NarrowcastError
 
 COMMAND_FAILED = 2  # wrong use, any other error of narrowcast, or a full disk
 INTERRUPTED = 130
-# Options that change the result of a run, and that few scripts have under the same name.
+# If one of these follows the script's name, a warning says that it goes to the script. They change the result
+# of a run, and few scripts have options of the same names.
 _WATCHED_OPTIONS = (
     "--policy", "--loss-scale", "--no-replay", "--against", "--lock", "--check", "--ranges", "--strict",
     "--repeats", "--min-speedup",
@@ -95,25 +96,27 @@ class _Verb(TyperCommand):
         words = list(args)  # a copy, since typer takes words from the list that it parses
         rest: list[str] = super().parse_args(ctx, args)
         of_script = list(ctx.params.get("arguments") or ())
-        behind = self._own_options_in(of_script)
-        # With "--" before the script's name, the user says whose options these are.
+        misplaced = self._own_options_in(of_script)
+        # A "--" before the script's name shows that the user knows where these options go.
         script_index = len(words) - len(of_script) - 1
         is_meant = script_index > 0 and words[script_index - 1] == "--"
         rank = rank_here()
-        if behind and not is_meant and not ctx.resilient_parsing and rank == 0:
-            names, script = " and ".join(behind), ctx.params["script"]
+        if misplaced and not is_meant and not ctx.resilient_parsing and rank == 0:
+            names, script = " and ".join(misplaced), ctx.params["script"]
             tell(f"{names} went to {script}; before the name of the script it would be for narrowcast")
         return rest
 
     def _own_options_in(self, of_script: list[str]) -> list[str]:
         """Return the verb's options that stand among the arguments of the script."""
         words = {word.partition("=")[0] for word in of_script}
-        own_names = [name for option in self.params for name in option.opts]
-        behind = [name for name in own_names if name in _WATCHED_OPTIONS and name in words]
-        # Many scripts have a -p of their own, as of a port: only -p and the name of a preset is ours.
+        own_names: list[str] = []
+        for option in self.params:
+            own_names += option.opts
+        found = [name for name in own_names if name in _WATCHED_OPTIONS and name in words]
+        # Many scripts have a -p of their own, such as for a port. Only -p before a preset's name is ours.
         if "--policy" in own_names and _SHORT_POLICY_OPTIONS.intersection(pairwise(of_script)):
-            behind.append("-p")
-        return behind
+            found.append("-p")
+        return found
 
 
 for _verb in (run, compare, doctor, explain):
@@ -133,7 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         action = app(words, prog_name="narrowcast", standalone_mode=False)
     except TyperException as error:
-        text = getattr(error, "format_message", error.__str__)() or "see narrowcast --help"
+        # Only some of typer's exceptions have ``format_message``. Without any words, the text is empty.
+        format_message = getattr(error, "format_message", error.__str__)
+        text = format_message() or "see narrowcast --help"
         text = text.replace("Value error, ", "")  # which typer puts before its message
         if words and Path(words[0]).is_file():
             # The user forgot the verb.

@@ -102,7 +102,10 @@ def _list_all(cache: Path | None, *, clean: bool) -> int:
 
     folders = capture_folders(cache)
     if not folders:
-        talk("there are no captures" + (f" in {cache / 'runs'}" if cache else ""))
+        where = ""
+        if cache is not None:
+            where = f" in {cache / 'runs'}"
+        talk(f"there are no captures{where}")
         return 0
     total_mib = 0.0
     for folder in folders:
@@ -121,6 +124,7 @@ def _size_mib(folder: Path) -> float:
 
 
 def _delete(folder: Path) -> None:
+    """Delete a folder, unless its run goes on or files are still to be put back from it."""
     if any(folder.rglob("files.jsonl")):
         talk(f"{folder} stays: it has files of yours that are to be put back")
     elif any(map(_is_written, folder.rglob("*.jsonl"))):

@@ -130,7 +130,7 @@ def run(
     from narrowcast.scripts import restore_killed
 
     require_torch()
-    restore_killed(tell)  # before the script is looked for: it may be among their files
+    restore_killed(tell)  # before the script is looked for, which may be one of the files put back
     found = find_script(script, arguments, module=module)
     rank = rank_here()
     name, capture = found.name, RUN
@@ -141,7 +141,10 @@ def run(
             capture = f"capture-rank{rank}.jsonl"
     board = None
     if tensorboard is not None:
-        board = TensorBoard(tensorboard / f"rank{rank}" if rank > 0 else tensorboard)
+        board_folder = tensorboard
+        if rank > 0:
+            board_folder = tensorboard / f"rank{rank}"
+        board = TensorBoard(board_folder)
         board.make_folder()
     folder = make_run_folder(name, asked=run_dir, tell=tell)
     if rank == 0:
@@ -154,7 +157,7 @@ def run(
     writer.write(start_event(found.argv, policy, rules=rules, loss_scale=loss_scale, rank=rank, seed=seed))
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
     attach = partial(Attachment, policy, scale, writer=writer, board=board, explains_skips=not no_replay)
-    # main calls what is returned, so that typer is not on the script's stack.
+    # ``main`` calls the function that is returned, so that typer is not on the script's stack.
     if rank > 0:
         # Rank 0 speaks for all, but only this rank knows what its own part of the batch did.
         attachment = attach(tell=lambda _: None, tell_story=lambda story: tell(f"rank {rank}: {story}"))
@@ -165,7 +168,7 @@ def run(
 
 
 def tell(text: str) -> None:
-    """Print a note on stderr, if there is one to print to: a script may run without."""
+    """Print a note on stderr, if there is a stderr: a script may run without one, or close it."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"narrowcast: note: {text}\n")
 
@@ -190,7 +193,7 @@ def find_script(script: str, arguments: list[str] | None, *, module: bool) -> Sc
 
 
 def tell_outputs(folder: Path) -> None:
-    """Say where the files are that the runs of a script in ``folder`` wrote."""
+    """Say in which folders the files are that the script wrote in its runs."""
     from narrowcast.scripts import OUTPUTS
 
     of_one = folder / OUTPUTS
@@ -223,11 +226,11 @@ def _ending(writer: CaptureWriter) -> Callable[[], None]:
             text = run_block(read_capture(writer.path), capture_path=str(writer.path), with_told=False)
         except NarrowcastError as error:
             text = f"narrowcast: {error}"
-        except Exception as error:  # a fault of ours: it must not look like one of the script
+        except Exception as error:  # an error of narrowcast's, which must not look like one of the script's
             text = f"narrowcast: {error!r}"
         if writer.error is not None:
             text += f"\n  the capture {writer.path} is incomplete: {writer.error.strerror}"
-        # The script, or the reader of a pipe, may have closed either.
+        # Either stream may be closed: by the script, or at the other end of a pipe.
         with suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
         with suppress(OSError, ValueError, AttributeError):
@@ -246,7 +249,7 @@ def _command_of_ranks(
     *,
     no_replay: bool,
 ) -> list[str]:
-    """Return the words before the script in the command of ranks that the script itself starts."""
+    """Return the words of the command before the script, for ranks that the script starts by itself."""
     if Path(policy).is_file() and policy not in PRESET_TABLE:
         policy = str(Path(policy).resolve())  # ranks may be started in another folder
     words = [sys.executable, "-m", "narrowcast", "run", f"--policy={policy}", f"--run-dir={folder.resolve()}"]

@@ -21,27 +21,28 @@ _FRACTION = (1 << _BITS) - 1
 def _edges() -> list[int]:
     """Return the fractions, as 23-bit integers, at which the outcome of a cast changes in some format.
 
-    It changes half a unit past zero, past the largest subnormal and past the largest number. The fractions of
-    these are ones and then zeros. Only where the largest number is 1.1...10, as in OCP_E4M3, half a unit past
-    it is 1.1...101: ones, a zero, a one.
+    It changes half a unit past zero, past the largest subnormal and past the largest number. In binary, the
+    fractions there are ones and then zeros. One case differs: where the largest number is 1.1...10, as in
+    OCP_E4M3, half a unit past it is 1.1...101. Its fraction is ones, a zero and a one.
     """
     edges = set()
     for ones in range(_BITS + 1):
         ones_then_zeros = _FRACTION ^ (_FRACTION >> ones)
         edges.add(ones_then_zeros)
         if ones < _BITS - 1:
-            # ones, a zero, a one
-            edges.add(ones_then_zeros + (1 << (_BITS - 2 - ones)))
+            one_after_a_zero = 1 << (_BITS - 2 - ones)
+            edges.add(ones_then_zeros + one_after_a_zero)
     return sorted(edges)
 
 
 _EDGES = _edges()
-# In each binade of float32, subnormals included, a bin for each edge, and one for the fractions before it:
-# place 2k + 1 is for fractions equal to edge k, place 2k for those between edges k - 1 and k.
+# Bins in each binade of float32, subnormals included. Each edge has two: place 2k + 1 is for fractions equal
+# to edge k, and place 2k for those between edges k - 1 and k.
 _PLACES = 2 * len(_EDGES)
 _BINS = (_HIGHEST - _LOWEST + 1) * _PLACES
 _ZERO, _INFINITE, _NAN = _BINS, _BINS + 1, _BINS + 2
 _INFINITY = 0xFF << _BITS
+# Numbers that are counted at once, which limits the memory of intermediate results.
 _CHUNK = 1 << 22
 _LARGEST_SHIFT = 500
 _WIDEST = (torch.float64, torch.complex128)
@@ -56,8 +57,8 @@ class CastCounts:
 
     Attributes:
         format: the name of the format.
-        scale: factor of each number before the cast, exact.
-        zeros, infinities, nans: were that before.
+        scale: the power of two that each number was multiplied by before the cast, exactly.
+        zeros, infinities, nans: were zero, infinite or NaN before the cast.
         flushed: became zero, and were not.
         subnormal: became smaller than the smallest normal number, and kept part of their digits.
         normal: became normal numbers.
@@ -155,10 +156,12 @@ class ExponentHistogram:
     def _count(self, bins: torch.Tensor) -> None:
         counts = self._counts.get(bins.device)
         if counts is None:
-            counts = self._counts[bins.device] = torch.zeros(_NAN + 1, dtype=torch.int64, device=bins.device)
+            counts = torch.zeros(_NAN + 1, dtype=torch.int64, device=bins.device)
+            self._counts[bins.device] = counts
         if bins.device.type == "cpu":
             counts += torch.bincount(bins, minlength=_NAN + 1)
-        else:  # bincount asks the device for the largest
+        else:
+            # bincount would wait for the device, to learn the largest bin.
             counts.index_add_(0, bins, torch.ones_like(bins, dtype=torch.int64))
 
     def clear(self) -> None:
@@ -222,8 +225,8 @@ class ExponentHistogram:
         bins = [index for index in self._read() if index < _BINS]
         if not bins:
             return None
-        # This shift takes the largest number counted to the format's largest exponent. Where that number then
-        # rounds past the largest of the format, it is too far.
+        # This shift takes the largest number counted to the format's largest exponent. If the number then
+        # rounds past the format's largest number, the shift is too large.
         largest = bins[-1]
         shift = format.max_exponent - (largest // _PLACES + _LOWEST)
         while _outcome(format, largest, shift) == "overflowed":
@@ -246,7 +249,7 @@ def _edges_on(device: torch.device) -> torch.Tensor:
 
 
 def _bins_of(values: torch.Tensor) -> torch.Tensor:
-    """Return the bin of each float32 number. Integer arithmetic: no mode of the CPU flushes subnormals."""
+    """Return the bin of each float32 number, by integer arithmetic, as a CPU may flush subnormals to zero."""
     magnitude = values.view(torch.int32) & 0x7FFFFFFF
     # A subnormal is magnitude * 2**-149. Converted to a float, which is exact, the integer has the same
     # fraction as the subnormal, and an exponent that is larger by 149.
@@ -265,7 +268,7 @@ def _bins_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def _outcome(format: Format, index: int, shift: int) -> str:
-    """Return the outcome of the numbers of a bin: that of its smallest, since it is the same for all."""
+    """Return the outcome of the numbers of a bin. It is the same for all, so the smallest one is cast."""
     above_lowest, place = divmod(index, _PLACES)
     edge, is_at_edge = divmod(place, 2)
     fraction = _EDGES[edge]

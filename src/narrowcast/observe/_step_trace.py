@@ -70,8 +70,8 @@ class StepTrace:
         self._last: dict[str, torch.Tensor | None] = {}  # gradients as they were copied last
         self._unscaled: set[int] = set()  # optimizers, since the last backward
         self._awaited_task: int | None = None
-        # Of the current call of a scaler's method: steps of optimizers in it, and the flag of a fused one,
-        # which skips by itself.
+        # Of the current call of a scaler's method: how many optimizers stepped in it, and the ``found_inf``
+        # of a fused one, which skips by itself.
         self._step_count = 0
         self._found_inf: torch.Tensor | None = None
 
@@ -80,7 +80,7 @@ class StepTrace:
             raise OrderError("this trace is open already: leave its block before it is entered again")
         self._clear()
         self._parameters = _parameters_by_name(self._model, self._optimizers)
-        # The hooks go again if one cannot be registered, or a copy does not fit into memory.
+        # All hooks are removed if one of them cannot be registered, or a copy does not fit into memory.
         with ExitStack() as hooks:
             for handle in self._registered():
                 hooks.callback(handle.remove)
@@ -128,7 +128,8 @@ class StepTrace:
     def _accumulated(self, _: torch.Tensor) -> None:
         if self._awaited_task != graph_task_id():
             self._awaited_task = graph_task_id()
-            # Twice: DistributedDataParallel asks later for its own callback, which reduces the gradients.
+            # Twice: callbacks run in the order in which they were queued. DistributedDataParallel queues its
+            # own, which reduces the gradients, later than this one. What this one queues runs after that.
             at_the_end_of_backward(lambda: at_the_end_of_backward(self._after_backward))
 
     def _after_backward(self) -> None:
@@ -150,7 +151,8 @@ class StepTrace:
         self._record_change(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._scalers:  # a fused step unscales
+        # The step of a fused optimizer unscales the gradients.
+        if self._scalers:
             self._record_change(optimizer)
         self._record(STEP)
         self.skipped = bool(self.skipped)
@@ -168,7 +170,8 @@ class StepTrace:
             for optimizer in _as_list(optimizers):
                 self._record_change(optimizer)
             if name in _STEPPING:
-                # To skip, a scaler does not call the optimizer, but a fused one, which skips by found_inf.
+                # To skip a step, a scaler does not call the optimizer. It always calls a fused one, which
+                # then skips by itself, as its found_inf says.
                 found_inf = self._found_inf is not None and bool(self._found_inf > 0)
                 if self._step_count == 0 or found_inf:
                     self.skipped = True
@@ -186,18 +189,23 @@ class StepTrace:
     # ---- copies
 
     def _changed(self) -> bool:
-        """Whether a gradient differs from its last copy; waits for the device."""
-        return not all(_is_same(p.grad, self._last[name]) for name, p in self._parameters.items())
+        """Return whether a gradient differs from its last copy; waits for the device."""
+        for name, parameter in self._parameters.items():
+            if not _is_same(parameter.grad, self._last[name]):
+                return True
+        return False
 
     def _record_change(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record gradients if they changed: under a scaler the first change after backward unscales them."""
+        """Record gradients if they changed."""
         if self._changed():
+            # Under a scaler, the first change after backward unscales them.
             unscales = bool(self._scalers) and id(optimizer) not in self._unscaled
             self._unscaled.add(id(optimizer))
             self._record(UNSCALE if unscales else BEFORE_STEP)
 
     def _record(self, stage: str) -> None:
-        # Another optimizer may have stepped already when this one unscales: its old weights belong here.
+        # When one optimizer unscales, another may have stepped already. These stages show the weights from
+        # before any step.
         weights: Mapping[str, torch.Tensor]
         if stage in (UNSCALE, BEFORE_STEP) and BACKWARD in self._stages:
             weights = self._stages[BACKWARD].weights

@@ -1,4 +1,4 @@
-"""Private names of torch that this package uses; tests of what uses one fail when it changes."""
+"""Private names of torch that this package uses. If one changes, the tests of the code that uses it fail."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 def without_markers_on_stderr() -> Iterator[None]:
     """Keep the profiler of torch 2.13 from writing two lines to stderr each time that it starts.
 
-    Kineto (libkineto/src/init.cpp) reads its level from the environment when it starts first; 6 is above
+    Kineto (libkineto/src/init.cpp) reads its log level from the environment when it first starts; 6 is above
     each of its levels. A level that the user has set stays.
     """
     if _LOG_LEVEL in os.environ:

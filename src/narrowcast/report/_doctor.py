@@ -17,6 +17,7 @@ _KINDS = {
     "convolution": "convolution 3x3",
     "add": "addition",
 }
+# Heads of the lines that list a CPU's instructions.
 _HAS, _LACKS, _NOT_KNOWN = "  has", "  lacks", "  unknown"
 
 Rate = Mapping[str, Any]
@@ -57,7 +58,8 @@ def _values(examination: dict[str, Any]) -> dict[str, Any]:
 
 
 def _instructions(known: Mapping[str, bool | None]) -> dict[str, list[str]]:
-    """Return the names of instructions that a CPU has, lacks, and of which nothing is known."""
+    """Return the names of the instructions that a CPU has, that it lacks, and that are not known."""
+    # The line of those that it has is shown even if it is empty.
     names: dict[str, list[str]] = {_HAS: []}
     for head, value in ((_HAS, True), (_LACKS, False), (_NOT_KNOWN, None)):
         of_head = [name for name, has_it in known.items() if has_it is value]
@@ -68,13 +70,14 @@ def _instructions(known: Mapping[str, bool | None]) -> dict[str, list[str]]:
 
 def _device(device: dict[str, Any], *, fp32_is_exact: bool) -> dict[str, Any]:
     """Add to a device of the rates what the template shows of it."""
-    rows, low_format = device["rows"], device["choice"]["format"]
+    rows, chosen_format = device["rows"], device["choice"]["format"]
     formats = _distinct(rows, "format")
     with_casts, has_tf32, has_cut_short = [], False, False
     for row in rows:
         has_tf32 = has_tf32 or (row["steady"] and row["format"] == "tf32")
         has_cut_short = has_cut_short or row["speed_at_most"] is not None
-        if row["steady"] and row["format"] == low_format != "fp32" and row["kind"] == "matmul_with_casts":
+        is_in_chosen = row["format"] == chosen_format and chosen_format != "fp32"
+        if row["steady"] and is_in_chosen and row["kind"] == "matmul_with_casts":
             with_casts.append(row)
 
     where = "this CPU"
@@ -145,9 +148,9 @@ def _per_s(row: Rate) -> float:
 
 
 def _rate(row: Rate, scale: float) -> str:
-    rate = _per_s(row) / scale
     if not row["rounds"]:
         return UNKNOWN
+    rate = _per_s(row) / scale
     for least, decimals in ((100, 0), (10, 1)):
         if rate >= least:
             return f"{rate:,.{decimals}f}"
@@ -155,11 +158,16 @@ def _rate(row: Rate, scale: float) -> str:
 
 
 def _speed(row: Rate) -> str:
-    """Format the speed against fp32: ``~0.50x`` if unsteady, ``(0.06x)`` if cut short, of a smaller size."""
-    if row["speed_against_fp32"] is None:
-        return f"({ratio(row['speed_at_most'])})" if row["speed_at_most"] is not None else ""
-    speed = ratio(row["speed_against_fp32"])
-    return speed if row["steady"] else f"~{speed}"
+    """Format the speed against fp32.
+
+    ``~0.50x`` is unsteady. ``(0.06x)`` is the speed at a smaller size, as this size was cut short.
+    """
+    if row["speed_against_fp32"] is not None:
+        speed = ratio(row["speed_against_fp32"])
+        return speed if row["steady"] else f"~{speed}"
+    if row["speed_at_most"] is not None:
+        return f"({ratio(row['speed_at_most'])})"
+    return ""
 
 
 def _shape(row: Rate) -> str:
@@ -172,15 +180,15 @@ def _shape(row: Rate) -> str:
 
 
 def _skipped(rows: Sequence[Rate]) -> list[tuple[str, str, str]]:
-    """Return formats, places and the reason why they have no figure."""
+    """Return what was not measured: formats, kinds with their sizes, and the reason."""
     places_of: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        # What was cut short has a speed at a smaller size in its place, and a line of its own explains that.
+        # A row that was cut short shows the speed at a smaller size, which has an explanation of its own.
         if row["reason"] and row["speed_at_most"] is None:
             place = f"{_KINDS.get(row['kind'], row['kind'])} {_shape(row)}"
             places_of.setdefault((row["format"], row["reason"]), []).append(place)
 
-    # Formats that lack the same figures for the same reason share a line.
+    # Formats that lack the same sizes for the same reason share a line.
     formats_of: dict[tuple[str, str], list[str]] = {}
     for (name, reason), places in places_of.items():
         formats_of.setdefault((reason, ", ".join(places)), []).append(name)
@@ -198,7 +206,7 @@ def _measured(rates: dict[str, Any]) -> dict[str, Any] | None:
             if not row["rounds"]:
                 continue
             rounds.append(row["rounds"])
-            # What the middle half of its rounds spans, as a share of the median.
+            # The range of the middle half of its rounds, as a share of the median.
             spreads.append((row["time_s_high"] - row["time_s_low"]) / row["time_s_median"])
             is_noisy = is_noisy or (row["speed_against_fp32"] is not None and not row["steady"])
     if not rounds:
@@ -218,10 +226,14 @@ def _measured(rates: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _repays(rows: Sequence[Rate]) -> tuple[str, str] | None:
-    """Return the two measured sizes between which a layer begins to repay its casts."""
-    slower = [row["speed_against_fp32"] < 1 for row in rows]
-    changes = slower.count(True)
-    # Smaller sizes are slower and larger ones faster, or there is no such place.
-    if changes in (0, len(rows)) or not all(slower[:changes]):
+    """Return the two measured sizes between which a layer begins to repay its casts; None: there are none.
+
+    Args:
+        rows: matmuls with casts, in the order of their sizes.
+    """
+    is_slower = [row["speed_against_fp32"] < 1 for row in rows]
+    slower = is_slower.count(True)
+    # There are two such sizes only if each smaller size is slower than fp32 and each larger one is not.
+    if slower in (0, len(rows)) or not all(is_slower[:slower]):
         return None
-    return _shape(rows[changes - 1]), _shape(rows[changes])
+    return _shape(rows[slower - 1]), _shape(rows[slower])

@@ -28,20 +28,21 @@ _PARTS = {
     "loading": "loading data",
     "python": "Python and dispatch",
 }
-_ON_GPU = _PARTS | {"python": "GPU waits"}
+_PARTS_ON_GPU = _PARTS | {"python": "GPU waits"}
 _SHORT = {"batched matmul": "bmm", "convolution": "conv", "recurrent layer": "recurrent"}
 # Shares of a step from which on a part is worth a sentence.
 _MUCH, _MUCH_CASTING, _MUCH_PYTHON, _SMALL_SHARE = 0.15, 0.08, 0.25, 0.05
+# A GPU that computes for a smaller share of a step waits too long for the host.
 _BUSY = 0.8
 # What dispatch takes of one operator, at most; more is Python of the script itself.
 _LONGEST_DISPATCH_S = 100e-6
 # From this speedup on a format is called faster.
 _LEAST_SPEEDUP = 1.1
-# A matmul with so many times fewer operations than one that gains here is small.
+# A matmul is small if the one that gains most on this machine has more than so many times its operations.
 _MUCH_SMALLER = 8
+# Shares are rough where the profiler makes a step so many times as long.
 _MUCH_LONGER = 1.5
-# Tensor cores take multiples of this.
-_TENSOR_CORES = 8
+_TENSOR_CORE_MULTIPLE = 8
 _MOST_CHANGES = 4
 
 # What a sentence of the template ``findings.txt`` is about, and the values that only it needs.
@@ -82,14 +83,17 @@ def _worth_it(together: dict[str, Any]) -> str:
 
 def _parts(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the parts of a step, with their times in FP32 and in mixed precision."""
-    names = _PARTS if found["mixed"]["gpu_busy_share"] is None else _ON_GPU
+    names = _PARTS if found["mixed"]["gpu_busy_share"] is None else _PARTS_ON_GPU
     rows = []
     for part, name in names.items():
         cells = []
         for run in _RUNS:
             share = found[run]["shares"][part]
-            time_s = share * found[run]["plain_step_s"]
-            cells.append(f"{duration(time_s)} {percent(share):>5}" if share else UNKNOWN)
+            cell = UNKNOWN
+            if share:
+                time_s = share * found[run]["plain_step_s"]
+                cell = f"{duration(time_s)} {percent(share):>5}"
+            cells.append(cell)
         if cells != [UNKNOWN, UNKNOWN]:
             rows.append((name, *cells))
     return rows
@@ -107,6 +111,7 @@ def _shape_text(row: dict[str, Any]) -> str:
     if kind == "matmul":
         return " x ".join(map(str, shape)) or "unknown"
     operands = [shape]
+    # The shape joins those of both operands, which have the same number of dimensions.
     if kind in ("convolution", "attention"):
         operands = [shape[: len(shape) // 2], shape[len(shape) // 2 :]]
     texts = ", ".join("x".join(map(str, operand)) for operand in operands)
@@ -114,7 +119,7 @@ def _shape_text(row: dict[str, Any]) -> str:
 
 
 def _read_lines(found: dict[str, Any]) -> list[str]:
-    """Return ``train.py:11 item() 1`` for each line that reads tensors."""
+    """Return a line such as ``train.py:11 item() 1`` for each call site that reads tensors."""
     lines = []
     for read in _waiting_reads(found):
         per_step = count_text(read["count"] / found["mixed"]["reads"]["steps"])
@@ -169,7 +174,7 @@ def _expectation(found: dict[str, Any]) -> Iterator[_Finding]:
         yield "limit", {}
 
     if together["not_faster"] is not None:
-        # It says what the matmuls gained in this script too, and how much the profiler slowed a step down.
+        # Its text also says what the matmuls gained in this script, and how much the profiler slowed a step.
         yield "not faster", {}
         return
     if has_matmuls:
@@ -229,9 +234,9 @@ def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
 
 
 def _unaligned(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
-    """Yield the slowest product with a size that is no multiple of what tensor cores take."""
+    """Yield the product that takes longest of those with a size that is no multiple of 8."""
     for row in found["together"]["sizes"]:
-        odd = [size for size in _aligned_sizes(row) if size % _TENSOR_CORES]
+        odd = [size for size in _aligned_sizes(row) if size % _TENSOR_CORE_MULTIPLE]
         if odd and row["share"] > _SMALL_SHARE:
             values = {"shape": _shape_text(row), "share": row["share"], "odd": odd[0]}
             yield row["share"], ("unaligned", values)
@@ -239,11 +244,12 @@ def _unaligned(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
 
 
 def _aligned_sizes(row: dict[str, Any]) -> list[int]:
-    """Return the sizes that have to be multiples: all of a matmul, the channels of a convolution."""
+    """Return the sizes that tensor cores need as multiples of 8: of a convolution those of its channels."""
     shape: list[int] = row["shape"]
     if row["kind"] == "matmul":
         return shape
     if row["kind"] == "convolution":
+        # The shape is that of the input (batch, channels, ...), then that of the weight (channels, ...).
         return [shape[len(shape) // 2], *shape[1:2]]
     return []
 

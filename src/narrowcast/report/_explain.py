@@ -37,8 +37,8 @@ def explain_text(
 def explain_panel(folder: Path) -> dict[str, Any] | None:
     """Return what a page shows of the capture of ``narrowcast explain`` in ``folder``; None: there is none.
 
-    ``problem`` is why there is nothing else. ``lines`` and ``costly`` are lines of a table: a group alone is
-    a heading. ``more_lines`` are in the capture only.
+    ``problem`` says why there are no numbers. ``lines`` and ``costly`` are lines of a table: group, columns
+    and numbers. A heading has only the group. ``more_lines`` counts the lines that are left out.
     """
     path = folder / EXPLANATION
     if not path.is_file():
@@ -86,7 +86,7 @@ def policies_text(
 
 
 def check_text(before: Lock, after: Lock, found: Sequence[Difference], path: str, *, every: bool) -> str:
-    """Return what became of the decisions in a lock file."""
+    """Return where the decisions differ from those in the lock file ``path``."""
     return terminal_text(
         "check.txt",
         path=path,
@@ -106,7 +106,7 @@ def _difference_values(found: Sequence[Difference], sides: tuple[str, str], *, e
         words = (_words(difference.before), _words(difference.after))
         together.setdefault((place, difference.op, words), []).append(difference)
 
-    # Names of equal width, so that what stands behind them is aligned.
+    # Pad both names to one width, so that the text after them is aligned.
     width = max(map(len, sides))
     sides = (sides[0].ljust(width), sides[1].ljust(width))
     groups = []

@@ -19,7 +19,9 @@ SILENT = ("view", "no floats")
 """Kinds of sites that compute nothing."""
 
 _SCHEMA = 1
+# Names of the groups of phases that are in no module.
 _NOT_IN_MODULES = {"backward": "backward", "optimizer": "optimizer"}
+# Fields of events that are sums over all steps.
 _PER_STEP = ("ops", "calls", "casts", "cast_bytes", "moved_bytes", "duration_s")
 _OF_A_ROW = ("calls", "casts", "cast_bytes", "duration_s")
 _MOST_COSTLY = 5
@@ -106,15 +108,18 @@ def _totals(watched: dict[str, Any], steps: int) -> tuple[dict[str, Any], dict[s
     reasons = {}
     for name, value in totals.items():
         if value is None:
-            no_matmul = name == "narrow_share_of_product_time"
-            reasons[f"totals.{name}"] = "no matmul took any time" if no_matmul else "nothing ran"
+            reasons[f"totals.{name}"] = "nothing ran"
+    if totals["narrow_share_of_product_time"] is None:
+        reasons["totals.narrow_share_of_product_time"] = "no matmul took any time"
     return totals, reasons
 
 
 def share_of(part: float, whole: float) -> float | None:
     """Divide; None where nothing was measured."""
-    # Times are sums of their own, so that a part may come out a little larger than the whole.
-    return min(1.0, part / whole) if whole else None
+    if not whole:
+        return None
+    # Each time is a rounded sum of its own, so a part may be a little larger than the whole.
+    return min(1.0, part / whole)
 
 
 # ---- rows
@@ -155,11 +160,11 @@ def _decided_by(site: Mapping[str, Any]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """A module, or several whose paths differ in numbers alone: ``*`` stands for these."""
+    """A module, or several whose paths differ in numbers alone: ``*`` stands for these in the name."""
 
     name: str
-    paths: int = 1
-    # ``calls``, ``casts``, ``cast_bytes`` and ``duration_s`` of one step, in the order of calls
+    paths: int = 1  # how many modules
+    # In the order of calls; ``calls``, ``casts``, ``cast_bytes`` and ``duration_s`` are of one step.
     rows: dict[Columns, Counter[str]] = field(default_factory=dict)
 
 
@@ -167,9 +172,9 @@ Row = tuple[Group, Columns, "Counter[str]"]
 
 
 def explained_parts(found: Mapping[str, Any], *, every: bool = False) -> dict[str, Any]:
-    """Return what text and page show of what ``explained`` returned, repeated layers together.
+    """Return what text and page show of ``found``, which ``explained`` returned; repeated layers together.
 
-    ``every``: each layer alone, also what computes nothing.
+    With ``every`` each layer is alone, and calls that compute nothing are shown too.
     """
     groups = _groups_of_modules(found, every=every)
     if not every:
@@ -199,7 +204,7 @@ def _groups_of_modules(found: Mapping[str, Any], *, every: bool) -> list[Group]:
 
 
 def _layers_together(groups: Iterable[Group]) -> list[Group]:
-    """Make one group of modules that differ in the number of their layer alone."""
+    """Make one group of modules that have the same rows, and paths that differ in numbers alone."""
     layers: dict[Any, Group] = {}
     for group in groups:
         pattern = LAYER_NUMBER.sub("*", group.name)
@@ -262,7 +267,8 @@ def count_text(count: float) -> str:
         return f"{count / 1e3:.0f}k"
     if 0 < count < 0.01:
         return "<.01"
-    if count == int(count) or count >= 99.5:  # two digits of which would be 1e+02
+    # From 99.5 on, two digits would be written "1e+02".
+    if count == int(count) or count >= 99.5:
         return f"{count:.0f}"
     return f"{count:.2g}"
 

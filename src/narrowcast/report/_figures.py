@@ -115,7 +115,8 @@ def _round_values(low: float, high: float) -> list[tuple[str, float]]:
     steps = (size, 2 * size, 5 * size, 10 * size)
     step = next(step for step in steps if (high - low) / step <= 6)
 
-    # As many decimals as the step has; of very small or large values as many digits as tell neighbours apart.
+    # Labels have as many decimals as the step. Very small or large values have so many significant digits
+    # that neighbours differ.
     power_of_step = math.floor(math.log10(step) + 1e-9)
     form = f".{max(0, -power_of_step)}f"
     largest = max(abs(low), abs(high))
@@ -144,7 +145,7 @@ def svg_path(points: Iterable[_Point], x: Axis, y: Axis) -> str:
 
 
 def run_name(run: TimedRun) -> str:
-    """Return the run's folder, which contains format and number, and its seed where it had one."""
+    """Return the name of the run's folder, such as ``mixed-1``, with its seed if it had one."""
     name = shortened(run.name, 24)
     if run.seed == NO_SEED:
         return name
@@ -163,7 +164,7 @@ def loss_figures(runs: Sequence[TimedRun], first: str | None = None) -> tuple[li
     for run in runs:
         for loss in run.capture.of("loss"):
             sites[loss["site"]] = None
-    # Sorting is stable: the others stay in the order in which they ran.
+    # Sorting is stable, so the other call sites stay in the order of their first loss.
     ordered = sorted(sites, key=lambda site: site != first)
     figures = [_loss_figure(place, site, runs) for place, site in enumerate(ordered[:_MOST_SITES])]
     return figures, max(0, len(ordered) - _MOST_SITES)
@@ -171,7 +172,7 @@ def loss_figures(runs: Sequence[TimedRun], first: str | None = None) -> tuple[li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gaps:
-    """Where the curve of one run is broken, since losses are not finite.
+    """Why the curve of one run is broken: its losses that are not finite.
 
     Attributes:
         run: its name.
@@ -361,7 +362,8 @@ def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
         errors.parameters += 1
         errors.lost += parameter["lost"]
         state = "lost" if parameter["lost"] else "kept"
-        # ``exemption`` has no reason for a lost one. Without limits there is none that it could be beyond.
+        # ``exemption`` returns None for a lost parameter. Its reason is about ``error_over_noise``, so where
+        # relative errors are drawn, which have no limits, it does not apply.
         why = exemption(parameter, certificate)
         if why is not None and limits:
             state = "exempt"
@@ -458,7 +460,7 @@ def _error_figure(errors: _Errors) -> Figure:
 
 
 def _dots(style: str, path: str) -> list[Mark]:
-    """Draw dots. Those that do not count are rings: a smaller dot in the card's colour is drawn over them."""
+    """Draw dots; as rings, if they do not count: a smaller dot in the card's colour is drawn over each."""
     marks = [Mark(style=style, path=path)]
     if style.startswith("exempt"):
         marks.append(Mark(style=f"{style} hole", path=path))

@@ -60,7 +60,8 @@ def capture_folders(cache: Path | None) -> list[Path]:
 
 
 def written_s(folder: Path) -> float:
-    """Return when a folder's capture was written last; a later report writes its page anew."""
+    """Return when a folder's capture was written last, in seconds since 1970."""
+    # Pages do not count: a report that is made later writes them again.
     captures = list(folder.glob("*.jsonl"))
     return max(path.stat().st_mtime for path in captures or [folder])
 

@@ -20,7 +20,7 @@ from narrowcast.report._text import printable
 VERSION = 1
 """Of the lock file."""
 
-_HEAD = "# What ran in which format: narrowcast explain --lock wrote it, --check compares.\n"
+_FIRST_LINE = "# What ran in which format: narrowcast explain --lock wrote it, --check compares.\n"
 _FACTS = ("policy", "torch", "device", "format")
 _ADVICE = "write it anew with narrowcast explain --lock"
 
@@ -69,8 +69,8 @@ class Decided(
 def decided_sites(found: Mapping[str, Any]) -> list[Decided]:
     """Return the decisions in what ``explained`` returned, in the order of the first call.
 
-    Without what computes nothing, and without backward, the optimizer and code outside of regions, in which
-    nothing is decided.
+    Left out is what computes nothing, and where nothing is decided: in backward, in the optimizer and outside
+    of regions.
     """
     name_of = place_names(found)
     decided = []
@@ -95,7 +95,7 @@ def decided_sites(found: Mapping[str, Any]) -> list[Decided]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One operator in one module with other decisions; an empty side: it was not called."""
+    """One operator in one module whose decisions differ; a side on which it was not called is empty."""
 
     module: str
     op: str
@@ -114,11 +114,14 @@ class Difference:
 
 def differences(before: Iterable[Decided], after: Iterable[Decided]) -> list[Difference]:
     """Return where the two differ, in the order of ``before``, then what only ``after`` has."""
-    # What each of the two decided, by module and operator.
+    # By module and operator: the decisions in ``before``, and those in ``after``.
     places: dict[tuple[str, str], tuple[list[Decided], list[Decided]]] = {}
-    for side, sites in enumerate((before, after)):
-        for site in sites:
-            places.setdefault((site.module, site.op), ([], []))[side].append(site)
+    for site in before:
+        old, _ = places.setdefault((site.module, site.op), ([], []))
+        old.append(site)
+    for site in after:
+        _, new = places.setdefault((site.module, site.op), ([], []))
+        new.append(site)
     differing = []
     for (module, op), (old, new) in places.items():
         if old != new:
@@ -182,9 +185,9 @@ def write_lock(lock: Lock, path: Path) -> None:
         FileError: it cannot be written.
     """
     values = msgspec.to_builtins(lock)
-    # The lock file may be read from another folder.
+    # The path of a policy is written relative to the lock file, which may be read from another folder.
     values["policy"] = _moved(lock.policy, Path(), path.parent)
-    lines = [_HEAD]
+    lines = [_FIRST_LINE]
     for name in ("version", *_FACTS):
         lines.append(f"{name} = {_toml(values[name])}\n")
     lines.append("sites = [\n")
@@ -232,14 +235,22 @@ def _refuse_newer(version: Any, path: Path) -> None:
 
 
 def _moved(policy: str, seen_from: Path, to: Path) -> str:
-    """Return the path ``policy``, relative to one folder, relative to another; names of presets stay."""
-    if not policy.endswith(".toml") and "/" not in policy:
+    """Make a path that is relative to the folder ``seen_from`` relative to ``to``; names of presets stay."""
+    if _is_preset(policy):
         return policy
     moved = Path(os.path.relpath(seen_from / policy, to)).as_posix()
-    # Without a slash it would be the name of a preset.
-    return moved if moved.endswith(".toml") or "/" in moved else f"./{moved}"
+    if _is_preset(moved):
+        return f"./{moved}"
+    return moved
+
+
+def _is_preset(policy: str) -> bool:
+    """Return whether ``policy`` is read as the name of a preset, not as a path."""
+    return not policy.endswith(".toml") and "/" not in policy
 
 
 def _toml(value: str | float) -> str:
-    # Printable text needs no more escapes in TOML than in JSON.
-    return json.dumps(printable(value), ensure_ascii=False) if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        # Printable text needs no more escapes in TOML than in JSON.
+        return json.dumps(printable(value), ensure_ascii=False)
+    return repr(value)

@@ -40,6 +40,7 @@ from narrowcast.report._text import number, shortened, signed, site_name
 
 _LONGEST_FACT = 400
 _MOST_PARAMETERS = 200
+_MOST_DEVICES = 8
 
 
 def comparison_page(comparison: ComparisonCapture) -> str:
@@ -47,7 +48,10 @@ def comparison_page(comparison: ComparisonCapture) -> str:
     found, start, runs = summary(comparison), comparison.own.start, comparison.runs
     certificate = found["certificate"]
     judged = {check.name: check for check in checks(found)}
-    losses, more_sites = loss_figures(runs, first=(found["loss"] or {}).get("site"))
+    judged_site = None
+    if found["loss"]:
+        judged_site = found["loss"]["site"]
+    losses, more_sites = loss_figures(runs, first=judged_site)
     error = _error_figure(found)
     formats = Counter(run.format for run in runs)
     return html_page(
@@ -79,17 +83,17 @@ def comparison_page(comparison: ComparisonCapture) -> str:
 
 
 def run_page(capture: Capture, folder: Path) -> str:
-    """Render the page of a single run, whole or cut short; what explain found of it is in ``folder``."""
+    """Render the page of a single run, whole or cut short, with what explain kept of it in ``folder``."""
     panel = explain_panel(folder)
     verb = "run" if panel is None else "explain"
     losses: list[Figure] = []
     more_sites = 0
-    # explain watches only a few, slowed steps, whose losses mean nothing.
+    # explain watches only a few steps, whose losses mean nothing.
     if panel is None:
         side = "fp32" if formats_of([capture]) in ("", "fp32") else "mixed"
         run = TimedRun(name="run", format=side, seed=NO_SEED, last_line="", capture=capture)
         losses, more_sites = loss_figures([run])
-    times = median_of_runs(times_of_runs([capture], kind_of([capture])))
+    spread = median_of_runs(times_of_runs([capture], kind_of([capture])))
     return html_page(
         "run.html",
         title=_script(capture.start["argv"]),
@@ -98,10 +102,10 @@ def run_page(capture: Capture, folder: Path) -> str:
         start={"loss_scale": None, "seed": None} | capture.start,
         ended=capture.end is not None,
         totals=capture.totals(),
-        devices=capture.of("device")[:8],
+        devices=capture.of("device")[:_MOST_DEVICES],
         losses=losses,
         more_sites=more_sites,
-        median_s=times and times.median_s,
+        median_s=spread and spread.median_s,
         panel=panel,
         facts=_facts([capture]),
         notes=[note["text"] for note in capture.of("note")],
@@ -135,8 +139,8 @@ def _script(argv: Sequence[str]) -> str:
 def _command(verb: str, start: Mapping[str, Any]) -> str:
     """Return the command, quoted for a shell.
 
-    That of compare has the options that differ from their defaults. Captures of run and explain hold no
-    options, and in place of ``-m module`` the file of the module.
+    A comparison keeps the options that differ from their defaults. Captures of run and explain keep no
+    options, and the file of the module in place of ``-m module``.
     """
     words = shlex.join([*start.get("options", ()), *start["argv"]])
     return shortened(f"narrowcast {verb} {words}", _LONGEST_FACT)

@@ -18,8 +18,9 @@ _KINDS = {
 }
 _SHORT = {"activation": "output", "gradient": "gradient", "weight gradient": "weight"}
 _LINE = "{:<27}{:<10}{:>12}{:>10}{:>10}{:>10}"
-# Exponents of two of fp16: the smallest subnormal number, the smallest normal one, and the largest.
+# Binary exponents of fp16's smallest subnormal number, smallest normal number, and largest number.
 _FP16 = (-24, -14, 15)
+# Width of a cell and height of a row of a heat map, in pixels.
 _CELL, _ROW = 14, 16
 
 
@@ -57,9 +58,13 @@ def ranges_page(found: Mapping[str, Any]) -> str:
     """Render the page: one heat map for each kind of numbers, and the shares of every format."""
     maps = []
     for what, heading in _KINDS.items():
-        rows = [entry for entry in found["ranges"] if entry["values"] == what]
-        if rows:
-            maps.append(_heat_map(heading, rows, 1.0 if what == "activation" else found["loss_scale"]))
+        of_kind = [entry for entry in found["ranges"] if entry["values"] == what]
+        # In fp16 only gradients are multiplied by the loss scale.
+        scale = 1.0
+        if what != "activation":
+            scale = found["loss_scale"]
+        if of_kind:
+            maps.append(_heat_map(heading, of_kind, scale))
     rows = sorted(found["ranges"], key=_badness, reverse=True)
     return html_page(
         "ranges.html",
@@ -116,11 +121,14 @@ def _end_of(name: str, longest: int) -> str:
 def _shown(entry: Mapping[str, Any]) -> dict[str, str]:
     """Return what a row of the page shows, in words."""
     formats = entry["formats"]
+    zeros = 0.0
+    if entry["numbers"]:
+        zeros = entry["zeros"] / entry["numbers"]
     return {
         "module": entry["module"],
         "numbers": _SHORT[entry["values"]],
         "exponents": _span(entry),
-        "zeros": _percent(entry["zeros"] / entry["numbers"] if entry["numbers"] else 0.0),
+        "zeros": _percent(zeros),
         "flushed": _percent(formats["fp16"].get("flushed", 0.0)),
         "subnormal": _percent(formats["fp16"].get("subnormal", 0.0)),
         "overflowed": _percent(formats["fp16"].get("overflowed", 0.0)),
@@ -147,7 +155,7 @@ def _percent(share: float) -> str:
 
 
 class _Cell(NamedTuple):
-    """An exponent of a row: its place, how strong its colour is, and what its tooltip says."""
+    """An exponent of a row: its place, the opacity of its colour, and the text of its tooltip."""
 
     x: int
     opacity: float
@@ -174,7 +182,7 @@ class _HeatMap(NamedTuple):
 
 def _heat_map(heading: str, entries: Sequence[Mapping[str, Any]], scale: float) -> _HeatMap:
     exponents = [int(exponent) for entry in entries for exponent in entry["exponents"]]
-    # In fp16 a gradient is multiplied by the loss scale, so it meets the limits at smaller exponents.
+    # A number that is multiplied by ``scale`` before the cast meets the limits at smaller exponents.
     limits = [exponent - round(math.log2(scale)) for exponent in _FP16]
     first = min([*exponents, limits[0]]) - 1
     last = max([*exponents, limits[2]]) + 1
@@ -186,16 +194,21 @@ def _heat_map(heading: str, entries: Sequence[Mapping[str, Any]], scale: float) 
         for exponent, count in counts.items():
             share = count / nonzero
             text = f"2^{exponent}: {_percent(share)}"
-            # The root, so that rare numbers are seen too.
+            # The square root of the share, so that rare numbers can be seen too.
             opacity = round(max(0.08, math.sqrt(share)), 3)
             cells.append(_Cell((exponent - first) * _CELL, opacity, text))
         rows.append((shortened(entry["module"], 60), cells))
-    words = ("fp16: smallest number", "smallest normal number", "largest number")
-    # A mark is at the left of a cell. Numbers of the largest exponent still fit: its mark is behind them.
-    places = (limits[0], limits[1], limits[2] + 1)
-    marks = [((place - first) * _CELL, word) for place, word in zip(places, words, strict=True)]
-    ticks = [
-        ((exponent - first) * _CELL, exponent) for exponent in range(first, last + 1) if exponent % 4 == 0
+    # A mark is at the left of a cell. Numbers with the largest exponent still fit, so the mark of the largest
+    # number is at the left of the next cell.
+    smallest, smallest_normal, largest = limits
+    marks = [
+        ((smallest - first) * _CELL, "fp16: smallest number"),
+        ((smallest_normal - first) * _CELL, "smallest normal number"),
+        ((largest + 1 - first) * _CELL, "largest number"),
     ]
+    ticks = []
+    for exponent in range(first, last + 1):
+        if exponent % 4 == 0:
+            ticks.append(((exponent - first) * _CELL, exponent))
     width = (last - first + 1) * _CELL
     return _HeatMap(heading, rows, marks, ticks, width, max(0, len(entries) - _MOST_ROWS))

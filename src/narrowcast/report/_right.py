@@ -15,7 +15,7 @@ from narrowcast.errors import few
 from narrowcast.report._text import short
 
 PASS, FAIL, CANNOT_TELL = "pass", "fail", "cannot tell"
-# Of losses of one or two seeds, as by default.
+# The verdict on losses of one or two seeds; one seed is the default.
 NOT_JUDGED = "not judged"
 GROWING = "failing and growing"
 LOST = "lost"
@@ -23,7 +23,7 @@ LOST = "lost"
 _ENOUGH_SEEDS = 3
 # A comparison that is suggested has this many times as many steps.
 _TIMES_LONGER = 4
-# From so many steps on, the middle of the run is well beyond the 24 steps after which gradients are judged.
+# By default gradients are judged up to step 24. Runs of so many steps have their middle well beyond that.
 _FEWEST_FOR_LATER = 100
 
 
@@ -63,9 +63,10 @@ def judge_gradients(certificates: Sequence[Mapping[str, Any]]) -> Gradients:
     early = None
     if later and first["verdict"] == FAIL and state in (PASS, CANNOT_TELL):
         steps = " and ".join(str(certificate["at_step"]) for certificate in later)
+        noun = "steps" if len(later) > 1 else "step"
         early = (
             f"gradients failed at step {first['at_step']}, the start of training, and no longer do at "
-            f"{'steps' if len(later) > 1 else 'step'} {steps}, which count: {first['reason']}"
+            f"{noun} {steps}, which count: {first['reason']}"
         )
     return Gradients(state, reason, early)
 
@@ -73,6 +74,7 @@ def judge_gradients(certificates: Sequence[Mapping[str, Any]]) -> Gradients:
 def decisive_certificate(certificates: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the worst of those at later steps, the latest if several are; without later ones the first."""
     first, *later = certificates
+    # Of several in one state the latest one stays.
     by_state = {_state(certificate): certificate for certificate in later or [first]}
     worst = next(state for state in (LOST, FAIL, CANNOT_TELL, PASS) if state in by_state)
     return by_state[worst]
@@ -100,14 +102,18 @@ def judge_training(gradients: Gradients, losses: str, reason: str) -> str:
     """Return ``"yes"``, ``"no: ..."`` or ``"cannot tell: ..."``.
 
     Args:
-        gradients: as of ``judge_gradients``.
-        losses: ``PASS``, ``CANNOT_TELL``, ``FAIL`` or ``NOT_JUDGED``; ``reason``: for it.
+        gradients: what ``judge_gradients`` returned.
+        losses: ``PASS``, ``CANNOT_TELL``, ``FAIL`` or ``NOT_JUDGED``.
+        reason: for the verdict on the losses.
     """
     of_losses, of_gradients = f"losses: {reason}", f"gradients: {gradients.reason}"
 
     # This is the table of docs/compare.md, row by row from below.
     if gradients.state in (LOST, GROWING):
-        return f"no: {of_gradients}; {of_losses}" if losses == FAIL else f"no: {of_gradients}"
+        why = of_gradients
+        if losses == FAIL:
+            why = f"{of_gradients}; {of_losses}"
+        return f"no: {why}"
     if losses == FAIL:
         return f"no: {of_losses}"
     if gradients.state == FAIL:
@@ -141,7 +147,7 @@ def next_for_right(
         right: as ``judge_training`` returned it.
         start: the first event of the comparison.
         kind: ``"training"`` or ``"inference"``.
-        formats: that mixed runs computed in.
+        formats: the formats that mixed runs computed in, as text.
         was_stopped: whether runs were ended before the script ended by itself.
         steps: of the optimizers in the first run.
         input_is_rounded: whether the reason names a column of the input to standardize.
@@ -149,16 +155,17 @@ def next_for_right(
     if right == "yes":
         return None
     if input_is_rounded:
-        # No policy helps a layer that reads the input in the format; the reason says what to change first.
+        # The layer reads its input in a format that rounds it too much, which no policy changes. The reason
+        # says what to change in the script before this command.
         return compare_again(start)
     if right.startswith("no") and "fp16" in formats:
         # bf16 has the range of FP32, and needs no loss scale.
         return compare_again(start, policy="bf16", loss_scale=None)
     if right.startswith("no") and start["policy"] != "safe":
-        # It keeps more operators in FP32.
+        # "safe" keeps more operators in FP32.
         return compare_again(start, policy="safe")
     if not right.startswith("cannot tell") or kind == "inference":
-        # A rule of one's own is left, and explain names the operators.
+        # The remaining remedy is a rule of the user's own. explain names the operators that it can be for.
         return command("explain", start, ("--policy", start["policy"]))
     return _next_if_unsure(right, start, was_stopped=was_stopped, steps=steps)
 
@@ -166,10 +173,11 @@ def next_for_right(
 def _next_if_unsure(right: str, start: Mapping[str, Any], *, was_stopped: bool, steps: int) -> str:
     by_gradients = right.startswith("cannot tell: gradients")
     if by_gradients and start.get("at_step") is None and steps >= _FEWEST_FOR_LATER:
-        # Errors mostly fall as training goes on; losses that agree would not make this a yes.
+        # Errors of gradients mostly fall as training goes on. More seeds would not help: with such gradients
+        # the answer is no "yes" even if all losses agree.
         return compare_again(start, at_step=steps // 2)
     if start["repeats"] < _ENOUGH_SEEDS:
-        # With so many seeds the losses count too.
+        # From three seeds on, the losses are judged too.
         return compare_again(start, repeats=_ENOUGH_SEEDS)
     if by_gradients:
         return command("explain", start, ("--policy", start["policy"]))
@@ -181,7 +189,7 @@ def next_for_speed(
 ) -> str | None:
     """Return the command that tells more about whether mixed precision is worth it; None: it is.
 
-    If other programs used the CPUs it is the same command, for when they have ended.
+    With ``is_busy``, as other programs used the CPUs, it is the same command, to repeat when they have ended.
     """
     if worth_it.startswith("yes"):
         return None
@@ -189,7 +197,7 @@ def next_for_speed(
         return command("doctor", start, ("--policy", start["policy"]))
     if is_busy:
         return compare_again(start)
-    # A time limit of 0 is none: all pairs of runs are timed, for a narrower interval.
+    # A time limit of 0 means no limit: all pairs of runs are timed, for a narrower interval.
     return compare_again(start, **_more(start, was_stopped=was_stopped), time_limit=0)
 
 
@@ -201,7 +209,7 @@ def _more(start: Mapping[str, Any], *, was_stopped: bool) -> dict[str, int]:
 
 
 def compare_again(start: Mapping[str, Any], **changed: Any) -> str:
-    """Return the command of a comparison with other options, None to leave one out."""
+    """Return the command of a comparison with some options ``changed``; None leaves one out."""
     options = _options_of(start)
     for name, value in changed.items():
         option = f"--{name.replace('_', '-')}"
@@ -213,12 +221,12 @@ def compare_again(start: Mapping[str, Any], **changed: Any) -> str:
 
 
 def command(verb: str, start: Mapping[str, Any], options: Sequence[str]) -> str:
-    """Return a command on the script of a comparison, as one types it."""
+    """Return a command for the script of a comparison, as it is typed."""
     module = ["-m"] if "-m" in start.get("options", ()) else []
     return shlex.join(["narrowcast", verb, *options, *module, *start["argv"]])
 
 
 def _options_of(start: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options that the comparison was started with, which all take a value."""
+    """Return the options of the comparison with their values; ``-m``, which has no value, is left out."""
     words = [word for word in start.get("options", ()) if word != "-m"]
     return dict(zip(words[::2], words[1::2], strict=True))

@@ -71,7 +71,7 @@ def run_block(capture: Capture, *, capture_path: str | None = None, with_told: b
         if with_told or not note.get("told"):
             notes.append(note["text"])
     for text in notes + _losses_not_finite(capture):
-        # The story of a skipped step has several lines.
+        # A note that tells the story of a skipped step has several lines.
         first, *others = text.split("\n")
         lines.append(wrapped(f"note: {first}", "  ", " " * 8, whole_words=True))
         lines += [wrapped(line, " " * 8, " " * 16) for line in others]
@@ -87,9 +87,12 @@ def _formats(capture: Capture) -> str:
     formats = _formats_of_devices(capture)
     if totals["left_alone"] is not None:
         left = "left to the script's own mixed precision"
-        # A region may have made way before anything computed in it.
+        # A region that was opened has a format, even if the script's own mixed precision took over before
+        # anything computed in it.
         computed = any(totals[name] for name in ("steps", "skipped_steps", "backwards", "forwards"))
-        return f"{formats}, then {left}" if formats and computed else f"{left}{here}"
+        if formats and computed:
+            return f"{formats}, then {left}"
+        return f"{left}{here}"
     if not formats:
         return f"nothing ran in mixed precision{here}"
     return formats
@@ -101,7 +104,7 @@ def _formats_of_devices(capture: Capture) -> str:
     places = []
     for device in capture.of("device"):
         place = f"{device['format']} on {device['device_type']}"
-        # The policy that is named behind it says that it was asked for.
+        # "as asked" is left out where the text goes on with the policy, which says the same.
         if not policy or device["because"] != "as asked":
             place += f" ({device['because']})"
         places.append(place)
@@ -130,13 +133,14 @@ def _counts(totals: dict[str, Any]) -> str:
 
 
 def _losses_not_finite(capture: Capture) -> list[str]:
-    """Note each call site whose last loss is not finite: since when, and what to try."""
+    """Return a note for each call site whose last losses are not finite: since when, and what to try."""
     by_site: dict[str, list[dict[str, Any]]] = {}
     for loss in capture.of("loss"):
         by_site.setdefault(loss["site"], []).append(loss)
 
     notes = []
     for site, losses in by_site.items():
+        # The first loss of those at the end that are all not finite.
         first = None
         for loss in losses:
             if math.isfinite(loss["value"]):
@@ -145,7 +149,7 @@ def _losses_not_finite(capture: Capture) -> list[str]:
                 first = loss
         if first is not None:
             what = f"the loss at {site} is {first['value']} from backward {first['backward']} on"
-            # The story of a skipped step says whether FP32 has it too.
+            # If there is a story of a skipped step, it says whether FP32 has it too.
             if not any(note.get("story") for note in capture.of("note")):
                 what += ": try --policy fp32 to see whether FP32 has it too"
             notes.append(what)

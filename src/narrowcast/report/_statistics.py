@@ -1,4 +1,4 @@
-"""What a loss may differ by, and reasons to doubt a comparison. Statistics of times: ``capture``."""
+"""How far losses may differ, and reasons to doubt a comparison. Statistics of times are in ``capture``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from narrowcast.report._text import plural
 # A final loss is the mean of this share of a run's losses, the last ones.
 _LAST_SHARE = 0.1
 _ENOUGH_SEEDS = 3
-# Losses of runs with fewer are not judged by one seed.
+# One seed alone can show that losses are far apart, if each run has at least so many.
 _FEWEST_LOSSES = 10
-# With one or two seeds: final losses that are all more than so many times FP32's leave a doubt.
+# With one or two seeds the answer is "cannot tell" if each final loss is more than so many times FP32's.
 _MANY_TIMES = 10.0
+# From this share of skipped steps on, the formats did not do the same work; nor did they if one of them
+# called modules so many times as often.
 _MANY_SKIPPED = 0.1
 _MORE_CALLS = 1.2
 
@@ -138,9 +140,9 @@ def judged_sites(captures: Sequence[Capture]) -> list[str]:
         if not of_main:
             continue
         for loss in losses:
-            # As many steps as the main site: they take turns, too. In a run of one step no loss lies between
-            # two of the main site's.
             between = of_main[0] <= loss["backward"] <= of_main[-1]
+            # In a run of one step no loss can lie between two of the main site's. A site with as many steps
+            # as the main one takes turns with it too.
             if between or steps[loss["site"]] == steps[main_site]:
                 judged[loss["site"]] = None
     return list(judged)
@@ -158,8 +160,8 @@ class LossVerdict:
         reason: a clause for the table.
         difference: mean over seeds of mixed minus FP32, both from the same seed; None: no pair.
         seed_spread: sample standard deviation of FP32's losses over seeds; None: fewer than three seeds.
-        times_fp32: the smallest ratio of mixed to FP32 over the seeds, if that is above ten and there are
-            fewer than three seeds (the comparison then cannot pass); else None.
+        times_fp32: the smallest ratio of mixed to FP32 over the seeds, if it is above ten and is the reason
+            of a "cannot tell", with fewer than three seeds; else None.
     """
 
     verdict: str
@@ -172,11 +174,12 @@ class LossVerdict:
 def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     """Judge final losses of one call site, a pair (FP32, mixed) for each seed.
 
-    They pass if the mean difference is at most the spread between seeds, or if mixed is lower by more. They
-    fail if mixed is higher by more and the paired differences leave no doubt (Student's t, 97.5 %), or if
-    mixed's losses alone are not finite. Otherwise nobody can tell; nor where seeds change nothing but the
-    formats differ, or if FP32's losses are not finite. Fewer than three seeds with finite losses are not
-    judged, unless mixed precision's loss is many times FP32's: then nobody can tell.
+    - pass: the mean difference is at most the spread between seeds, or mixed is lower by more.
+    - fail: mixed is higher by more, and the paired differences leave no doubt (Student's t, 97.5 %); or only
+      mixed's losses are not finite.
+    - not judged: fewer than three seeds, with finite losses; or no pair.
+    - cannot tell: all other cases. Of these are FP32 losses that are not finite, seeds that change nothing
+      while the formats differ, and one or two seeds with which mixed's losses are many times FP32's.
     """
     if not pairs:
         return LossVerdict("not judged", "no loss was seen in both formats")
@@ -236,9 +239,9 @@ def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]])
     Args:
         fp32, mixed: the losses of each run.
     """
-    # Both formats see the same batches, so the difference is no minibatch noise. Another seed changes a final
-    # loss by less than half of what FP32 learns. Rounding changes it by less than a tenth of itself. Hence
-    # two limits.
+    # Both formats see the same batches, so minibatch noise does not explain a difference. Two other things
+    # may: another seed changes a final loss by less than half of what FP32 learns, and rounding changes it by
+    # less than a tenth of itself. Hence two limits.
     if not fp32 or not mixed or min(map(len, [*fp32, *mixed])) < _FEWEST_LOSSES:
         return None
     fp32_losses = list(chain.from_iterable(fp32))
@@ -313,7 +316,7 @@ def calls_per_step(runs: Iterable[TimedRun]) -> float | None:
 
 
 def _other_calls(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun]) -> list[str]:
-    """Say where rounding makes a loop longer or shorter, as of a solver."""
+    """Say where rounding makes a loop of the script longer or shorter, such as that of a solver."""
     fp32_calls, mixed_calls = calls_per_step(fp32), calls_per_step(mixed)
     if not fp32_calls or not mixed_calls:
         return []
@@ -337,7 +340,7 @@ def formats_of(captures: Iterable[Capture]) -> str:
 
 
 def _not_repeatable(fp32: Sequence[TimedRun]) -> list[str]:
-    """Say where FP32 runs of one seed differ: differences between the formats contain that difference too."""
+    """Say where FP32 runs of one seed differ: that difference is part of each difference of the formats."""
     losses_by_seed: dict[int, list[list[float]]] = defaultdict(list)
     was_cut = False
     for run in fp32:

@@ -53,7 +53,7 @@ _SCHEMA = 1
 _WORST_FIRST = ("fail", "cannot tell", "not judged", "pass")
 _TIMES = ("step_time_s_median", "step_time_s_interval", "forward_time_s_median", "forward_time_s_interval")
 _LESS_MEMORY = 0.95
-# A speedup within this of that of the medians beside it needs no explanation.
+# The speedup is explained if it differs by more than this factor from the ratio of the medians shown with it.
 _ALIKE = 1.05
 
 
@@ -117,7 +117,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
             formats=formats,
             was_stopped=was_stopped,
             steps=fp32.numbers["steps"] or 0,
-            input_is_rounded=_is_for_its_input(right, checks["certificate"]),
+            input_is_rounded=_names_an_input_column(right, checks["certificate"]),
         ),
         "worth_it": next_for_speed(worth, start, was_stopped=was_stopped, is_busy=is_busy(by_others)),
     }
@@ -152,8 +152,8 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     return result
 
 
-def _is_for_its_input(right: str, certificate: Mapping[str, Any] | None) -> bool:
-    """Return whether the reason of the answer names a column of the input to standardize."""
+def _names_an_input_column(right: str, certificate: Mapping[str, Any] | None) -> bool:
+    """Return whether the answer ``right`` names a column of the input to standardize."""
     if certificate is None or not certificate["input_is_rounded"]:
         return False
     return certificate["reason"] in right
@@ -233,7 +233,11 @@ class _Side:
 
     def last_facts(self, key: str) -> dict[str, Any]:
         """Return the settings or versions of the last run that recorded them; empty if none did."""
-        return next((totals[key] for totals in reversed(self._totals) if totals[key]), {})
+        for totals in reversed(self._totals):
+            if totals[key]:
+                facts: dict[str, Any] = totals[key]
+                return facts
+        return {}
 
     def losses_at(self, site: str) -> list[list[float]]:
         """Return the losses of each whole run at a call site."""
@@ -345,14 +349,16 @@ def _of_outputs(output: Any) -> str:
     """Return whether mixed precision is right for a script that only computes."""
     if output["verdict"] == "pass":
         return "yes"
-    word = {"fail": "no"}.get(output["verdict"], output["verdict"])
-    return f"{word}: outputs: {output['reason']}"
+    answer = output["verdict"]
+    if answer == "fail":
+        answer = "no"
+    return f"{answer}: outputs: {output['reason']}"
 
 
 def _of_training(
     comparison: ComparisonCapture, checks: Mapping[str, Any], fp32: _Side, mixed: _Side
 ) -> tuple[str, str | None]:
-    """Return whether mixed precision is right for a training, and a note on an early failure that is gone."""
+    """Return whether mixed precision is right for a training, and a note on a failure at its start alone."""
     certificate, loss = checks["certificate"], checks["loss"]
     gradients = judge_gradients(comparison.own.of("certificate") or [certificate])
     # Where a loss is not finite in FP32, or where many steps were skipped, gradients alone cannot pass.
@@ -414,18 +420,19 @@ def _used_by_others(comparison: ComparisonCapture) -> float:
 
 
 def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] | None:
-    """Return the certificate of a script that trains, or the reason for which there is none."""
+    """Return the certificate of a script that trains; without one, its fields and the reason."""
     if kind == "inference":
         return None
-    absent = dict.fromkeys(("error_over_noise", "relative_error", "cosine", "worst_parameter"))
-    reason = "the comparison ended before the gradients were compared"
-    if comparison.finished:
-        reason = "no backward was seen in its runs"
     certificates = comparison.own.of("certificate")
     if certificates:
+        # Older captures do not have this field.
         certificate = {"input_is_rounded": False} | dict(decisive_certificate(certificates))
         del certificate["event"]
     else:
+        absent = dict.fromkeys(("error_over_noise", "relative_error", "cosine", "worst_parameter"))
+        reason = "the comparison ended before the gradients were compared"
+        if comparison.finished:
+            reason = "no backward was seen in its runs"
         certificate = absent | {
             "parameters": [],
             "is_lost": False,
@@ -443,17 +450,14 @@ def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, A
 def _output(comparison: ComparisonCapture, kind: str | None) -> dict[str, Any] | None:
     if kind == "training":
         return None
-    absent = {"relative_error": None, "sqnr_db": None, "calls": 0}
-    return _last(comparison, "output", absent, "the outputs of the two formats were not compared")
-
-
-def _last(comparison: ComparisonCapture, name: str, absent: dict[str, Any], reason: str) -> dict[str, Any]:
-    event = comparison.own.last(name)
+    event = comparison.own.last("output")
     if event is None:
+        absent = {"relative_error": None, "sqnr_db": None, "calls": 0}
+        reason = "the outputs of the two formats were not compared"
         return absent | {"verdict": "cannot tell", "reason": reason}
-    shown = dict(event)
-    del shown["event"]
-    return shown
+    output = dict(event)
+    del output["event"]
+    return output
 
 
 def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str]:
@@ -474,9 +478,9 @@ def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str
         for key, value in numbers.items():
             if value is None:
                 reasons[f"{name}.{key}"] = check["reason"]
+        # These are missing for reasons of their own, not for that of the verdict.
         if f"{name}.loss_scale" in reasons and check["relative_error"] is not None:
             reasons[f"{name}.loss_scale"] = "losses were not scaled"
-        # The reason of the verdict is not why these two are missing.
         if f"{name}.times_fp32" in reasons:
             reasons[f"{name}.times_fp32"] = "only told of one or two seeds, all above ten times FP32's"
         if f"{name}.seed_spread" in reasons and check["difference"] is not None:
@@ -497,7 +501,7 @@ def _notes(comparison: ComparisonCapture) -> list[str]:
 
 
 def _of_turns(speedup: float | None, fp32: _Side, mixed: _Side, kind: str | None) -> list[str]:
-    """Say why the speedup is not that of the medians beside it, where one would notice."""
+    """Say why the speedup is not the ratio of the medians shown with it, if the two clearly differ."""
     if speedup is None or fp32.time is None or mixed.time is None:
         return []
     of_medians = fp32.time.median_s / mixed.time.median_s

@@ -42,7 +42,7 @@ class Row:
     mixed: str
     change: str = ""
     reasons: tuple[str, ...] = ()
-    worth_a_reason: bool = False  # shown with its reason even if neither format has the number
+    worth_a_reason: bool = False  # shown, with the reason, even if neither format has the number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +96,14 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
         *_loss_rows(summary),
     ]
 
-    # Zeros of a script that only computes would look as if something were missing.
+    # A script that only computes takes no steps. Its zeros would look as if something were missing.
     if kind != "inference":
         all_rows.append(_row(summary, "steps", f"optimizer steps{first}", count))
         all_rows.append(_row(summary, "skipped_steps", f"skipped steps{first}", count))
     all_rows.append(_row(summary, "final_scale", f"final loss scale{first}", number))
     all_rows.append(_row(summary, "wall_s", f"wall time{first}", seconds))
 
-    # What neither format has is left out, unless a reader would look for it.
+    # A number that neither format has is left out, unless its absence needs a reason.
     shown = []
     for row in all_rows:
         is_empty = (row.fp32, row.mixed) in ((UNKNOWN, UNKNOWN), ("", ""))
@@ -211,7 +211,7 @@ def checks(summary: Mapping[str, Any]) -> list[Check]:
 
 
 def _check(name: str, part: Mapping[str, Any], numbers: Sequence[str]) -> Check:
-    # A number that is missing is left out: the reason says why.
+    # A missing number is left out. The reason says why it is missing.
     known = tuple(words for words in numbers if not words.endswith(f" {UNKNOWN}"))
     return Check(name=name, verdict=part["verdict"], numbers=known, reason=part["reason"] or "")
 
@@ -244,6 +244,7 @@ def _gradient_numbers(certificate: Mapping[str, Any]) -> list[str]:
     worst = certificate["worst_parameter"]
     if worst is not None:
         text = f"worst {short(worst[key])} in {shortened(worst['name'])}"
+        # The certificate keeps only the errors of the worst parameter. ``exemption`` needs the whole entry.
         for parameter in certificate["parameters"]:
             exempt = exemption(parameter, certificate)
             if exempt is not None and parameter["name"] == worst["name"]:
@@ -258,7 +259,10 @@ def _gradient_numbers(certificate: Mapping[str, Any]) -> list[str]:
 
 
 def total_exemption(certificate: Mapping[str, Any]) -> str | None:
-    """Return why gradients pass although their error over noise is beyond the limit; None: it is not."""
+    """Return why gradients pass although their error over noise is beyond the limit.
+
+    None: it is within the limit, or they do not pass.
+    """
     ratio = certificate["error_over_noise"]
     if ratio is None or float(ratio) < TOTAL_LIMIT or certificate["verdict"] != "pass":
         return None
@@ -266,12 +270,18 @@ def total_exemption(certificate: Mapping[str, Any]) -> str | None:
 
 
 def exemption(parameter: Mapping[str, Any], certificate: Mapping[str, Any]) -> str | None:
-    """Return why a parameter whose error over noise is beyond its limit is not lost; None: it is not so."""
+    """Return why a parameter is not lost although its error over noise is beyond the limit.
+
+    None: it is within the limit, or lost, or not judged.
+    """
+    if not parameter["judged"] or parameter["lost"]:
+        return None
     ratio = parameter["error_over_noise"]
-    if ratio is None or not parameter["judged"] or parameter["lost"] or not float(ratio) > PARAMETER_LIMIT:
+    # NaN is above no limit.
+    if ratio is None or not float(ratio) > PARAMETER_LIMIT:
         return None
     if certificate.get("minibatches", 1) == 1:
-        # The larger one of noise and gradient is the yardstick.
+        # For one minibatch the error is judged against the noise or the gradient, whichever is larger.
         return f"small beside its own gradient: relative error {short(parameter['relative_error'])}"
     if math.prod(parameter["shape"]) < ENOUGH_ELEMENTS:
         return f"fewer than {ENOUGH_ELEMENTS} elements"

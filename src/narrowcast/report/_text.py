@@ -87,14 +87,17 @@ def wrapped(text: str, first: str = "", then: str | None = None, *, whole_words:
     ``whole_words``, words such as paths stay whole if they are longer than a line.
     """
     words = " ".join(printable(text).split())
+    # No line ends between a number and its unit, or inside of a shape.
     for unit in (" s)", " %"):
         words = words.replace(unit, f"{_NO_BREAK}{unit[1:]}")
     words = words.replace(" x ", f"{_NO_BREAK}x{_NO_BREAK}")
+    if then is None:
+        then = f"{first}  "
     lines = textwrap.wrap(
         words,
         WIDTH,
         initial_indent=first,
-        subsequent_indent=f"{first}  " if then is None else then,
+        subsequent_indent=then,
         break_long_words=not whole_words,
         break_on_hyphens=False,
     )
@@ -128,7 +131,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collectio
 
 
 def _or_unknown(show: Callable[..., str]) -> Callable[..., str]:
-    """Make a formatter of numbers show ``-`` for None. NaN and infinities may come as text."""
+    """Make a formatter of numbers show ``-`` for None, and accept numbers as text, such as ``"nan"``."""
 
     @functools.wraps(show)
     def shown(value: float | str | None, *digits: int) -> str:
@@ -255,6 +258,7 @@ def speed_interval(timed: Mapping[str, Any]) -> str:
     if timed["speedup_interval"] is None:
         return ""
     low, high = timed["speedup_interval"]
+    # ``speed_text`` shows how many times slower, which is the inverse.
     if timed["speedup"] < 1:
         low, high = 1 / high, 1 / low
     return f"{_times(low)}x to {_times(high)}x"
@@ -266,7 +270,7 @@ def measured_speed(timed: Mapping[str, Any]) -> str:
 
 
 def beside_others(speedup: float, share: float) -> str:
-    """Say that other programs used so much of the CPUs that the speed of a script cannot be told."""
+    """Say that the speed is not known, since other programs used the ``share`` of the CPUs."""
     return (
         f"timed as {speed_text(speedup)}, but other programs used {100 * share:.0f} % of the CPUs: repeat it "
         "when they have ended"

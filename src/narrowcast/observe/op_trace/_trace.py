@@ -85,6 +85,7 @@ class _Unclaimed(threading.local):
         has_decided_part: whether something inside the outermost operator under way was decided about.
     """
 
+    # threading.local calls it again in each thread that uses the object.
     def __init__(self, of_all_threads: list[list[Operation]]) -> None:
         self.operations: list[Operation] = []
         self.has_decided_part = False
@@ -128,8 +129,8 @@ class OpTrace:
     def take(self) -> Collected:
         """Return what was seen since entering, or since the last call of this method."""
         with self._lock:
-            # What ran in no watched operator: backward, optimizers, what writes in place, code outside of
-            # regions.
+            # These ran in no watched operator: backward, optimizers, operators that write in place, and code
+            # outside of regions.
             for operations in list(self._unclaimed_of_all):
                 for operation in operations:
                     self._count_alone(operation)
@@ -140,13 +141,13 @@ class OpTrace:
     # ---- callbacks
 
     def _saw_operation(self, operation: Operation) -> None:
-        if operation.place.fp8_rule is None or operation.depth > 0:
-            self._unclaimed.operations.append(operation)
-        else:
-            # No watched operator will claim it. Counted now and not in take(), so that its row stands among
-            # those of its module's neighbours.
+        if operation.place.fp8_rule is not None and operation.depth == 0:
+            # No watched operator will claim it. It is counted now and not in take(), so that its row stands
+            # among those of its module's neighbours.
             with self._lock:
                 self._count_alone(operation)
+        else:
+            self._unclaimed.operations.append(operation)
 
     def _saw_call(self, call: Any) -> None:
         """Record an operator that was decided about, or an outermost one with what its parts left."""
@@ -162,8 +163,8 @@ class OpTrace:
         unclaimed = self._unclaimed
         has_row = is_decided
         if is_outermost and not is_decided:
-            # Parts that were decided about have rows. The whole then has one only if it computed something
-            # besides.
+            # Parts that were decided about have rows of their own. The whole then has a row only if
+            # operations ran in it that no part claimed.
             has_row = not unclaimed.has_decided_part or bool(_computed(inside))
         if is_outermost:
             unclaimed.has_decided_part = False
@@ -246,7 +247,8 @@ def _text_or_none(rule: Rule | None) -> str | None:
 
 def near_module(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str:
     """Return ``" (did you mean "encoder.*"?)"`` for a rule that names none of these modules, or ``""``."""
-    # Paths start at the module that is called, which in a script may be inside another one.
+    # Paths start at the module that the script calls. If that is a part of a larger module, the rule may have
+    # been written with the path in the larger one.
     modules = list(named)
     shorter = without_prefix(rule, modules)
     if shorter is not None:
@@ -277,11 +279,11 @@ class ReachedRules:
     def clear(self) -> None:
         self._reached: set[Rule] = set()
         self._called: set[str] = set()
-        self._around: dict[str, str] = {}  # the first operator in which an operation ran
+        self._around: dict[str, str] = {}  # operation -> the first operator in which it ran
 
     def saw(self, op: str, rule: Rule | None, below: Iterable[str]) -> None:
-        """Count a call of ``op`` in which operations ``below`` ran."""
-        # A rule may name an operator or all of its overloads.
+        """Note a call of ``op``, which ``rule`` decided about, and in which the operations ``below`` ran."""
+        # A rule may name one overload of an operator, or all of them.
         names = {op, base_of(op)}
         self._called |= names
         if rule is not None:
@@ -303,7 +305,7 @@ class ReachedRules:
                     reason = f"it names none of the modules that were called{hint}"
                     found.append({"rule": str(rule), "reason": reason})
                     continue
-                # A rule for a whole module decides about its inputs, whatever is inside.
+                # A rule for a whole module casts its inputs, so it is reached whatever the module calls.
                 if rule.op is None and rule.compute not in FP8_RECIPES:
                     continue
             found.append({"rule": str(rule), "reason": self._why(rule)})

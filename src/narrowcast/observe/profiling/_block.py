@@ -183,11 +183,12 @@ class LiveTensorBytes:
     """The most memory that CPU tensors take at once within the block, in ``peak_bytes``.
 
     Counts each allocation of torch's CPU allocator in this thread, and in the threads in which autograd runs
-    backward for it, until it is freed. The sum of the storages of tensors would miss
-    temporaries inside kernels, more of them in bf16 than in fp32: in examples/quantized_sine.py, three steps
-    at 512 by 512 pixels, the allocator hands out 2071 MiB in fp32 and 1423 MiB in bf16, storages hold 2054
-    and 1031. Not counted: memory from before the block, of other devices or threads, or that torch did not
-    allocate (numpy, mapped files, scratch of oneDNN and BLAS).
+    backward for it, until it is freed. Not counted: memory from before the block, of other devices or
+    threads, or that torch did not allocate (numpy, mapped files, scratch of oneDNN and BLAS).
+
+    The sum of the storages of tensors would miss temporaries inside kernels, more of them in bf16 than in
+    fp32: in examples/quantized_sine.py, three steps at 512 by 512 pixels, the allocator hands out 2071 MiB in
+    fp32 and 1423 MiB in bf16, and storages hold 2054 and 1031.
 
     torch's profiler keeps every event: measure a few training steps, not a day.
 
@@ -201,8 +202,8 @@ class LiveTensorBytes:
     def __enter__(self) -> Self:
         outer = getattr(self._thread, "open", None)
         if outer is not None:
-            # ``narrowcast compare`` already records around this script: end its recording, which then has no
-            # valid peak, in favour of the script's.
+            # ``narrowcast compare`` may record around a script that profiles itself. End its recording, which
+            # then has no valid peak, so that the script gets its own.
             outer.__exit__()
             outer._problem = UnsupportedError("another profile ran in this thread meanwhile")
         self._peak = 0
@@ -217,7 +218,7 @@ class LiveTensorBytes:
         if self._ended:
             return
         if getattr(self._thread, "open", None) is not self:
-            # Another thread than the one that records, whose recording it cannot end.
+            # This is not the thread that records, and the recording of another thread cannot be ended here.
             self._problem = UnsupportedError(
                 "the block was left, or its peak read, in another thread than it was entered in: do all of "
                 "it in one thread"
@@ -233,13 +234,13 @@ class LiveTensorBytes:
             return
         allocations = [event for event in every_event(tree) if event.tag.name == "Allocation"]
         allocations.sort(key=lambda event: event.start_time_ns)
-        alive: dict[int, int] = {}  # bytes of each allocation, by its address
+        alive: dict[int, int] = {}  # bytes of each allocation that is not freed, by its address
         total = 0
         for event in allocations:
-            allocation = event.typed[1]  # of negative size if it is freed
+            allocation = event.typed[1]  # its size is negative if the memory is freed
             if allocation.device.type != "cpu":
                 continue
-            total -= alive.pop(allocation.ptr, 0)  # 0: allocated before
+            total -= alive.pop(allocation.ptr, 0)  # 0: allocated before the block
             if allocation.alloc_size > 0:
                 alive[allocation.ptr] = allocation.alloc_size
                 total += allocation.alloc_size
@@ -253,6 +254,7 @@ class LiveTensorBytes:
             raise self._problem
         return self._peak
 
+    # Nothing from before the block counts, so the whole peak was added in it.
     added_bytes = peak_bytes
 
 
@@ -309,9 +311,11 @@ class Recorder:
             torch.cuda.synchronize()
         if profiler_is_on():
             raise UnsupportedError("a profiler runs in this thread already: switch that one off")
-        memory = self._memory
-        recording = torch.profiler.profile(  # acc_events: otherwise torch 2.11 warns about further cycles
-            activities=activities, record_shapes=not memory, profile_memory=memory, acc_events=True
+        recording = torch.profiler.profile(
+            activities=activities,
+            record_shapes=not self._memory,
+            profile_memory=self._memory,
+            acc_events=True,  # otherwise torch 2.11 warns about further cycles
         )
         with without_markers_on_stderr():
             recording.__enter__()  # type: ignore[no-untyped-call]

@@ -15,7 +15,8 @@ _READS = (
     "item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", "to", "__bool__", "__int__",
     "__float__", "__index__", "__repr__", "__format__", "__array__", "__getitem__",
 )  # fmt: skip
-# They read counters and indices of their own, which are on the CPU wherever the model is.
+# CPU tensors that these modules read are their own counters and indices, which stay on the CPU if the model
+# is on a GPU.
 _ON_CPU_ANYWHERE = ("torch.optim.", "torch.utils.data.", "narrowcast.")
 
 
@@ -26,8 +27,8 @@ class HostReads(TorchFunctionMode):
             step()
         reads.rows()  # [{"site": "train.py:42", "what": "item()", "device": "cpu", "count": 1}]
 
-    On a GPU each read waits until the GPU has computed the values. A read inside another is one: printing a
-    tensor reads it several times. Not counted: reads of CPU tensors by optimizers, samplers and narrowcast.
+    On a GPU each read waits until the GPU has computed the values. Printing a tensor reads it several times,
+    which counts as one read. Not counted: reads of CPU tensors by optimizers, samplers and narrowcast.
     Models under ``torch.compile`` run eagerly within the block.
     """
 

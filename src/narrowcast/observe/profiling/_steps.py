@@ -24,7 +24,7 @@ PRODUCTS, CASTS, OTHER, OPTIMIZER, LOADING, PYTHON = PARTS
 _LOADER = "enumerate(DataLoader)#"
 _RANGES = {"Optimizer.step#": OPTIMIZER, _LOADER: LOADING, CLOSURE: PYTHON}
 _CAST_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-# A cast is a copy inside one of these; autograd makes it again for the gradient, in a node of its own.
+# A cast is a copy inside one of these. In backward autograd casts the gradient, in ``ToCopyBackward0``.
 _CASTING = ("aten::to", "aten::_to_copy", "aten::copy_")
 # A step that lasts longer than this times the median was disturbed by something else.
 _DISTURBED = 1.5
@@ -64,8 +64,8 @@ def summarize(
     steps_ns = sum(map(_length, steps))
     on_gpu = _on_gpu(results.events())
 
-    # On a GPU the time of an op is that of its kernels, whatever thread launched them. On a CPU what another
-    # thread does is not waited for.
+    # On a GPU the time of an op is that of its kernels, whatever thread launched them. On a CPU only the time
+    # of the script's thread counts, as the step does not wait for other threads.
     timed_on_gpu = device != "cpu" and bool(on_gpu.intervals)
     script_thread = marks[0].start_tid
     sums = _Sums(on_gpu.kernels_ns if timed_on_gpu else None, weights)
@@ -161,8 +161,9 @@ def union_ns(intervals: Iterable[_Interval], start: int, end: int) -> int:
 def _shares(parts_ns: Mapping[str, int], steps_ns: int, busy_ns: int | None) -> dict[str, float]:
     """Return shares of a step's time; times of overlapping kernels are scaled to the GPU's busy time."""
     known_ns = dict(parts_ns)
-    del known_ns[PYTHON]  # what is left, below
+    del known_ns[PYTHON]
     total_ns = sum(known_ns.values())
+    # How much of the steps the other parts take together. Python is what they leave.
     covered_ns = total_ns
     if busy_ns is not None:
         covered_ns = busy_ns
@@ -207,7 +208,7 @@ class _Sums:
     def __init__(self, kernels_ns: Mapping[int, int] | None = None, weights: Iterable[int] = ()) -> None:
         self._kernels_ns, self._weights = kernels_ns, frozenset(weights)
         self.parts_ns = dict.fromkeys(PARTS, 0)
-        # Bytes are read and written; ``weight_``: of parameters.
+        # Bytes are those read and those written. ``weight_`` counts casts of parameters.
         self.casts = {"count": 0, "bytes": 0, "weight_count": 0, "weight_bytes": 0}
         self.calls_ns: list[int] = []  # of ops that Python or autograd called, not of those that ops called
         self._products: dict[Any, _ProductTimes] = {}
@@ -225,14 +226,15 @@ class _Sums:
         for child in _ops(op.children):
             has_product |= self.add(child, part, is_call=is_call)
 
-        # On a GPU, PYTHON is the time without kernels. One that no op launched, as an extension's, counts as
-        # another op's.
+        # On a GPU, PYTHON is the time in which no kernel runs. So a kernel that Python launched without an
+        # op, as an extension does, counts as one of another op.
         if part == PYTHON and self._kernels_ns is not None:
             part = OTHER
         self.parts_ns[part] += self._own_ns(op)
         if not is_product(op.name):
             return has_product
-        # A linear layer calls a matmul, which is the one that counts; one in the loading of data does not.
+        # A linear layer calls a matmul, which then is the product that counts. Products in the loading of
+        # data do not count.
         if not has_product and part != LOADING:
             self._add_product(op)
         return True
@@ -346,13 +348,16 @@ def _has_cast(op: Any) -> bool:
 Shape = tuple[int, ...]
 
 # Position of the first of the two matrices among the arguments.
-_MATRICES = {"mm": 0, "matmul": 0, "bmm": 0, "mv": 0, "addmm": 1, "_addmm_activation": 1, "baddbmm": 1}
+_MATRICES = {
+    "mm": 0, "matmul": 0, "bmm": 0, "mv": 0, "addmm": 1, "_addmm_activation": 1, "addmv": 1, "baddbmm": 1,
+    "addbmm": 1,
+}  # fmt: skip
 _CONVOLUTION = re.compile(r"convolution|conv(_transpose)?\dd")
 _RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
 _ATTENTION = ("scaled_dot_product_", "_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
 _LINEAR = ("linear", "mkldnn_linear", "_linear_pointwise")
 _SCALED = ("_scaled_mm", "_scaled_grouped_mm")  # fp8
-_NAMES = frozenset((*_MATRICES, *_RECURRENT, *_LINEAR, *_SCALED, "einsum", "addbmm", "addmv"))
+_NAMES = frozenset((*_MATRICES, *_RECURRENT, *_LINEAR, *_SCALED, "einsum"))
 
 
 def is_product(name: str) -> bool:
@@ -360,6 +365,7 @@ def is_product(name: str) -> bool:
     space, _, op = name.partition("::")
     if space not in ("aten", "mkldnn"):
         return False
+    op = op.removesuffix("_")  # of ``addmm_``, which works in place
     return op in _NAMES or op.startswith(_ATTENTION) or _CONVOLUTION.search(op) is not None
 
 
@@ -369,7 +375,7 @@ def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]
     ``("matmul", (M, N, K))`` is an M x K matrix times a K x N one. Others: ``("batched matmul", (B, M, N,
     K))``, ``("convolution", input + weight)``, ``("attention", query + key)``, ``("recurrent layer", input)``
     """
-    op = name.partition("::")[2]
+    op = name.partition("::")[2].removesuffix("_")
     is_attention = op.startswith(_ATTENTION)
     is_convolution = _CONVOLUTION.search(op) is not None
     operands = [shape or () for shape in shapes]
