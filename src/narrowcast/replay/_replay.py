@@ -269,7 +269,8 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
     module = without_ddp(call.module)
     _refuse_collectives(module)
     _refuse_hooks(module)
-    args, kwargs = on_tensors(_leaf, (call.args, call.kwargs))
+    again = functools.partial(_input_again, call)
+    args, kwargs = on_tensors(again, (call.args, call.kwargs))
     inputs = tensors_inside((args, kwargs))
     leaves: list[torch.Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     leaves += [tensor for tensor in inputs if tensor.requires_grad]
@@ -368,12 +369,19 @@ def _refuse_collectives(module: nn.Module) -> None:
             raise ReplayError(f"{path or 'the model'} ({type(part).__name__}) talks to other ranks")
 
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+def _input_again(call: RecordedCall, tensor: torch.Tensor) -> torch.Tensor:
+    """Return an input for the repeated call, which requires a gradient and has a node if it had them."""
     if tensor.is_inference():
         return tensor.clone()  # which autograd may save
-    if tensor.requires_grad:
-        return tensor.detach().requires_grad_()
-    return tensor
+    if not tensor.requires_grad:
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    if id(tensor) not in call.had_graph or leaf.layout != torch.strided:
+        return leaf
+    # A module may return an input as it is. The gradients that arrived are matched with the outputs that have
+    # a node, so that this output needs a node again.
+    with torch.enable_grad():
+        return leaf.view_as(leaf)
 
 
 def _in_fp32(call: RecordedCall) -> RecordedCall:
@@ -383,6 +391,8 @@ def _in_fp32(call: RecordedCall) -> RecordedCall:
     args, kwargs = on_tensors(_as_fp32, (call.args, call.kwargs))
     in_fp32 = RecordedCall(call.module, args, kwargs, call.random_state)
     in_fp32.arrived = call.arrived
+    pairs = zip(call.inputs, in_fp32.inputs, strict=True)
+    in_fp32.had_graph = {id(wide) for tensor, wide in pairs if id(tensor) in call.had_graph}
     return in_fp32
 
 
