@@ -76,16 +76,20 @@ class SkipExplainer:
         """
         step = self.recording.recorded_step()
         self.recording.end_step()
-        records, self.recording.records = self.recording.records, False
-        arose_in_backward = self._stories.tell(
-            step,
-            surroundings,
-            number=number,
-            scale=scale,
-            lower_scale=lower_scale,
-            names=names,
-        )
-        self.recording.records = records
+        # The calls that are made again are not recorded.
+        records = self.recording.records
+        self.recording.records = False
+        try:
+            arose_in_backward = self._stories.tell(
+                step,
+                surroundings,
+                number=number,
+                scale=scale,
+                lower_scale=lower_scale,
+                names=names,
+            )
+        finally:  # the user may interrupt, and train on
+            self.recording.records = records
         if arose_in_backward is not None:
             self.recording.hold_gradients(arose_in_backward)
 

@@ -166,6 +166,10 @@ class Recording:
         if self._steps_with_gradients and not self._step_has_ended:
             self._steps_with_gradients -= 1
         self._step_has_ended = True
+        # An interrupt (Ctrl-C in a notebook) ends a call without its hook. While a call counts as running, no
+        # other one is recorded.
+        self._begun = None
+        self._calls_of_begun = 0
 
     def clear(self) -> None:
         """Let go of the step."""
