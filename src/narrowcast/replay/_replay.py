@@ -40,7 +40,8 @@ from narrowcast.replay._watch import (
 
 LONGEST_S = 60.0
 _LOW = {torch.float16, torch.bfloat16}
-_OUR_HOOKS = {"torch", "narrowcast", "functools"}
+# Packages whose hooks keep nothing of what they see.
+_HARMLESS_PACKAGES = {"torch", "narrowcast", "functools"}
 # narrowcast run puts a function of its own in its place.
 _GRAD = torch.autograd.grad
 
@@ -291,7 +292,9 @@ def observe(call: RecordedCall, caller: Caller, *, backward: bool, factor: float
         differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
         arrived: list[torch.Tensor] = []
         ends: list[torch.Tensor] = []
-        pairs = list(zip(differentiable, call.arrived, strict=False)) if backward else []
+        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        if backward:
+            pairs = list(zip(differentiable, call.arrived, strict=False))
         inner = _inner_ends([tensor for tensor, gradient in pairs if gradient is not None])
         for tensor, gradient in pairs:
             if gradient is not None and id(tensor) not in inner:
@@ -319,7 +322,7 @@ def _refuse_hooks(module: nn.Module) -> None:
         for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
             function = getattr(hook, "func", hook)  # of a partial
             package, _, _ = str(getattr(function, "__module__", type(function).__module__)).partition(".")
-            if package not in _OUR_HOOKS:
+            if package not in _HARMLESS_PACKAGES:
                 raise ReplayError(f"{path or 'the model'} ({type(part).__name__}) has hooks of the script")
 
 
@@ -330,11 +333,12 @@ def _inner_ends(tensors: Sequence[torch.Tensor]) -> set[int]:
     """
     node_of = {id(tensor): tensor.grad_fn for tensor in tensors}
     inner: set[int] = set()
-    outer: set[Any] = set()
+    nodes: set[Any] = set()
     for tensor in tensors:
-        if tensor.grad_fn in outer:
+        if tensor.grad_fn in nodes:
             inner.add(id(tensor))
-        outer.add(tensor.grad_fn)
+        nodes.add(tensor.grad_fn)
+    # An output is inner if its node is below that of another one.
     for end in {node for node in node_of.values() if node is not None}:
         below: list[Any] = [node for node, _ in end.next_functions if node is not None]
         seen: set[Any] = set()
@@ -447,8 +451,11 @@ def _restore_value(tensor: torch.Tensor, version: int, value: torch.Tensor) -> N
     through its generator after a step of its discriminator. That pass would refuse another version.
     """
     if tensor.layout == torch.strided:
-        # The kernels of batch norms write to statistics without counting a version.
-        same = torch.equal(tensor, value) or bool((tensor.isnan() & value.isnan() | (tensor == value)).all())
+        # By value: the kernels of batch norms write to statistics without counting a version.
+        same = torch.equal(tensor, value)
+        if not same:  # NaN is not equal to itself
+            is_same = (tensor == value) | (tensor.isnan() & value.isnan())
+            same = bool(is_same.all())
     else:
         same = _version(tensor) == version
     if not same:

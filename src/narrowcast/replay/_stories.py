@@ -140,13 +140,13 @@ class SkipStories:
         if scale != 1.0:
             head += f" at a loss scale of {scale:g}"
         try:
-            return self._told(step, surroundings, head, scale, lower_scale, names)
+            return self._tell(step, surroundings, head, scale, lower_scale, names)
         except Exception as error:  # the training goes on
             self._kinds.add(names)
             self._say(f"{head}. Where it went wrong could not be told: {first_line(error)}")
             return False
 
-    def _told(
+    def _tell(
         self,
         step: RecordedStep,
         surroundings: Surroundings,
@@ -348,7 +348,8 @@ def _what(finding: Finding, origin: Operation) -> str:
     elif origin.gradient_of:
         name = f"{origin.name}, of the gradient of {origin.gradient_of}, in"
     ranges = " and ".join(map(_range_text, origin.ranges)) or "nothing"
-    text = f"{name} {format_}, of values from {ranges}: {'NaN' if origin.is_nan else 'infinity'}"
+    result = "NaN" if origin.is_nan else "infinity"
+    text = f"{name} {format_}, of values from {ranges}: {result}"
     largest = finding.in_fp32
     if largest is not None:
         text += f"; in fp32 up to {largest:.3g}"

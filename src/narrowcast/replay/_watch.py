@@ -176,8 +176,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [operation for operation in operations if operation.is_nan],
             origins,
         )
-        blamed = next(filter(None, groups), [])
-        return min(blamed, key=lambda operation: operation.number, default=None)
+        for group in groups:
+            if group:
+                return min(group, key=lambda operation: operation.number)
+        return None
 
     # ---- operators
 
@@ -199,8 +201,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         addresses = {_address(tensor) for tensor in inputs}
         for output in _checked(tree_leaves(result)):
+            # A view computes nothing, and what ``empty`` returns was written by nobody.
             is_view = _address(output) in addresses and not func._schema.is_mutable
-            # What ``empty`` returns was written by nobody.
             if is_view or "empty" in _name_of(func):
                 continue
             self._note_result(func, output)
@@ -314,7 +316,7 @@ def _makes_new(func: Any, output: torch.Tensor, bad_elements: list[torch.Tensor]
 
     ``bad_elements`` are flags of its inputs: which of their values are not.
     """
-    # Else its elements do not match those of the inputs: the input, which is known to be bad, is to blame.
+    # Elements of other operators' results do not match those of the inputs: the bad input is to blame.
     if torch.Tag.pointwise not in func.tags or "foreach" in _name_of(func):
         return False
     from_inputs = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
