@@ -1,4 +1,4 @@
-"""What the integrations watch until the first step is over: steps and gradients that go round them."""
+"""Until the first step is over, notice steps and gradients that bypass the integration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from narrowcast.integrations._first_step import HOSTS
 
 
 class StepsOfHost:
-    """Notices steps that go round the integration, until the first one of each model has gone through it.
+    """Notices steps that bypass the integration, until the first step of each model has gone through it.
 
     With a loss scale such a step would use scaled gradients, and raises; without one it is not checked, which
     a warning says. torch calls a hook before the step of every optimizer; it is there only as long as a model

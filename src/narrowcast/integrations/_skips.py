@@ -1,4 +1,4 @@
-"""Skipped steps of a host are run again on request, and say where they went wrong."""
+"""Run skipped steps of a host again on request, and say where they went wrong."""
 
 from __future__ import annotations
 

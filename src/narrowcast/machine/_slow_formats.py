@@ -18,8 +18,8 @@ def slow_formats(formats: Iterable[str], device_type: str, rates: list[Rate] | N
 
     Decides by ``rates``; by default by those kept for ``auto`` on a CPU, and by none elsewhere. Matmuls and
     convolutions are judged by their largest sizes. A rate is clear if it was measured steadily, or cut short
-    because the format is slow. A format is slow if the clear rate of the largest size is, and with it all
-    unclear rates of larger sizes. If rates show neither that, nor that the largest size of all is fast, the
+    because the format is slow. A format is slow if the clear rate of the largest size is slow, and so are all
+    unclear rates of larger sizes. If rates show neither this, nor that the largest size of all is fast, the
     sentence says what is known of this kind of CPU.
     """
     if rates is None:

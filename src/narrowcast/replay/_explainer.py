@@ -56,7 +56,7 @@ class SkipExplainer:
             self.recording.clear()
 
     def tell_of_late_flags(self) -> None:
-        """Say, once, that skipped steps are not run again where the next one begins before they are known."""
+        """Say, once, that a skip which becomes known only during the next step is not run again."""
         if not self._told_of_late_flags:
             self._told_of_late_flags = True
             self._say(_LATE_FLAGS)
@@ -70,7 +70,7 @@ class SkipExplainer:
         lower_scale: float,
         names: tuple[str, ...],
     ) -> None:
-        """Run the step that was skipped now again, and tell where it went wrong.
+        """Run the step that was just skipped again, and tell where it went wrong.
 
         The arguments are those of ``SkipStories.tell``. Another optimizer may step on the same calls.
         """

@@ -42,7 +42,7 @@ LONGEST_S = 60.0
 _LOW = {torch.float16, torch.bfloat16}
 # Packages whose hooks keep nothing of what they see.
 _HARMLESS_PACKAGES = {"torch", "narrowcast", "functools"}
-# narrowcast run puts a function of its own in its place.
+# Taken at import: ``narrowcast run`` replaces it while a script runs.
 _GRAD = torch.autograd.grad
 
 Caller = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]

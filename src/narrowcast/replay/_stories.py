@@ -222,7 +222,7 @@ class SkipStories:
         return [f"  where    {where}{finding.which_call}", f"  what     {_what(finding, origin)}"]
 
     def _module(self, finding: Finding, origin: Operation | None) -> str:
-        """Return path and class of the module that an operation belongs to; None: that was called."""
+        """Return path and class of the module that ``origin`` belongs to; without it, of the one called."""
         assert finding.call is not None
         inner = origin.module if origin is not None else ""
         outermost = without_ddp(finding.call.module)
@@ -230,7 +230,7 @@ class SkipStories:
         path = self._path(finding.call, origin)
         if not path:
             return kind
-        if self._model is None:  # of several, it may be
+        if self._model is None:  # the path alone does not tell in which of several models it is
             return f"{path} ({kind}) in {_kind(outermost)}"
         return f"{path} ({kind})"
 

@@ -37,7 +37,7 @@ _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 INPUT = "input"
 BUFFER = "buffer"
-# They hold infinities that somebody asked for.
+# Where infinities are written on purpose, as by a mask.
 MEANT = {
     BUFFER,
     "fill",
@@ -125,7 +125,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches operators while it is entered, and modules and autograd nodes inside ``watching``.
 
     A value that is not finite is followed by the memory that holds it, from operator to operator, so that an
-    infinity that was meant (a mask) is told from the one that did harm.
+    infinity that was meant (a mask) can be distinguished from the one that did harm.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -139,7 +139,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Know of modules and of the lines that made the nodes of graphs."""
+        """Track which module runs, and which line made each node of the graph."""
         with ExitStack() as stack:
             for module in self._paths:
                 if isinstance(module, torch.jit.ScriptModule):
@@ -154,7 +154,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def begins_with(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Say where values come from that are not finite before any operator ran: ``INPUT`` or ``BUFFER``."""
+        """Note those of the inputs (``INPUT``) or buffers (``BUFFER``) that are not finite before any operator."""
         for tensor in _checked(tensors):
             if not is_finite(tensor):
                 is_nan = bool(tensor.isnan().any())
@@ -165,7 +165,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def origin_of(self, tensors: Iterable[torch.Tensor]) -> Operation | None:
         """Return the earliest operation to blame for the values in ``tensors`` that are not finite.
 
-        It is of the first of these groups that has any: operators that made one; inputs that held one;
+        It is from the first of these groups that is not empty: operators that made one; inputs that held one;
         operators that made NaN of infinities that were written on purpose; those infinities.
         """
         operations = _with_inputs(self._makers_of(tensors))
@@ -287,7 +287,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _with_inputs(ends: Iterable[Operation]) -> list[Operation]:
-    """Return operations and all that they got a value from that is not finite."""
+    """Return ``ends``, the operations that made their inputs that are not finite, and so on."""
     seen = {id(operation): operation for operation in ends}
     operations = list(seen.values())
     for operation in operations:  # which grows meanwhile
