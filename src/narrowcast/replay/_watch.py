@@ -154,7 +154,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def begins_with(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Note those of the inputs (``INPUT``) or buffers (``BUFFER``) that are not finite before any operator."""
+        """Note which inputs (``INPUT``) or buffers (``BUFFER``) are not finite before any operator runs."""
         for tensor in _checked(tensors):
             if not is_finite(tensor):
                 is_nan = bool(tensor.isnan().any())
