@@ -74,3 +74,33 @@ def test_an_argument_that_is_not_read_is_not_blamed(unread):
     story = story_of(Attention(unread), torch.randn(4, 16, 8), 8.0)
     assert "scores = torch.baddbmm(unread" in story
     assert "  what     baddbmm in fp16" in story
+
+
+class ReturnsItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        with torch.no_grad():
+            self.linear.weight.copy_(3000 * torch.eye(8))
+
+    def forward(self, hidden):
+        return hidden, self.linear(hidden)
+
+
+def test_the_gradient_of_a_returned_input_stays_with_it():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"encoder": nn.Linear(8, 8), "block": ReturnsItsInput()})
+    scaler = nc.GradScaler("cpu", loss_scale=Static(scale=16.0), patience=None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    stepper = nc.Stepper(model, optimizer, "fp16", scaler=scaler, explain_skips=True)
+    for _ in range(2):
+        with stepper.autocast():
+            hidden = model["encoder"](torch.ones(4, 8))
+            unchanged, output = model["block"](hidden)
+            loss = output.float().sum() + 1e-7 * unchanged.float().sum()
+        stepper.step(loss)
+    (story,) = stepper.skip_stories
+    # 16 arrives at the block's output, and 16 * 3000 at the encoder's. That is finite in fp16, and the sum of
+    # four in the gradient of the encoder's bias is not.
+    assert "where    backward pass of encoder (Linear)" in story
+    assert "call 1 of 2" in story

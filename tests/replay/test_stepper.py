@@ -255,6 +255,51 @@ def test_where_flags_are_read_late_it_is_said_once_that_nothing_is_run_again(hos
     assert all("a skipped step is not run again here" in message for message in said)
 
 
+class Interrupted(Net):
+    """A Net whose calls an interrupt ends, as Ctrl-C does, while ``interrupts`` is True."""
+
+    interrupts = False
+
+    def forward(self, x):
+        if self.interrupts:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_a_host_records_on_after_an_interrupted_call():
+    model = Interrupted()
+    skips = HostSkips(nc.Policy(compute="fp16"), plain_call)
+    skips.watch(model)
+    recording = skips._explainer.recording
+    model.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        model(good())
+    model.interrupts = False
+    recorded = []
+    for _ in range(2):
+        model(good())
+        recorded.append(len(recording.recorded_step().calls))
+        recording.end_step()
+    # The interrupted call counts as running until its step ends; the next step is recorded.
+    assert recorded[1] == 1
+    skips.remove()
+
+
+def test_a_host_records_on_after_an_interrupted_replay():
+    model, stepper = made(Interrupted())
+    skips = HostSkips(nc.Policy(compute="fp16"), plain_call)
+    skips.watch(model)
+    result = step(stepper, bad())
+    assert result.skipped
+    model.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        skips.step_ended(result, stepper.scaler, {}, may_step_again=False)
+    model.interrupts = False
+    model(good())
+    assert len(skips._explainer.recording.recorded_step().calls) == 1
+    skips.remove()
+
+
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()

@@ -61,7 +61,9 @@ class FirstStep:
             for rule in rules:
                 self._paths_of_rule.setdefault(rule, []).append(path)
             if path in self._expected:
-                self._handles.append(module.register_forward_hook(functools.partial(self._look, path)))
+                self._handles.append(
+                    module.register_forward_hook(functools.partial(self._compare_format, path))
+                )
             elif rules:
                 self._handles.append(module.register_forward_hook(functools.partial(self._note_call, path)))
 
@@ -71,7 +73,7 @@ class FirstStep:
             return
         self._called.add(path)
 
-    def _look(self, path: str, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+    def _compare_format(self, path: str, module: torch.nn.Module, _inputs: Any, output: Any) -> None:
         # Nothing is compared while torch.compile traces: making the message would break the graph. The region
         # that is open now is compiled into it.
         if torch.compiler.is_compiling():
@@ -128,18 +130,15 @@ class FirstStep:
         return container or None
 
     def remove(self) -> None:
-        """End the look without a verdict, for a host whose step failed.
-
-        The hooks stay on a traced model; what they find is not read.
-        """
-        # Without its hooks torch.compile would compile the model again.
+        """Stop comparing without a verdict, for a host whose step failed."""
+        # A traced model keeps its hooks: without them torch.compile would compile it again.
         if not self._was_traced:
             for handle in self._handles:
                 handle.remove()
         self._handles.clear()
 
     def end(self) -> None:
-        """End the look, and raise if the policy was not in force. May be called again.
+        """Stop comparing, and raise if the policy was not in force. May be called again.
 
         What was seen is logged once.
 
@@ -148,9 +147,9 @@ class FirstStep:
         """
         self.remove()
         if self._differences:
-            first, *others = self._differences.items()
-            more = f" (so did {few([path for path, _ in others])})" if others else ""
-            raise PolicyError(first[1] + more)
+            first, *others = self._differences
+            more = f" (so did {few(others)})" if others else ""
+            raise PolicyError(self._differences[first] + more)
         if self._expected and not self._called_with_gradients:
             raise PolicyError(
                 f"expected the first step to call {few(list(self._expected))} of the model that has the "
@@ -169,6 +168,7 @@ class FirstStep:
         for paths in self._paths_of_rule.values():
             layers = [path for path in paths if path in self._expected]
             if self._called.isdisjoint(paths):
+                # Of a rule that names only containers, these are listed.
                 uncalled += layers or paths
             else:
                 uncalled += [path for path in layers if path not in self._called]

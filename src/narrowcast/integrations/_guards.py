@@ -1,4 +1,4 @@
-"""What the integrations watch until the first step is over: steps and gradients that go round them."""
+"""Until the first step is over, notice steps and gradients that bypass the integration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from narrowcast.integrations._first_step import HOSTS
 
 
 class StepsOfHost:
-    """Notices steps that go round the integration, until the first one of each model has gone through it.
+    """Notices steps that bypass the integration, until the first step of each model has gone through it.
 
     With a loss scale such a step would use scaled gradients, and raises; without one it is not checked, which
     a warning says. torch calls a hook before the step of every optimizer; it is there only as long as a model
@@ -31,8 +31,8 @@ class StepsOfHost:
         self._advice = advice
         self._raises = False
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        # Optimizers that have none of the weights.
-        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Optimizers that are not looked at again: they have none of the weights, or a warning named them.
+        self._ignored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._remove_hook: weakref.finalize[Any, Any] | None = None
 
     def __reduce__(self) -> Any:
@@ -46,7 +46,7 @@ class StepsOfHost:
     def watch(self, model: torch.nn.Module, *, scales_losses: bool) -> None:
         self._raises = scales_losses
         self._models.add(model)
-        self._others.clear()
+        self._ignored.clear()
         if not self.is_on:
             # The hook is torch's for the whole process, and does not keep this object alive.
             reference = weakref.ref(self)
@@ -55,24 +55,25 @@ class StepsOfHost:
                 steps = reference()
                 # All integrations step by a scaler, this one or that of another host.
                 if steps is not None and not some_scaler_steps():
-                    steps._look_at(optimizer)
+                    steps._refuse_or_warn(optimizer)
 
             self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
-    def _look_at(self, optimizer: Optimizer) -> None:
-        if optimizer in self._others:
+    def _refuse_or_warn(self, optimizer: Optimizer) -> None:
+        """Raise or warn if ``optimizer``, which is stepped by hand, has weights of a model."""
+        if optimizer in self._ignored:
             return
         weights = {id(parameter) for model in self._models for parameter in model.parameters()}
-        self._others.add(optimizer)
         if not any(id(parameter) in weights for parameter in parameters_of(optimizer)):
+            self._ignored.add(optimizer)
             return
         name = type(optimizer).__name__
         if self._raises:
-            self._others.discard(optimizer)
             raise OrderError(
                 f"expected the host to step {name}, which unscales the gradients of the model that has the "
                 f"policy, got a step by hand: {self._advice}"
             )
+        self._ignored.add(optimizer)
         warnings.warn(
             f"{name} was stepped by hand on a model that has the policy, so neither its gradients nor the "
             f"formats of the first step are checked: {self._advice}",
@@ -134,9 +135,9 @@ class ChangedGradients:
         if not self._is_on:
             return
         name = type(optimizer).__name__
-        own = {id(parameter): parameter for parameter in parameters_of(optimizer)}
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
         for model, left in list(self._left.items()):
-            trained = [own[id(p)] for p in model.parameters() if id(p) in own and p.grad is not None]
+            trained = [p for p in model.parameters() if id(p) in own and p.grad is not None]
             if trained and not any(id(parameter) in left for parameter in trained):
                 raise OrderError(
                     f"expected a backward pass by the host, which scales the loss, before the step of "

@@ -1,4 +1,4 @@
-"""What every integration asks of its host."""
+"""The check that a host is installed and new enough."""
 
 from __future__ import annotations
 

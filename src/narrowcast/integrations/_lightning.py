@@ -71,7 +71,7 @@ class Plugin:
         # Models to train that were not called in the region yet.
         self._unproven: list[torch.nn.Module] = []
         # Models to train whose first step is not over, each with what watches it.
-        self._looks: list[tuple[torch.nn.Module, FirstStep]] = []
+        self._first_steps: list[tuple[torch.nn.Module, FirstStep]] = []
         # id of a parameter -> its name, of all models.
         self._names: dict[int, str] = {}
         # Whether the host trains, and does not only evaluate.
@@ -150,14 +150,14 @@ class Plugin:
             for model in self._unproven:
                 refuse_low_weights(model)
                 first_step = FirstStep(model, self.policy, self._formats, advice=self._advice)
-                self._looks.append((model, first_step))
+                self._first_steps.append((model, first_step))
             self._unproven.clear()
         # The last one covers the devices of all models; rules for modules hold in any region of the policy.
         return self._regions[-1] if self._regions else nullcontext()
 
     def _end_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the look at the models that ``optimizer`` trains; others may not have been called yet."""
-        if not self._unproven and not self._looks:
+        """End the first step of the models that ``optimizer`` trains; others may not have been called yet."""
+        if not self._unproven and not self._first_steps:
             return
         trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
         for model in self._unproven:
@@ -166,8 +166,10 @@ class Plugin:
                     f"expected the first step to compute in the region of {self!r}, got one that did not: "
                     f"{self._advice}"
                 )
-        due = [first_step for model, first_step in self._looks if _has_one_of(model, trained)]
-        self._looks = [(model, first_step) for model, first_step in self._looks if first_step not in due]
+        due = [first_step for model, first_step in self._first_steps if _has_one_of(model, trained)]
+        self._first_steps = [
+            (model, first_step) for model, first_step in self._first_steps if first_step not in due
+        ]
         for first_step in due:
             first_step.end()
 
@@ -235,6 +237,7 @@ class Plugin:
         try:
             # An optimizer that evaluates the loss several times is restored from a copy if one is not finite.
             if needs_closure(optimizer):
+                # Else the closure's backward pass would update, which the scaler refuses inside of a step.
                 self._update()
                 result = self.scaler.step(optimizer, closure=evaluate_again, **kwargs)
                 returned = result.returned
@@ -285,9 +288,9 @@ class Plugin:
         if self._counting is not None:
             self._counting.remove()
             self._counting = None
-        for _, first_step in self._looks:
+        for _, first_step in self._first_steps:
             first_step.remove()
-        self._looks.clear()
+        self._first_steps.clear()
         if self._skips is not None:
             self._skips.remove()
             self._skips = None

@@ -102,6 +102,8 @@ class ScaleUpdates:
 
     def _pending(self) -> list[torch.Tensor]:
         """Return the gradients that no optimizer has stepped on."""
+        # Mostly one optimizer stepped, and no other parameter has a gradient. So it looks first at what that
+        # one does not have, which is cached, and collects the parameters of others only if it must.
         used: set[int] = set()
         candidates: list[torch.nn.Parameter] = []
         for number, optimizer in enumerate(self._stepped):
@@ -119,9 +121,10 @@ class ScaleUpdates:
             return known[1]
         own = set(map(id, parameters_of(optimizer)))
         # By id, since models may share parameters.
-        others = {id(p): p for model in self.models for p in model.parameters() if id(p) not in own}
-        self._others[optimizer] = (count, list(others.values()))
-        return self._others[optimizer][1]
+        by_id = {id(p): p for model in self.models for p in model.parameters() if id(p) not in own}
+        others = list(by_id.values())
+        self._others[optimizer] = (count, others)
+        return others
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Skipped steps of a host are run again on request, and say where they went wrong."""
+"""Run skipped steps of a host again on request, and say where they went wrong."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HostSkips:
             if lower_scale == result.scale:  # the host has not moved it yet
                 lower_scale = scaler.loss_scale().after_step(overflow=True).scale
             with ExitStack() as outside:
-                # Manual optimization steps inside of the region.
+                # Manual optimization steps inside of the region, which must not be open around the replay.
                 for device in formats:
                     outside.enter_context(torch.autocast(device, enabled=False))
                 self._explainer.explain(

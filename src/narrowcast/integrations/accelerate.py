@@ -302,13 +302,13 @@ class Attachment:
             )
 
     def step(self, optimizer: _Optimizer, closure: Callable[[], Any] | None) -> StepResult:
+        is_first = optimizer.result is None
         if closure is None:
             self._refuse_unscaled_loss()
-        if closure is None and optimizer.optimizer not in self._updates.unscaled:
-            self._changed.before_unscaling(optimizer.optimizer, self.scaler.get_scale)
-        is_first = optimizer.result is None
-        if is_first and closure is None:
-            self._prove(optimizer)
+            if optimizer.optimizer not in self._updates.unscaled:
+                self._changed.before_unscaling(optimizer.optimizer, self.scaler.get_scale)
+            if is_first:
+                self._prove(optimizer)
         if self._accelerator.scaler is not self.scaler:
             raise OrderError(
                 "expected accelerator.scaler to stay, got another one after prepare: give it to prepare as "

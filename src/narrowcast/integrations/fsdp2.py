@@ -176,7 +176,7 @@ def _groups(
 
 
 def _end_after_first_call(model: torch.nn.Module, first: FirstStep) -> None:
-    """End the look of ``first`` with the first forward pass that has gradients."""
+    """End ``first`` with the first forward pass that has gradients."""
 
     def end(*_: object) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -17,13 +17,14 @@ require("transformers", "4.57", "transformers")
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
+    # At run time the mixin has no host as its base: it calls that of the class which it is mixed into.
     Trainer = object
 
 # The variable of the environment by which Accelerate is told a format. ``TrainingArguments(bf16=True)`` of
 # transformers 4 sets it, and it stays set for all arguments after those.
 _FORMAT = "ACCELERATE_MIXED_PRECISION"
-# The format from before this import, as "accelerate launch" sets it. It stays in force. Arguments in bf16 or
-# fp16 that were made before this import count too: what was there before them is not known.
+# Its value at this import, which "accelerate launch" may have set, is kept. If arguments in bf16 or fp16 were
+# made before this import, it is theirs: nobody knows the value before them.
 _FORMAT_AT_IMPORT = os.environ.get(_FORMAT, "no")
 
 

@@ -48,7 +48,7 @@ def best_format(device_type: str, cache: Path | None = None) -> Choice:
     if device_type in _of_rank_0:
         return _of_rank_0[device_type]
 
-    # Before the ranks have a process group they cannot agree, and their rates may differ; the table does not.
+    # The table is the same on every rank.
     has_group = dist.is_available() and dist.is_initialized()
     if not has_group and os.environ.get("WORLD_SIZE", "1") != "1":
         return _choice_by_table(device_type, "as ranks cannot agree yet")
@@ -59,7 +59,8 @@ def best_format(device_type: str, cache: Path | None = None) -> Choice:
         _by_rates[place] = choice_by_rates(*place)
     choice = _by_rates[place] or _choice_by_table(device_type, "not measured")
     if has_group and dist.get_world_size() > 1:
-        choice = _of_rank_0[device_type] = _agreed(device_type, choice)
+        choice = _agreed(device_type, choice)
+        _of_rank_0[device_type] = choice
     return choice
 
 
@@ -172,12 +173,12 @@ def _candidate(device_type: str) -> str:
 def auto_speeds(rates: list[Rate], candidate: str, table: str) -> dict[str, float] | None:
     """Return the speed of ``candidate`` against fp32 by kind of work; None if they do not decide.
 
-    On a machine that others share the rounds scatter. Their rates decide all the same where the quartiles of
-    all kinds of work, the slow ones and the fast ones, lead to the same choice.
+    On a machine that other programs use too the rounds scatter. Such rates still decide if the lower
+    quartiles of all kinds of work lead to the same choice as the upper quartiles.
     """
     speeds: dict[str, float] = {}
-    slow: list[float] = []
-    fast: list[float] = []
+    lower_quartiles: list[float] = []
+    upper_quartiles: list[float] = []
     are_steady = True
     for rate in rates:
         if rate.format != candidate:
@@ -188,10 +189,11 @@ def auto_speeds(rates: list[Rate], candidate: str, table: str) -> dict[str, floa
         speeds[rate.kind] = speed
         # What was not timed in rounds has no quartiles.
         is_timed = rate.speed_against_fp32 is not None
-        slow.append(rate.speed_against_fp32_low or speed)
-        fast.append(rate.speed_against_fp32_high or speed)
-        are_steady &= rate.is_steady or not is_timed
-    if are_steady or _is_worth_it(slow) == _is_worth_it(fast):
+        lower_quartiles.append(rate.speed_against_fp32_low or speed)
+        upper_quartiles.append(rate.speed_against_fp32_high or speed)
+        if is_timed and not rate.is_steady:
+            are_steady = False
+    if are_steady or _is_worth_it(lower_quartiles) == _is_worth_it(upper_quartiles):
         return speeds
     return None
 

@@ -203,12 +203,12 @@ def known_to_be_slow(format_name: str, kind: str = "matmul") -> str | None:
     fp16 convolutions, forward and backward: 1/6 or less on AMD, where they are emulated; 1/100 or so with
     AVX512-FP16 alone, where forward passes alone run at 0.6.
     """
-    has = _cpu_instructions(format_name)
-    if kind == "matmul" and has is None:
+    instructions = _cpu_instructions(format_name)
+    if kind == "matmul" and instructions is None:
         return f"{format_name} on this CPU is emulated: matmuls are 5 to hundreds of times slower"
-    if kind == "matmul" and has == "AVX512-BF16" and "Intel" in processor_name():
+    if kind == "matmul" and instructions == "AVX512-BF16" and "Intel" in processor_name():
         return "bf16 on this CPU runs on AVX512-BF16 without AMX: matmuls at about 0.6 of fp32's speed"
-    if kind == "convolution" and has == "AVX512-FP16":
+    if kind == "convolution" and instructions == "AVX512-FP16":
         return "fp16 on this CPU runs on AVX512-FP16: convolutions are dozens to hundreds of times slower"
     if kind == "convolution" and format_name == "fp16":
         return "fp16 convolutions were 6 to hundreds of times slower on all CPUs that were measured"

@@ -17,7 +17,7 @@ from narrowcast.machine._work import DTYPES, Shape, Work, float32_as
 
 Clock = Callable[[], float]
 _FEWEST_ROUNDS, _ENOUGH_ROUNDS, _MOST_ROUNDS = 3, 5, 31
-# Timed together, so that the clock and the wait for a GPU weigh little.
+# A round repeats a short call for about this long, so that the clock and the wait for a GPU weigh little.
 _SAMPLE_S = 0.002
 _MOST_CALLS = 1000
 # Where the middle half of the rounds, or of their ratios to fp32, spans more than this share of the median,
@@ -197,7 +197,7 @@ class _Measurement:
                 self.estimates[work, shape] = {}
                 if shape.size is not None:
                     self.rates[work, shape] = []
-        # Estimates take time too, so that half of it is shared out among the sizes.
+        # Estimates take time too, so only half of it is shared out among the sizes.
         self._share_s = budget.device_s / (2 * len(self.rates))
 
     # ---- estimates, from the smallest shape up
@@ -238,7 +238,7 @@ class _Measurement:
             self.estimates[work, shape][format_name] = estimate
 
     def _try(self, work: Work, shape: Shape, format_name: str, *, is_first: bool) -> _Estimate:
-        """Time single calls."""
+        """Estimate the time of one call by making it up to four times, and once more if it is the first."""
         self._progress(f"{self._device}: {work.kind.replace('_', ' ')} in {format_name}")
         try:
             call = work.prepare(shape, format_name, self._device)
@@ -255,6 +255,7 @@ class _Measurement:
     def _quickest(self, call: Callable[[], object], format_name: str) -> float:
         """Return the shortest of up to four calls: the first sets things up, another may be interrupted."""
         seconds = self._time(call, format_name, 1)
+        # A second call is made unless the first took too long; a third and a fourth only if calls are short.
         short_s = self._longest_call_s / 50
         for once_more_below_s in (self._longest_call_s, short_s, short_s):
             if seconds < once_more_below_s:
@@ -267,7 +268,7 @@ class _Measurement:
         """Time every size in rounds."""
 
         def cost_s(cell: _Cell) -> float:
-            # With those that would take too long, and are not made.
+            # Calls that would take too long count too, although they are not made.
             return sum(estimate.call_s or 0.0 for estimate in self.estimates[cell].values())
 
         for work, shape in sorted(self.rates, key=cost_s):
@@ -338,7 +339,7 @@ class _Measurement:
                     timed[name] = _Series(call=call, calls_per_round=_calls_per_round(estimate.call_s))
         self._make_rounds(timed, share_s)
 
-        # Quartiles of less than three rounds say nothing.
+        # Quartiles of fewer than three rounds say nothing.
         for name, series in list(timed.items()):
             if len(series.times_s) < _FEWEST_ROUNDS:
                 estimates[name] = self._out_of_time(estimates[name].call_s)
@@ -356,7 +357,8 @@ class _Measurement:
         if not names:
             return
         if len(names) == 1:
-            # fp32 beside what was cut short: the time is better spent on the size at which both can be timed.
+            # The other formats were cut short, so that fp32 is timed alone. The time is better spent on the
+            # smaller size at which both can be timed.
             share_s /= 4
         start = self._clock()
         for index in range(_MOST_ROUNDS):
@@ -450,7 +452,7 @@ def _measured(work: Work, shape: Shape, name: str, series: _Series, fp32: _Serie
 
     if fp32 is None:
         return rate
-    # Round by round, since both were as fast as the machine was then.
+    # The ratio is taken in each round: another program slows both formats of a round alike.
     pairs = zip(fp32.times_s, series.times_s, strict=True)
     low, median, high = _quartiles([fp32_s / own_s for fp32_s, own_s in pairs])
     return replace(rate, speed_against_fp32=median, speed_against_fp32_low=low, speed_against_fp32_high=high)

@@ -18,8 +18,8 @@ def slow_formats(formats: Iterable[str], device_type: str, rates: list[Rate] | N
 
     Decides by ``rates``; by default by those kept for ``auto`` on a CPU, and by none elsewhere. Matmuls and
     convolutions are judged by their largest sizes. A rate is clear if it was measured steadily, or cut short
-    because the format is slow. A format is slow if the clear rate of the largest size is, and with it all
-    unclear rates of larger sizes. If rates show neither that, nor that the largest size of all is fast, the
+    because the format is slow. A format is slow if the clear rate of the largest size is slow, and so are all
+    unclear rates of larger sizes. If rates show neither this, nor that the largest size of all is fast, the
     sentence says what is known of this kind of CPU.
     """
     if rates is None:
@@ -30,12 +30,16 @@ def slow_formats(formats: Iterable[str], device_type: str, rates: list[Rate] | N
                 rates = [Rate(**row) for row in kept["rows"]]
     sentences = []
     for format_name in dict.fromkeys(formats):
-        if format_name in ("bf16", "fp16"):
-            why = _why_slow(format_name, device_type, rates)
-            if why is not None:
-                instead = best_format(device_type).format
-                other = "" if instead in ("fp32", format_name) else f"--policy {instead} or "
-                sentences.append(f"{why}: use {other}--policy fp32")
+        if format_name not in ("bf16", "fp16"):
+            continue
+        why = _why_slow(format_name, device_type, rates)
+        if why is None:
+            continue
+        advice = "--policy fp32"
+        best = best_format(device_type).format
+        if best not in ("fp32", format_name):
+            advice = f"--policy {best} or {advice}"
+        sentences.append(f"{why}: use {advice}")
     return sentences
 
 
@@ -46,7 +50,7 @@ def _why_slow(format_name: str, device_type: str, rates: list[Rate]) -> str | No
     for kind in ("matmul", "convolution"):
         of_kind = [rate for rate in rates if (rate.kind, rate.format) == (kind, format_name)]
         clear, larger_unclear = _largest_clear(of_kind, rates)
-        if clear is not None and all(map(_is_slow, (clear, *larger_unclear))):
+        if clear is not None and all(_is_slow(rate) for rate in (clear, *larger_unclear)):
             slower.append(_how_slow(clear))
             continue
 

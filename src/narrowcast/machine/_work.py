@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CAST_MATMUL = "matmul_with_casts"
-# The backward pass of a product has two more of the same size: one for each operand's gradient.
+# The backward pass computes two products of the size of the forward pass: one for each operand's gradient.
 _PRODUCTS_PER_CALL = 3
 _TF32_CAPABILITY = 8
 
@@ -109,7 +109,8 @@ def _shapes(*numbers: tuple[int, ...], named: tuple[int, int, int]) -> tuple[Sha
     return tuple(Shape(numbers=each, size=size_at.get(index)) for index, each in enumerate(numbers))
 
 
-# Matmuls, convolutions and additions. Steps between the sizes keep what the next call takes predictable.
+# Of matmuls, convolutions and additions. There are shapes between the named sizes, so that the time of a call
+# can be predicted from that of the shape before it.
 _CPU_SHAPES = (
     # The first steps are for CPUs on which a low format takes hundreds of times as long.
     _shapes((32,), (64,), (128,), (256,), (512,), (1024,), named=(1, 4, 5)),

@@ -56,7 +56,7 @@ class SkipExplainer:
             self.recording.clear()
 
     def tell_of_late_flags(self) -> None:
-        """Say, once, that skipped steps are not run again where the next one begins before they are known."""
+        """Say, once, that a skip which becomes known only during the next step is not run again."""
         if not self._told_of_late_flags:
             self._told_of_late_flags = True
             self._say(_LATE_FLAGS)
@@ -70,22 +70,26 @@ class SkipExplainer:
         lower_scale: float,
         names: tuple[str, ...],
     ) -> None:
-        """Run the step that was skipped now again, and tell where it went wrong.
+        """Run the step that was just skipped again, and tell where it went wrong.
 
         The arguments are those of ``SkipStories.tell``. Another optimizer may step on the same calls.
         """
         step = self.recording.recorded_step()
         self.recording.end_step()
-        records, self.recording.records = self.recording.records, False
-        arose_in_backward = self._stories.tell(
-            step,
-            surroundings,
-            number=number,
-            scale=scale,
-            lower_scale=lower_scale,
-            names=names,
-        )
-        self.recording.records = records
+        # The calls that are made again are not recorded.
+        records = self.recording.records
+        self.recording.records = False
+        try:
+            arose_in_backward = self._stories.tell(
+                step,
+                surroundings,
+                number=number,
+                scale=scale,
+                lower_scale=lower_scale,
+                names=names,
+            )
+        finally:  # the user may interrupt, and train on
+            self.recording.records = records
         if arose_in_backward is not None:
             self.recording.hold_gradients(arose_in_backward)
 

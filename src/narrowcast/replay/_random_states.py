@@ -14,7 +14,7 @@ def random_states() -> dict[str, Any]:
     """Return the states of torch (CPU and accelerators), of ``random``, and of NumPy if it is imported.
 
     Once this process has initialized its accelerators, each of the machine has a state, used or not. Before
-    that none has, and none is initialized for it.
+    that no accelerator has one, and this initializes none.
     """
     device_states = {}
     for device in _devices_in_use():

@@ -22,7 +22,7 @@ MOST_BYTES = 64 * 2**20
 """Of the inputs and arriving gradients that are held for one step."""
 
 MOST_CALLS = 256
-"""Outermost calls that are held for one step; an agent may act a thousand times before it learns."""
+"""Outermost calls that are held for one step; reinforcement learning may make a thousand for one."""
 
 _TOO_LARGE = "the inputs and gradients of the step were too large to be held"
 _TOO_MANY = f"the step made more than {MOST_CALLS} calls"
@@ -33,7 +33,7 @@ _STEPS_WITH_GRADIENTS = 4000  # after a skip that arose in a backward pass
 _NARROWCAST = str(Path(__file__).parents[1]) + os.sep
 _MODULES: str = nn.Module.__call__.__code__.co_filename
 _CONTAINERS = (list, tuple, dict)
-_GRAPH = attrgetter("grad_fn")
+_grad_fn = attrgetter("grad_fn")
 _PLAIN = (int, float, str, type(None))
 
 RandomState = tuple[torch.Tensor, torch.device | None, torch.Tensor | None]
@@ -77,17 +77,18 @@ class RecordedCall:
         self.site = _call_site()
 
         self.inputs: list[torch.Tensor] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
+        values = (*args, *kwargs.values()) if kwargs else args
+        for value in values:
             if isinstance(value, torch.Tensor):
                 self.inputs.append(value)
             elif isinstance(value, _CONTAINERS):
                 self.inputs += tensors_inside(value)
-            elif not isinstance(value, _PLAIN) and any(map(_GRAPH, tensors_inside(value))):
+            elif not isinstance(value, _PLAIN) and any(map(_grad_fn, tensors_inside(value))):
                 raise NotHeldError(_HOLDS_GRAPH)
         self.versions = list(map(version_of, self.inputs))
         self.random_state = random_state or random_state_on(self.inputs)
         self.had_graph: set[int] = set()
-        if any(map(_GRAPH, self.inputs)):
+        if any(map(_grad_fn, self.inputs)):
             self._let_go_of_graphs()
 
     def _let_go_of_graphs(self) -> None:
@@ -123,9 +124,9 @@ class RecordedStep(NamedTuple):
 class Recording:
     """Holds what one step needs to be run again, by reference, until ``clear``.
 
-    It stands as hooks before and after the call of each module that ``watch`` is given. Nothing is copied.
-    The gradients that arrive at outputs are held only once somebody has asked for them, as a hook in each
-    backward pass takes longer than all the rest.
+    It has hooks before and after the call of each module that ``watch`` is given. Nothing is copied. The
+    gradients that arrive at outputs are held only after ``hold_gradients``, as a hook in each backward pass
+    takes longer than all the rest.
 
     Attributes:
         records: whether calls are recorded now. A copy of the model takes its hooks along, and so a copy of
@@ -154,7 +155,7 @@ class Recording:
         ]
 
     def hold_gradients(self, hold: bool) -> None:
-        """Hold the gradients that arrive at the outputs too, in the next steps, or do not."""
+        """Hold the gradients that arrive at the outputs in the next steps too, or stop holding them."""
         self._steps_with_gradients = _STEPS_WITH_GRADIENTS if hold else 0
 
     def recorded_step(self) -> RecordedStep:
@@ -166,6 +167,10 @@ class Recording:
         if self._steps_with_gradients and not self._step_has_ended:
             self._steps_with_gradients -= 1
         self._step_has_ended = True
+        # An interrupt (Ctrl-C in a notebook) ends a call without its hook. While a call counts as running, no
+        # other one is recorded.
+        self._begun = None
+        self._calls_of_begun = 0
 
     def clear(self) -> None:
         """Let go of the step."""
@@ -182,7 +187,7 @@ class Recording:
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall | None:
         """Return what the outermost call of a module, which begins now, needs to be made again.
 
-        None if it runs without gradients, or cannot be held: whatever it is, the call itself goes on.
+        None if it runs without gradients, or cannot be held. Never raises, so that the call itself goes on.
         """
         if self._step_has_ended:
             self.clear()
@@ -295,7 +300,10 @@ def called_modules(model: nn.Module) -> list[nn.Module]:
     # A compiled model has its forward as an attribute.
     if getattr(model.forward, "__func__", None) is not nn.Module.forward:
         return [model]
-    return [module for child in model.children() for module in called_modules(child)]
+    modules = []
+    for child in model.children():
+        modules += called_modules(child)
+    return modules
 
 
 def on_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:

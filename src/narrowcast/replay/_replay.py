@@ -39,8 +39,9 @@ from narrowcast.replay._watch import (
 )
 
 _LOW = {torch.float16, torch.bfloat16}
-_OUR_HOOKS = {"torch", "narrowcast", "functools"}
-# narrowcast run puts a function of its own in its place.
+# Packages whose hooks keep nothing of what they see.
+_HARMLESS_PACKAGES = {"torch", "narrowcast", "functools"}
+# Taken at import: ``narrowcast run`` replaces it while a script runs.
 _GRAD = torch.autograd.grad
 
 Caller = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -265,7 +266,8 @@ def observe(
     module = without_ddp(call.module)
     _refuse_collectives(module)
     _refuse_hooks(module)
-    args, kwargs = on_tensors(_leaf, (call.args, call.kwargs))
+    again = functools.partial(_input_again, call)
+    args, kwargs = on_tensors(again, (call.args, call.kwargs))
     inputs = tensors_inside((args, kwargs))
     leaves: list[torch.Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     leaves += [tensor for tensor in inputs if tensor.requires_grad]
@@ -286,7 +288,9 @@ def observe(
         differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
         arrived: list[torch.Tensor] = []
         ends: list[torch.Tensor] = []
-        pairs = list(zip(differentiable, call.arrived, strict=False)) if backward else []
+        pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        if backward:
+            pairs = list(zip(differentiable, call.arrived, strict=False))
         inner = _inner_ends([tensor for tensor, gradient in pairs if gradient is not None])
         for tensor, gradient in pairs:
             if gradient is not None and id(tensor) not in inner:
@@ -314,7 +318,7 @@ def _refuse_hooks(module: nn.Module) -> None:
         for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
             function = getattr(hook, "func", hook)  # of a partial
             package, _, _ = str(getattr(function, "__module__", type(function).__module__)).partition(".")
-            if package not in _OUR_HOOKS:
+            if package not in _HARMLESS_PACKAGES:
                 raise ReplayError(f"{path or 'the model'} ({type(part).__name__}) has hooks of the script")
 
 
@@ -325,11 +329,12 @@ def _inner_ends(tensors: Sequence[torch.Tensor]) -> set[int]:
     """
     node_of = {id(tensor): tensor.grad_fn for tensor in tensors}
     inner: set[int] = set()
-    outer: set[Any] = set()
+    nodes: set[Any] = set()
     for tensor in tensors:
-        if tensor.grad_fn in outer:
+        if tensor.grad_fn in nodes:
             inner.add(id(tensor))
-        outer.add(tensor.grad_fn)
+        nodes.add(tensor.grad_fn)
+    # An output is inner if its node is below that of another one.
     for end in {node for node in node_of.values() if node is not None}:
         below: list[Any] = [node for node, _ in end.next_functions if node is not None]
         seen: set[Any] = set()
@@ -364,12 +369,19 @@ def _refuse_collectives(module: nn.Module) -> None:
             raise ReplayError(f"{path or 'the model'} ({type(part).__name__}) talks to other ranks")
 
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+def _input_again(call: RecordedCall, tensor: torch.Tensor) -> torch.Tensor:
+    """Return an input for the repeated call, which requires a gradient and has a node if it had them."""
     if tensor.is_inference():
         return tensor.clone()  # which autograd may save
-    if tensor.requires_grad:
-        return tensor.detach().requires_grad_()
-    return tensor
+    if not tensor.requires_grad:
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    if id(tensor) not in call.had_graph or leaf.layout != torch.strided:
+        return leaf
+    # A module may return an input as it is. The gradients that arrived are matched with the outputs that have
+    # a node, so that this output needs a node again.
+    with torch.enable_grad():
+        return leaf.view_as(leaf)
 
 
 def _in_fp32(call: RecordedCall) -> RecordedCall:
@@ -379,6 +391,8 @@ def _in_fp32(call: RecordedCall) -> RecordedCall:
     args, kwargs = on_tensors(_as_fp32, (call.args, call.kwargs))
     in_fp32 = RecordedCall(call.module, args, kwargs, call.random_state)
     in_fp32.arrived = call.arrived
+    pairs = zip(call.inputs, in_fp32.inputs, strict=True)
+    in_fp32.had_graph = {id(wide) for tensor, wide in pairs if id(tensor) in call.had_graph}
     return in_fp32
 
 
@@ -433,8 +447,11 @@ def _restore_value(tensor: torch.Tensor, version: int, value: torch.Tensor) -> N
     through its generator after a step of its discriminator. That pass would refuse another version.
     """
     if tensor.layout == torch.strided:
-        # The kernels of batch norms write to statistics without counting a version.
-        same = torch.equal(tensor, value) or bool((tensor.isnan() & value.isnan() | (tensor == value)).all())
+        # By value: the kernels of batch norms write to statistics without counting a version.
+        same = torch.equal(tensor, value)
+        if not same:  # NaN is not equal to itself
+            is_same = (tensor == value) | (tensor.isnan() & value.isnan())
+            same = bool(is_same.all())
     else:
         same = _version(tensor) == version
     if not same:

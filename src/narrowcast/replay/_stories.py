@@ -139,13 +139,13 @@ class SkipStories:
         announcement = f"{head}. It is run again, to say where it went wrong, for {LONGEST_S:.0f} s at most"
         self._time_limit = TimeLimit(lambda: self._say_now(announcement))
         try:
-            return self._told(step, surroundings, head, scale, lower_scale, names)
+            return self._tell(step, surroundings, head, scale, lower_scale, names)
         except Exception as error:  # the training goes on
             self._kinds.add(names)
             self._say(f"{head}. Where it went wrong could not be told: {first_line(error)}")
             return False
 
-    def _told(
+    def _tell(
         self,
         step: RecordedStep,
         surroundings: Surroundings,
@@ -227,7 +227,7 @@ class SkipStories:
         return lines
 
     def _module(self, finding: Finding, origin: Operation | None) -> str:
-        """Return path and class of the module that an operation belongs to; None: that was called."""
+        """Return path and class of the module that ``origin`` belongs to; without it, of the one called."""
         assert finding.call is not None
         inner = origin.module if origin is not None else ""
         outermost = without_ddp(finding.call.module)
@@ -235,7 +235,7 @@ class SkipStories:
         path = self._path(finding.call, origin)
         if not path:
             return kind
-        if self._model is None:  # of several, it may be
+        if self._model is None:  # the path alone does not tell in which of several models it is
             return f"{path} ({kind}) in {_kind(outermost)}"
         return f"{path} ({kind})"
 
@@ -354,7 +354,8 @@ def _what(finding: Finding, origin: Operation) -> str:
     elif origin.gradient_of:
         name = f"{origin.name}, of the gradient of {origin.gradient_of}, in"
     ranges = " and ".join(map(_range_text, origin.ranges)) or "nothing"
-    text = f"{name} {format_}, of values from {ranges}: {'NaN' if origin.is_nan else 'infinity'}"
+    result = "NaN" if origin.is_nan else "infinity"
+    text = f"{name} {format_}, of values from {ranges}: {result}"
     largest = finding.in_fp32
     if largest is not None:
         finite = "finite, " if origin.is_nan else ""

@@ -38,7 +38,7 @@ _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 INPUT = "input"
 BUFFER = "buffer"
-# They hold infinities that somebody asked for.
+# Where infinities are written on purpose, as by a mask.
 MEANT = {
     BUFFER,
     "fill",
@@ -152,8 +152,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches operators while it is entered, and modules and autograd nodes inside ``watching``.
 
     A value that is not finite is followed by the memory that holds it, from operator to operator, so that an
-    infinity that was meant (a mask) is told from the one that did harm. A model is one call: the time is
-    checked before each operator.
+    infinity that was meant (a mask) can be distinguished from the one that did harm. The time limit is
+    checked before each operator, since the whole model may be one call.
     """
 
     def __init__(self, root: nn.Module, time_limit: TimeLimit) -> None:
@@ -168,7 +168,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Know of modules and of the lines that made the nodes of graphs."""
+        """Track which module runs, and which line made each node of the graph."""
         with ExitStack() as stack:
             for module in self._paths:
                 if isinstance(module, torch.jit.ScriptModule):
@@ -183,7 +183,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def begins_with(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Say where values come from that are not finite before any operator ran: ``INPUT`` or ``BUFFER``."""
+        """Note which inputs (``INPUT``) or buffers (``BUFFER``) are not finite before any operator runs."""
         for tensor in _checked(tensors):
             if not is_finite(tensor):
                 is_nan = bool(tensor.isnan().any())
@@ -194,7 +194,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def origin_of(self, tensors: Iterable[torch.Tensor]) -> Operation | None:
         """Return the earliest operation to blame for the values in ``tensors`` that are not finite.
 
-        It is of the first of these groups that has any: operators that made one; inputs that held one;
+        It is from the first of these groups that is not empty: operators that made one; inputs that held one;
         operators that made NaN of infinities that were written on purpose; those infinities.
         """
         operations = _with_inputs(self._makers_of(tensors))
@@ -205,8 +205,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             [operation for operation in operations if operation.is_nan],
             origins,
         )
-        blamed = next(filter(None, groups), [])
-        return min(blamed, key=lambda operation: operation.number, default=None)
+        for group in groups:
+            if group:
+                return min(group, key=lambda operation: operation.number)
+        return None
 
     # ---- operators
 
@@ -229,8 +231,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         addresses = {_address(tensor) for tensor in inputs}
         for output in _checked(tree_leaves(result)):
+            # A view computes nothing, and what ``empty`` returns was written by nobody.
             is_view = _address(output) in addresses and not func._schema.is_mutable
-            # What ``empty`` returns was written by nobody.
             if is_view or "empty" in _name_of(func):
                 continue
             self._note_result(func, output)
@@ -315,7 +317,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _with_inputs(ends: Iterable[Operation]) -> list[Operation]:
-    """Return operations and all that they got a value from that is not finite."""
+    """Return ``ends``, the operations that made their inputs that are not finite, and so on."""
     seen = {id(operation): operation for operation in ends}
     operations = list(seen.values())
     for operation in operations:  # which grows meanwhile
@@ -344,7 +346,7 @@ def _makes_new(func: Any, output: torch.Tensor, bad_elements: list[torch.Tensor]
 
     ``bad_elements`` are flags of its inputs: which of their values are not.
     """
-    # Else its elements do not match those of the inputs: the input, which is known to be bad, is to blame.
+    # Elements of other operators' results do not match those of the inputs: the bad input is to blame.
     if torch.Tag.pointwise not in func.tags or "foreach" in _name_of(func):
         return False
     from_inputs = torch.zeros(output.shape, dtype=torch.bool, device=output.device)

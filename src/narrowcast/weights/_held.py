@@ -166,7 +166,8 @@ class HeldWeights:
         self._method = method
         self._pairs: list[Pair] = []
 
-        # A watcher is called after a step and before it is written; what it returns is called after that.
+        # Each is called after the optimizer's step, before the low parameters are written. The function that
+        # it returns is called once they are.
         self.watchers: list[Callable[[], Callable[[], None]]] = []
         self._hold_new(originals)
         if not self._pairs:

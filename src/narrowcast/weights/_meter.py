@@ -347,7 +347,8 @@ def aimed_values(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.T
         shadow_optimizer = _shadow_optimizer(optimizer, shadows)
 
         # An optimizer may draw random numbers, on the CPU or on the devices of its parameters.
-        device_type = "cuda"  # does not matter if all are on the CPU: no index is added below
+        # ``fork_rng`` restores the CPU's generator too. Without indices it does not use the device type.
+        device_type = "cuda"
         indices = set()
         for parameter in parameters:
             if parameter.device.index is not None:

@@ -128,8 +128,9 @@ class KahanMethod(UpdateMethod):
         # A residual that was rounded up to half a unit would change the parameter when it is added again.
         codes = residual.view(torch.int16)
         moved = _low_plus_residual(low, residual).to(low.dtype).view(torch.int16) != low.view(torch.int16)
+        is_not_zero = (codes & 0x7FFF) != 0
         # Sign and magnitude: one code less is the next number towards zero, whatever the sign.
-        codes.sub_((moved & (codes & 0x7FFF != 0)).to(torch.int16))
+        codes.sub_((moved & is_not_zero).to(torch.int16))
 
 
 def _residual_of(pair: Pair) -> torch.Tensor:
