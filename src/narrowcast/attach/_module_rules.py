@@ -41,7 +41,10 @@ _RULE_OVER_FSDP = (
 
 
 def notes_on_unreached(policy: Policy, already_said: list[str]) -> list[str]:
-    """Return a note on each rule for an operator that no call reached, unless ``already_said`` has one on it."""
+    """Return a note on each rule for an operator that no call reached.
+
+    A rule that a note of ``already_said`` is about gets no second one.
+    """
     notes = []
     for rule in unreached(policy):
         note = f"{RULE_NOTE}{rule.target} was reached by no call inside a model"
