@@ -200,9 +200,11 @@ def test_a_flag_of_the_last_step_is_read_at_the_end(monkeypatch):
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     with Attachment("bf16") as attached:
+        attached.recorder.shared = counted_by_parent = [0, 0]
         backward(model, math.inf)
         optimizer.step()
     assert (attached.facts["steps"], attached.facts["skipped_steps"]) == (0, 1)
+    assert counted_by_parent == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["accumulation", "lbfgs", "sparse_embedding", "gradient_penalty"])

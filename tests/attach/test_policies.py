@@ -1,6 +1,9 @@
 """Rules under a script that nobody edited: by operator, by module, and where they cannot be kept."""
 
+import copy
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -233,6 +236,19 @@ def test_checkpointed_parts_are_recomputed_under_the_rules():
     for use_reentrant in (True, False):
         for one, other in zip(run(asked, Checkpointed(use_reentrant)), plain, strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_model_under_rules_is_freed_when_the_script_drops_it():
+    """The rules still end on its copy, as an average of weights is: under rules it cannot be exported."""
+    with Attachment(policy(rule.module("0", compute="fp32"))):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        model(torch.ones(2, 8))
+        average = copy.deepcopy(model)
+        dropped = weakref.ref(model)
+        del model
+        gc.collect()
+        assert dropped() is None
+    torch.export.export(average, (torch.ones(2, 8),))
 
 
 def test_a_policy_that_holds_low_weights_is_refused():

@@ -32,7 +32,7 @@ from narrowcast.policy import Policy, policy_name, with_fp32_weights
 from narrowcast.scaling import Dynamic, LossScale, Off, check_loss_scale
 from narrowcast.scripts import FileWatch, Script, run_script
 
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # the exit code that shells give a process ended by Ctrl-C
 
 
 class Attachment:
@@ -52,8 +52,8 @@ class Attachment:
         observer: called while the script runs.
         seed_shift: added to every seed that the script sets for Python's, NumPy's or torch's random numbers.
         explains_skips: run a skipped step again, and say where its first infinity or NaN arose.
-        in_python: it is made in a program, so that notes name arguments in place of options.
-        board: where TensorBoard finds what the capture has too; it needs a ``writer``.
+        in_python: whether a program made it, not a command: notes then name arguments in place of options.
+        board: shows the events of the capture in TensorBoard too; it needs a ``writer``.
 
     Attributes:
         facts: after leaving, the ``end`` event of the capture.
@@ -158,7 +158,7 @@ class Attachment:
         for part in undo:
             try:
                 part()
-            except Exception as error:  # the others, and the report, have to come all the same
+            except Exception as error:  # one failure must keep neither the other parts nor the report back
                 self.recorder.note(f"on leaving, {part.__name__} failed: {first_line(error)}")
         self.facts = self.recorder.close(
             exit_code=self.exit_code,
@@ -199,7 +199,7 @@ class Attachment:
     def pause_regions(self, paused: bool) -> None:
         """Open no region while ``paused``.
 
-        Modules called first meanwhile get their rules only by ``continue_by_policy``.
+        A module whose first call comes during the pause gets its rules from ``continue_by_policy``.
         """
         self._regions.in_fp32 = paused
 
@@ -210,12 +210,12 @@ class Attachment:
 
     @property
     def loss_scale(self) -> float | None:
-        """That of the next backward; None if losses are not scaled."""
+        """The scale of the next backward; None if losses are not scaled."""
         return self.scale.of_next
 
     @property
     def scale_of_gradients(self) -> float | None:
-        """That of the latest backward; None if losses are not scaled."""
+        """The scale of the latest backward; None if losses are not scaled."""
         return self.scale.of_gradients
 
     def stop(self) -> None:
@@ -278,9 +278,9 @@ def attached(
 
     Use it in a notebook, or for training code of a library that you cannot edit. The outermost call of each
     module that holds parameters is a region of ``policy``, whose floating outputs are returned in fp32. In
-    fp16 the loss is scaled where the outermost backward starts, and each leaf's gradient is unscaled before
-    it is accumulated; an optimizer step on gradients that overflowed is skipped. On leaving, torch is as it
-    was before. If the code inside uses autocast or a ``GradScaler`` itself, nothing is added, and
+    fp16 the loss is scaled where the outermost backward starts, and gradients are unscaled before the code
+    inside can read them; an optimizer step on gradients that overflowed is skipped. On leaving, torch is as
+    it was before. If the code inside uses autocast or a ``GradScaler`` itself, nothing is added, and
     ``run.left_alone`` is the reason.
 
     Args:
@@ -330,7 +330,7 @@ def run_attached(
             attachment.watch_ranks(script, again)
             run_script(script)
     finally:
-        # Python calls exit handlers in reverse order: this one before those of the script.
+        # Registered after the handlers of the script, and so called before them.
         atexit.register(leave)
 
 
@@ -344,7 +344,10 @@ def _entered(attachment: Attachment) -> Iterator[None]:
         attachment.exit_code = 0
     except SystemExit as error:
         # As Python ends: with 0 for None, and 1 for a message.
-        attachment.exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, int):
+            attachment.exit_code = error.code
+        else:
+            attachment.exit_code = int(error.code is not None)
         raise
     except KeyboardInterrupt:
         attachment.exit_code = _INTERRUPTED
@@ -352,10 +355,10 @@ def _entered(attachment: Attachment) -> Iterator[None]:
     except (RuntimeError, ValueError, ArithmeticError) as error:
         # The cause may be a NaN of the low format, where a function checks its input, as binary_cross_entropy
         # does.
-        low = {device["format"] for device in attachment.recorder.devices.values()} - {"fp32"}
-        if low and not isinstance(error, NarrowcastError):
-            also = "--policy fp32 shows whether it does so in FP32 too"
-            attachment.recorder.note(f"the script stopped with {type(error).__name__}; {also}")
+        low_formats = {device["format"] for device in attachment.recorder.devices.values()} - {"fp32"}
+        if low_formats and not isinstance(error, NarrowcastError):
+            advice = "--policy fp32 shows whether it does so in FP32 too"
+            attachment.recorder.note(f"the script stopped with {type(error).__name__}; {advice}")
         raise
 
 
@@ -390,14 +393,15 @@ class _ChildProcesses:
         self._recorder = recorder
         self._settings = settings
         self._numbers = itertools.count()
-        self._counts: list[Any] = []
+        self._counts: list[Any] = []  # of each process, in shared memory: steps taken, steps skipped
         self.started = False  # whether one was spawned
 
     def trained(self) -> bool:
-        """Return whether one took a step or skipped it; note how many."""
+        """Return whether a process took or skipped a step; note how many steps there were."""
         trained = [counts for counts in self._counts if any(counts)]
         if trained:
-            taken, skipped = map(sum, zip(*trained, strict=True))
+            taken = sum(counts[0] for counts in trained)
+            skipped = sum(counts[1] for counts in trained)
             self._recorder.note(
                 f"processes of the script, {len(trained)} of them, took {taken} optimizer steps and skipped "
                 f"{skipped}, which are not counted above"
@@ -405,6 +409,7 @@ class _ChildProcesses:
         return bool(trained)
 
     def start(self, original: Callable[..., None], process: Any) -> None:
+        # Processes of libraries stay as they are.
         target = getattr(process, "_target", None)
         module = getattr(target, "__module__", None) or ""
         if module.startswith(_OF_LIBRARIES) or self._recorder.left_alone is not None:
@@ -412,7 +417,9 @@ class _ChildProcesses:
             return
         counts = multiprocessing.RawArray("q", 2)  # steps taken and skipped
         self._counts.append(counts)
-        # A plain ``Process`` has None there: it starts by the method that the script set, or by the default.
+
+        # A forked process inherits this attachment, and finds in its recorder where to count.
+        # ``_start_method`` of a plain ``Process`` is None: it starts by the script's method, or the default.
         start_method = getattr(process, "_start_method", None) or multiprocessing.get_start_method()
         if start_method == "fork":
             before = self._recorder.shared
@@ -422,6 +429,8 @@ class _ChildProcesses:
             finally:
                 self._recorder.shared = before
             return
+
+        # A spawned process inherits nothing: it calls a target that attaches there.
         if target is None:
             self._recorder.note(
                 f"the process {type(process).__name__} has a run method of its own and was left in FP32"
@@ -439,13 +448,13 @@ class _ChildProcesses:
 
 
 def _call_attached(target: Callable[..., Any], settings: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-    """Call the target of the process that an attached script started as its ``number``-th, attached too.
+    """Attach in a process that an attached script spawned, and call the target of the process.
 
-    Its capture is ``capture-processN.jsonl`` beside its parent's; it is deleted again if it records nothing.
-    What TensorBoard shows of it is in ``processN`` in the folder of its parent.
+    Its capture is ``capture-processN.jsonl`` beside its parent's, where N is the number of the process; it is
+    deleted again if it records nothing. Its files for TensorBoard are in ``processN`` in the folder of its
+    parent.
     """
     policy, loss_scale, capture, board_folder, stop_after, seed_shift, files, number, counts = settings
-    # What the parent has recorded and replaced does not reach this process.
     writer = None
     if capture is not None:
         writer = CaptureWriter(capture.with_stem(f"{capture.stem}-process{number}"))
@@ -475,7 +484,7 @@ class _OwnRanks:
     ``start`` wraps ``subprocess.Popen.__init__``, and puts ``again`` before the script in the command.
 
     Attributes:
-        started_another_script: whether it started a script that is not itself, as a launcher does.
+        started_another_script: whether the script started another one, as a launcher does.
     """
 
     def __init__(self, recorder: EventRecorder, script: Script, again: Sequence[str]) -> None:

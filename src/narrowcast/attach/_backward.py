@@ -52,6 +52,7 @@ class Backward:
 
     Attributes:
         leaves: the leaves that scaled passes reach.
+        in_hook: the hooks of the script that this thread is in.
         before_modules: whether a pass began before the script had called any module.
         frees_graph: whether the pass that runs now only frees a graph, and has no gradients.
     """
@@ -66,9 +67,9 @@ class Backward:
         self._regions = regions
         self._nesting = Nesting()
         self.in_hook = Nesting()
-        self._returning: dict[int, float] = {}  # number of each pass of ``grad`` -> its loss scale
-        self._retained: list[weakref.ref[torch.Tensor]] = []
-        self._nested_leaves: list[torch.Tensor] = []
+        self._factors_of_grad: dict[int, float] = {}  # number of each pass of ``grad`` -> its loss scale
+        self._retained: list[weakref.ref[torch.Tensor]] = []  # on which the script called ``retain_grad``
+        self._nested_leaves: list[torch.Tensor] = []  # of passes inside the running one, which checks them
         self.leaves = Leaves(run.scale, run.recorder)
         self.before_modules = False
         self.frees_graph = False
@@ -228,7 +229,7 @@ class Backward:
         # During the pass, gradients that leaves had before are put aside; a hook could miss them.
         if _living_hooks and any(leaf.grad is not None for leaf in leaves):
             return False
-        # Hooks of others, as of a library that averages gradients, may not be made to run twice.
+        # Hooks of others, as of a library that averages gradients, must not run twice.
         for leaf in leaves:
             for hook in (leaf._backward_hooks or {}).values():
                 if not isinstance(hook, TrueView) and hook != self.leaves.unscale:
@@ -305,15 +306,18 @@ class Backward:
     # ---- passes inside of others
 
     def _nested_pass(self, run: Callable[[], None], nodes: Sequence[Any], factor: float) -> None:
-        """Run a pass that a node of an outer pass begins; the outer one checks its gradients when it ends."""
+        """Run a pass that a node of an outer pass begins; the outer one checks its gradients when it ends.
+
+        A leaf may stand in for a tensor of the outer pass: then its gradient is passed on to that tensor, and
+        must stay scaled.
+        """
         self.leaves.unscale_arrived()
         leaves, _ = self.leaves.reached_from(nodes)
-        # A stand-in's gradient is passed on, still scaled, to the tensor of the outer pass it stands for.
         if self._regions.begins_recomputed_backward():
             leaves = [leaf for leaf in leaves if not self._regions.is_stand_in(leaf)]
         else:
-            # Other Functions may run a pass inside their backward too. There a leaf stands in for a tensor if
-            # it is not a parameter and no outer pass has reached it.
+            # The pass of another custom Function. Its leaves stand in for tensors, except parameters and
+            # what an outer pass has reached, whose hooks unscale.
             leaves = [t for t in leaves if isinstance(t, torch.nn.Parameter) or self.leaves.is_hooked(t)]
         self.leaves.backward_begins(leaves)
         self.leaves.hook(leaves)
@@ -326,13 +330,13 @@ class Backward:
         # ``backward`` has unscaled a leaf's gradient before its hooks run; ``grad`` has not.
         task = graph_task_id()
         if at_leaf:
-            return self._returning.get(task)
+            return self._factors_of_grad.get(task)
         return self._factor_of(task)
 
     def _factor_of(self, task: int) -> float | None:
         if task in self.leaves.factors:
             return self.leaves.factors[task]
-        return self._returning.get(task)
+        return self._factors_of_grad.get(task)
 
     @contextmanager
     def _numbered(self, nodes: Sequence[Any], table: dict[int, float], factor: float) -> Iterator[None]:
@@ -382,7 +386,7 @@ class Backward:
         seeds = _scaled(roots, _as_seeds(grad_outputs, len(roots)), factor)
         nodes = [root.grad_fn for root in roots]
         with (
-            self._numbered(nodes, self._returning, factor),
+            self._numbered(nodes, self._factors_of_grad, factor),
             self._retained_unscaled(None, factor) as retained,
         ):
             scaled = self._torch_grad(roots, inputs, seeds, True, *rest, **options)
@@ -520,7 +524,7 @@ def _true(gradient: torch.Tensor | None, factor: float) -> torch.Tensor | None:
 
 
 def _taken_from(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Take their gradients from tensors for the time of a pass; return each tensor with its own."""
+    """Set ``grad`` of tensors to None for the time of a pass; return each with the gradient that it had."""
     taken = []
     for tensor in tensors:
         taken.append((tensor, gradient_of(tensor)))
@@ -584,8 +588,10 @@ def _true_arguments(value: Any, factor: float) -> Any:
 
 
 def _scaled_like(result: Any, like: Any, factor: float) -> Any:
+    """Return the result of a hook, scaled, in the dtypes of ``like``, which it replaces."""
     if isinstance(result, list | tuple) and isinstance(like, list | tuple):
         return tuple(_scaled_like(part, other, factor) for part, other in zip(result, like, strict=False))
+    # A hook of a module with one input or output may return its gradient without a tuple.
     if isinstance(like, tuple) and len(like) == 1:
         return _scaled_like(result, like[0], factor)
     if isinstance(result, torch.Tensor) and isinstance(like, torch.Tensor):

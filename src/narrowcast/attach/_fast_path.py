@@ -1,7 +1,7 @@
 """The fast path of ``nn.TransformerEncoder`` in evaluation: turned off, while zeros in padding are kept.
 
-Its fused layers compute in fp32 whatever the region, and raise where two formats meet. But the fast path also
-decides a result: the encoder removes padding before the layers, and fills it with zeros after them.
+Its fused layers compute in fp32 inside a region too, and raise where two formats meet. But the fast path also
+changes results: the encoder removes padding before the layers, and fills it with zeros after them.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class FastPath:
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Any:
-        # As in torch's forward, which asks about CUDA alone: no fast path in autocast. While narrowcast is
-        # active that region is its own, and FP32 would have packed.
+        # torch's forward takes no fast path inside autocast; like this, it asks about CUDA only. The script's
+        # own autocast counts, and a region of narrowcast does not: in FP32 there would be none.
         left_in_autocast = self._recorder.left_alone is not None and torch.is_autocast_enabled()
         takes_fast_path = self._is_off and mask is None and not left_in_autocast
         if not (takes_fast_path and _packs(encoder, src, src_key_padding_mask)):

@@ -83,7 +83,7 @@ class PassFacts:
         factor: its loss scale.
         site: the line of the script that called it.
         loss: its loss; None unless it is one number.
-        loss_version: the version of that.
+        loss_version: the version of the loss at that time.
     """
 
     number: int
@@ -166,7 +166,7 @@ class _WatchedParameter:
     Attributes:
         version: its version.
         values: some of its values; None where only versions are compared.
-        gradient: its gradient and the version of that; None if it had none.
+        gradient: its gradient, with the version of the gradient; None if it had none.
     """
 
     version: int
@@ -201,9 +201,9 @@ class Leaves:
         self._an_optimizer_steps = False
 
         self._unread: list[_UnreadPass] = []
-        # The gradients that the latest pass left, and their versions: until a step has used them, or one of
-        # them turns out not to be finite. Not kept by leaf: a script may move a gradient to another
-        # parameter.
+        # The gradients that the latest pass left, and their versions. They are dropped once a step has used
+        # them, or one of them turns out not to be finite. Not kept by leaf: a script may move a gradient to
+        # another parameter.
         self._checked: tuple[list[torch.Tensor], list[int]] = ([], [])
 
         # Leaves of the running pass whose gradients are unscaled together when it ends.
@@ -217,7 +217,7 @@ class Leaves:
     def reached_from(self, roots: Iterable[Any]) -> tuple[list[torch.Tensor], bool]:
         """Return the leaves below graph nodes ``roots``, and whether the graph runs code written in Python.
 
-        The graph has to be walked: a leaf that is in no module and in no optimizer is known to nobody else.
+        The graph has to be walked, since a leaf may be in no module and in no optimizer.
         """
         leaves, functions = leaves_and_functions(roots)
         for function in functions:
@@ -362,8 +362,7 @@ class Leaves:
     def backward_begins(self, leaves: Sequence[torch.Tensor]) -> None:
         """Forget overflows of gradients that the script dropped; refuse updates that it made by hand."""
         self.forget_gradients()
-        # Read later, the overflow of a gradient that was dropped would be blamed on the one that this pass
-        # leaves.
+        # Read the overflow of a gradient that was dropped before this pass leaves another one in its leaf.
         if self._unread and any(leaf.grad is None for leaf in leaves):
             self.read()
         if self._watched:
@@ -618,6 +617,7 @@ class Leaves:
         return now is not None and not torch.allclose(now, before.values, 0.0, 0.0, equal_nan=True)
 
     def remove_hooks(self) -> None:
+        """Remove our hooks from leaves, and forget everything that was remembered of leaves."""
         for leaf in self._hooked:
             hooks = leaf._backward_hooks or {}
             ours = [key for key, function in hooks.items() if function == self.unscale]
@@ -703,7 +703,7 @@ def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _are_dense_without_overlap(gradients: Sequence[torch.Tensor]) -> bool:
-    """Return whether all are dense, and have memory of their own."""
+    """Return whether all are dense, and share no memory."""
     if not {torch.strided}.issuperset(map(_LAYOUT, gradients)):
         return False
     # The engine leaves dense gradients without gaps. They are apart if each ends before the next one starts.
@@ -714,7 +714,7 @@ def _are_dense_without_overlap(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 def _writable_in_place(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those that are dense, in fp32, and have a memory of their own.
+    """Return those that are dense, in fp32, and share no memory with another one.
 
     Gradients of two leaves may lie in one memory, as those of ``a`` and ``b`` in ``torch.cat([a, b])``.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -27,7 +29,6 @@ _NAMED_NOTHING = " named no module of what the script called "
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 _NAME_THE_WHOLE = ": nn.Linear calls linear, and @ calls matmul: name these, as rules do not reach inside"
 
-
 _LOW = (torch.bfloat16, torch.float16)
 _FP32_OVER_FSDP = (
     "{} computes in {} under policy fp32 too, since its FSDP casts weights and inputs to it (param_dtype of "
@@ -42,7 +43,7 @@ _RULE_OVER_FSDP = (
 def notes_on_unreached(policy: Policy, already_said: list[str]) -> list[str]:
     """Return a note on each rule for an operator that no call reached.
 
-    Not on a rule that a note of ``already_said`` is about.
+    A rule that a note of ``already_said`` is about gets no second one.
     """
     notes = []
     for rule in unreached(policy):
@@ -56,7 +57,7 @@ def notes_on_unreached(policy: Policy, already_said: list[str]) -> list[str]:
 
 
 def note_on_sharded(policy: Policy, model: nn.Module) -> str | None:
-    """Return a note where ``policy`` asks for fp32, and FSDP's mixed precision casts weights before that."""
+    """Return a note if ``policy`` asks for fp32 where FSDP has already cast the weights to a low format."""
     kind = type(model).__name__
     param_dtypes: dict[str, torch.dtype | None] = {}  # by path: what FSDP casts the weights there to
     by_rules: list[str] = []
@@ -105,7 +106,10 @@ class ModuleRules:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._applied: dict[nn.Module, Applied] = {}
+        # Weak, since a script may make many models, one after the other.
+        self._applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+        # Those of models that are gone too: copies of these may still be under the rules.
+        self._all_applied: list[Applied] = []
 
         # For the notes at the end.
         self._models: list[str] = []  # the class of each model, also of parts that a whole has replaced
@@ -123,7 +127,9 @@ class ModuleRules:
         inside = set(model.modules())
         for part in list(self._applied):
             if part in inside:
-                self._applied.pop(part).remove()
+                applied_to_part = self._applied.pop(part)
+                applied_to_part.remove()
+                self._all_applied.remove(applied_to_part)
 
         kind = type(model).__name__
         self._models.append(kind)
@@ -135,6 +141,7 @@ class ModuleRules:
             how_to_end="narrowcast run and nc.attached hold it until they end; give them the rules",
         )
         self._applied[model] = applied
+        self._all_applied.append(applied)
         for rule in applied.missed:
             self._misses[rule] = self._misses.get(rule, 0) + 1
             if not self._guesses.get(rule):
@@ -148,8 +155,9 @@ class ModuleRules:
 
         A second call returns none.
         """
-        for applied in self._applied.values():
+        for applied in self._all_applied:
             applied.remove()
+        self._all_applied.clear()
         self._applied.clear()
         notes = self._notes()
         self._models.clear()

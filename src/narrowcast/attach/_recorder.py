@@ -45,7 +45,7 @@ class EventRecorder:
         module_calls: calls of every module, those inside of others too.
         left_alone: why narrowcast does nothing more for this script; None while it does.
         in_python: whether it belongs to ``nc.attached``, which has arguments in place of options.
-        shared: steps taken and skipped, for the process that started this one.
+        shared: steps taken and skipped, in memory that the process that started this one reads too.
     """
 
     def __init__(
@@ -146,10 +146,19 @@ class EventRecorder:
                 backward=self.backwards,
                 **for_board,
             )
-            # Steps take over a second each. The loss just before this step made ``_add`` flush, so the step
-            # itself may still wait: write it now, instead of when the next one ends.
+            # If a step takes longer than a second, the event of its loss has just been flushed, and that of
+            # the step would wait until the next one ends. Write it now.
             if now - last_of_any > _FLUSH_EVERY_S:
                 self.flush()
+
+    def saw_skip_late(self) -> None:
+        """Record that a step was skipped which had been recorded as taken."""
+        with self._lock:
+            self.steps -= 1
+            self.skipped_steps += 1
+            if self.shared is not None:
+                self.shared[0] -= 1
+                self.shared[1] += 1
 
     def paused(self, seconds: float, waited_s: float) -> None:
         """Record that the process stood still for ``seconds``, which are left out of all durations.
@@ -172,8 +181,8 @@ class EventRecorder:
         self._unwritten.append({"event": event, **values, "time_s": now - self._started})
         if any(map(callable, values.values())):
             self._waits_for_device = True
-        patience_s = _FLUSH_EVERY_S if self._waits_for_device else _FLUSH_HOST_ONLY_EVERY_S
-        if now - self._last_flush > patience_s or len(self._unwritten) >= _FLUSH_AFTER_EVENTS:
+        flush_every_s = _FLUSH_EVERY_S if self._waits_for_device else _FLUSH_HOST_ONLY_EVERY_S
+        if now - self._last_flush > flush_every_s or len(self._unwritten) >= _FLUSH_AFTER_EVENTS:
             self.flush()
 
     def note(self, text: str, *, at_once: bool = False, told: bool = False, story: bool = False) -> None:
@@ -227,10 +236,7 @@ class EventRecorder:
         self._unwritten.clear()
 
     def close(self, **more: Any) -> dict[str, Any]:
-        """Flush, write the ``end`` event, and return it. A run is summarized from it.
-
-        ``more`` are its other fields.
-        """
+        """Flush, write the ``end`` event with the fields ``more`` too, and return it."""
         self.flush()
 
         peaks = read_each(
@@ -250,7 +256,7 @@ class EventRecorder:
             if isinstance(value, str):  # why it is unreadable
                 peaks[name] = None
 
-        # After the last note but one of its own.
+        # The board shows notes, so it ends after all of them but the one on itself.
         if self._board is not None:
             self._board.close(skipped_steps=self.skipped_steps)
             if self._board.error is not None:
@@ -301,7 +307,8 @@ def _read(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _peak_resident_bytes() -> int:
-    """Return the peak of this process. On Linux ``getrusage`` starts with the peak of the parent instead."""
+    """Return the peak of the memory of this process."""
+    # Not by ``getrusage`` on Linux, where a process inherits the peak of its parent.
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -315,7 +322,7 @@ def _peak_resident_bytes() -> int:
 _SKIPPED = tuple(str(Path(path).parent) + os.sep for path in (narrowcast.__file__, torch.__file__))
 _STANDARD = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-_STARTED_IN = os.getcwd()  # also after the script changes its folder
+_STARTED_IN = os.getcwd()  # read once, since the script may change its folder
 
 
 def call_site() -> str:
@@ -343,9 +350,12 @@ def _owner(path: str) -> str:
     """Return ``"script"``, ``"library"``, or ``"skipped"`` for narrowcast, torch and the standard library."""
     if path.startswith((*_SKIPPED, "<")):
         return "skipped"
+    # Before the standard library, in whose folder the installed libraries are.
     if any(folder in path for folder in _INSTALLED):
         return "library"
-    return "skipped" if path.startswith(_STANDARD) else "script"
+    if path.startswith(_STANDARD):
+        return "skipped"
+    return "script"
 
 
 @lru_cache(maxsize=4096)

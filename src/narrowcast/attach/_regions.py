@@ -42,15 +42,16 @@ from narrowcast.policy import format_name, resolve
 from narrowcast.replay import FOR_PYTHON, FOR_SCRIPTS, SkipExplainer, Surroundings
 from narrowcast.scaling import Dynamic
 
-_MANY_CALLS = 500  # a backward pass; torchdiffeq's examples take 50 to 86 in fp32 and 1,500 to 5,000 in bf16
+# For each backward pass; torchdiffeq's examples take 50 to 86 in fp32 and 1,500 to 5,000 in bf16.
+_MANY_CALLS = 500
 _SOLVER = (
     "modules were called {:,.0f} times for each backward pass: if an adaptive solver calls them (of an ODE, "
     "as torchdiffeq has), it may take many more steps in a low format than in fp32, as rounding is an error "
     "to it; narrowcast compare counts the calls in both formats"
 )
 _USES_AUTOCAST = "the script or its trainer uses autocast itself"
-# Their wrappers of a model open an autocast region first of all: Fabric's module, Accelerate's forward,
-# DeepSpeed's engine. What else may stand around them computes nothing either.
+# Hosts whose wrapper of a model (Fabric's module, Accelerate's forward, DeepSpeed's engine) opens an autocast
+# region before anything is computed, and packages whose functions may be around that wrapper.
 _WRAPPING = frozenset(
     (
         "lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "deepspeed", "torch",
@@ -61,10 +62,11 @@ _FORMAT_WORDS = ("BFloat16", "Half", "dtype", "scalar type")
 
 
 class _ThreadCalls(Nesting):
-    """What this thread is in. By ``with``: a call inside of which no region is opened.
+    """The calls that a thread is in. Inside of ``with`` it opens no region.
 
     Attributes:
-        depth: how many such calls it is in: in a region of ours, of a run in FP32, in ``without_regions``.
+        depth: how many calls that open no further region it is in: those in a region of ours, those of a run
+            in FP32, and ``without_regions``.
         observed: whether it is in an outermost call of a module.
         recomputes: whether the next backward is that of a recomputation.
         is_main: whether it is the thread in which narrowcast was attached.
@@ -82,7 +84,7 @@ class ScriptRegions:
 
     Attributes:
         in_fp32: whether no region is opened for the time being.
-        explainer: of skipped steps.
+        explainer: explains skipped steps.
         checkpoints: whether a part of a model is computed again in a backward pass.
     """
 
@@ -105,7 +107,8 @@ class ScriptRegions:
         )
         self._recording = self.explainer.recording
 
-        # By type of device: dtype of the regions (None: it needs none), the region, kernels for its results.
+        # By type of device: dtype of the regions (None: it needs none), the region, and the kernels that note
+        # what the model returns straight from a sigmoid or softmax.
         self._dtypes: dict[str, torch.dtype | None] = {}
         self._region_on: dict[str, PolicyRegion] = {}
         self._notes_of_results: dict[str, NotesOfResults] = {}
@@ -116,7 +119,7 @@ class ScriptRegions:
         self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._any_compiled = False
         self._training_calls = 0  # outermost ones with gradients, in a region
-        self._made_way = False  # whether a region was left for that of a host
+        self._made_way = False  # whether a region was left, so that a host's own takes its place
         # By id: leaves that a reentrant checkpoint made of its inputs.
         self._stand_ins: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -143,11 +146,11 @@ class ScriptRegions:
     def uninstall(self) -> None:
         self._recording.records = False
         self._recording.clear()
-        missed = self._rules.remove()
-        for note in missed:
+        notes_on_rules = self._rules.remove()
+        for note in notes_on_rules:
             self._recorder.note(note)
         if any(self._dtypes.values()) and self._recorder.left_alone is None:
-            for note in notes_on_unreached(self._policy, missed):
+            for note in notes_on_unreached(self._policy, notes_on_rules):
                 self._recorder.note(note)
         self._region_on.clear()
         self._fast_path.restore()
@@ -180,7 +183,7 @@ class ScriptRegions:
 
     @property
     def in_main_thread(self) -> bool:
-        """Whether this is the thread in which narrowcast was attached, whose calls are held."""
+        """Whether this is the thread in which narrowcast was attached; only its calls are recorded."""
         return self._thread.is_main
 
     @property
@@ -188,7 +191,7 @@ class ScriptRegions:
         return bool(self._dtypes or self._titles)
 
     def note_many_calls(self) -> None:
-        """Note where an adaptive solver may have called a module: one that rounds makes it go on longer."""
+        """Note many calls for each backward pass, as of an adaptive solver that takes more steps in bf16."""
         backwards = self._recorder.backwards
         if backwards and self._training_calls > _MANY_CALLS * backwards:
             self._recorder.note(_SOLVER.format(self._training_calls / backwards))
@@ -212,12 +215,13 @@ class ScriptRegions:
     def _call_outside_of_regions(self, call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module while this thread is in none of our regions, and open one if the module needs it.
 
-        One of three calls it: a backward pass, which computes a part of the model again; a module that the
-        script has called, for which no region was opened; or the script itself.
+        The caller is one of three: a backward pass, which computes a part of the model again; a module that
+        the script has called, for which no region was opened; or the script itself.
         """
+        # No region for modules without parameters, nor in a worker of a DataLoader, which only loads data.
+        # torch.jit.trace would keep the casts in the traced module after the run.
         parameter = first_parameter(module)
         if parameter is None or get_worker_info() is not None or is_jit_tracing():
-            # torch.jit.trace would keep the casts in the traced module after the run.
             return call()
         thread = self._thread
         device_type = parameter.device.type
@@ -286,6 +290,7 @@ class ScriptRegions:
     # ---- calls that are made again, to say where a skipped step went wrong
 
     def _say_story(self, story: str) -> None:
+        """Show at once what was found of a skipped step, and record it as a note."""
         self._recorder.note(story, told=True, story=True)
         self._run.tell_story(story)
 
@@ -365,6 +370,7 @@ class ScriptRegions:
         )
 
     def _say_compiled(self, module: nn.Module) -> None:
+        """Note that results which ``module`` returns from compiled code may be rounded."""
         self._recorder.note(
             f"{type(module).__name__} calls sigmoid, softmax or log_softmax in compiled code: if it returns "
             "what they compute, that may be rounded to the low format; compiled in one graph, by "
@@ -411,7 +417,7 @@ class ScriptRegions:
         return self._dtypes[device_type]
 
     def _decide(self, device_type: str) -> torch.dtype | None:
-        """Decide it at the first call on this device, and prepare the region."""
+        """Decide the dtype at the first call on this device, and prepare the region."""
         if device_type not in known_device_types():
             self._recorder.note(
                 f"modules on device {device_type!r} stay in fp32: torch has no autocast for it"
@@ -456,7 +462,8 @@ class ScriptRegions:
         if any(type(inside).__name__ == "OptimizedModule" for inside in with_what_it_wraps(module)):
             self._compiled.add(module)
             self._any_compiled = True
-        self._titles[kind] += 1  # modules that were deleted, and other classes of that name, count too
+        # Counts modules that are gone too, and those of other classes of that name: a title is given once.
+        self._titles[kind] += 1
         number = self._titles[kind]
         self._called[module] = kind if number == 1 else f"{kind}-{number}"
 
@@ -476,9 +483,9 @@ class ScriptRegions:
     def _checkpoint(self, original: Call, function: Call, *args: Any, **kwargs: Any) -> Any:
         """Recompute at the depth in our regions at which the first computation ran.
 
-        A reentrant checkpoint makes leaves of its inputs, and gives them to the recomputation: tensors that
-        the first computation did not have. We note these leaves as stand-ins. The checkpoint passes their
-        gradients on to its inputs, so they stay scaled.
+        A reentrant checkpoint gives the recomputation new leaves in place of its inputs: stand-ins, tensors
+        that the first computation did not have. The checkpoint passes their gradients on to its inputs, so
+        these must stay scaled.
         """
         if torch.compiler.is_dynamo_compiling():
             return original(function, *args, **kwargs)
@@ -507,7 +514,7 @@ class ScriptRegions:
     def _note_stand_ins(self, tensors: list[torch.Tensor]) -> None:
         if not tensors:
             return
-        self._thread.recomputes = True  # its own backward follows in this thread
+        self._thread.recomputes = True  # the backward of the recomputation follows in this thread
         for key, reference in list(self._stand_ins.items()):
             if reference() is None:
                 self._stand_ins.pop(key, None)
@@ -535,7 +542,7 @@ class ScriptRegions:
         if not torch.is_autocast_enabled(device) or not _entered_by_the_script(frame):
             return result
         in_call = bool(self._thread.depth) and self.opens_regions
-        # Nothing has computed in our region yet, so the host's may take its place. Not under rules for
+        # If nothing has computed in our region yet, the host's may take its place. Not under rules for
         # modules: the calls that are running would restore the rules of our region when they end.
         if in_call and not self._policy.names_modules and _in_wrapper_of_host(frame):
             region.__exit__(None, None, None)
@@ -560,7 +567,7 @@ class ScriptRegions:
 
 
 def first_parameter(module: nn.Module) -> nn.Parameter | None:
-    """Return the first of ``module.parameters()``, in a fifth of the time that this takes."""
+    """Return the first of ``module.parameters()``, in a fifth of the time that ``parameters`` takes."""
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter

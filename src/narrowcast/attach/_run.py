@@ -17,8 +17,8 @@ from narrowcast.attach._recorder import EventRecorder
 from narrowcast.policy import Policy
 from narrowcast.scaling import LossScale, Off
 
+# How long after ``Stopping.stop`` a script that still runs is ended by force.
 _PATIENCE_S = 30.0
-
 
 Call = Callable[..., Any]
 
@@ -54,7 +54,7 @@ class Patches:
 
 
 class Nesting(threading.local):
-    """Count, by ``with``, the calls of replaced functions that this thread is in: one may call another."""
+    """Count the calls of replaced functions that a thread is in, each in a ``with``: one may call another."""
 
     depth = 0
 
@@ -78,7 +78,7 @@ class Observer:
         """Called when that call ends; ``output`` is what the script receives."""
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
-        """Called when an outermost backward pass begins at ``roots``, tensors or graph edges."""
+        """Called when an outermost backward pass begins from ``roots``, tensors or graph edges."""
 
     def backward_ended(self) -> None:
         """Called when that pass has ended without an error."""
@@ -101,8 +101,8 @@ class Observer:
 class RunningScale:
     """Hold the loss scale of the process, and move it once for each backward that an optimizer used.
 
-    Backwards are numbered. Several optimizers may step on the gradients of one backward: it counts once
-    as good and backs the scale off once, as ``torch.amp.GradScaler.update`` does once an iteration.
+    Backwards are numbered. Several optimizers may step on the gradients of one backward: the scale moves once
+    for it, as ``torch.amp.GradScaler.update`` moves it once in an iteration.
 
     Attributes:
         value: the scale and its rule.
@@ -116,9 +116,8 @@ class RunningScale:
         self._scale_of_gradients = value.scale
         self._lock = threading.Lock()
 
-        # The latest backwards for which the scale has moved, and has fallen.
-        self._moved_for = 0
-        self._backed_off_for = 0
+        self._moved_for = 0  # the latest backward for which the scale has moved
+        self._backed_off_for = 0  # the latest for which it has fallen
 
     @property
     def active(self) -> bool:
@@ -145,13 +144,13 @@ class RunningScale:
     def discarded(self, backward: int) -> None:
         """Back off because a step skipped the gradients of ``backward`` or the script dropped them.
 
-        Not if that was done for ``backward`` already.
+        Does nothing if the scale has fallen for ``backward`` already.
         """
         with self._lock:
             if self._backed_off_for < backward:
                 self.value = self.value.after_step(overflow=True)
                 self._backed_off_for = backward
-                # A later one may have moved it already.
+                # The scale may have moved for a later backward already.
                 self._moved_for = max(self._moved_for, backward)
 
     def overflowed(self, backward: int, factor: float) -> None:
@@ -284,7 +283,7 @@ class AttachedRun:
     def leave_alone(self, why: str, *, in_call: bool = False) -> None:
         """Add nothing to the script from now on: no new region, no scaling, no skipping.
 
-        ``in_call``: whether it is found in a call of a module, whose region stays until the call ends.
+        ``in_call``: whether the reason is found inside a call of a module, whose region stays until it ends.
         """
         recorder = self.recorder
         if recorder.left_alone is None:

@@ -31,18 +31,18 @@ def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
     they are: they often determine how data is split, which must be the same in every run. ``note`` is called
     with a note for the user, each time a seed was shifted.
     """
-    # torch.seed, which takes a seed from the clock, is among them because it calls the others.
-    owners: list[tuple[Any, str]] = [(random, "seed")]
-    for owner in (torch, torch.random):
-        owners += [(owner, "manual_seed"), (owner, "seed")]
+    # torch.seed takes a seed from the clock. It is wrapped since it calls the others, which must not shift.
+    seeders: list[tuple[Any, str]] = [(random, "seed")]
+    for module in (torch, torch.random):
+        seeders += [(module, "manual_seed"), (module, "seed")]
     for device in (torch.cuda, torch.mps, torch.xpu):
-        owners += [(device, name) for name in ("manual_seed", "manual_seed_all") if hasattr(device, name)]
+        seeders += [(device, name) for name in ("manual_seed", "manual_seed_all") if hasattr(device, name)]
     if importlib.util.find_spec("numpy") is not None:
-        owners.append((importlib.import_module("numpy.random"), "seed"))
-    nesting = Nesting()  # torch's seed function calls CUDA's with the seed that it was given
+        seeders.append((importlib.import_module("numpy.random"), "seed"))
+    nesting = Nesting()  # torch.manual_seed calls CUDA's with the seed that it was given
 
     def shifted_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The first argument, or by keyword whatever is not random.seed's ``version``.
+        # The seed is the first argument, or the keyword that is not ``version``, which random.seed has too.
         names = [name for name in kwargs if name != "version"]
         seed = None
         if args:
@@ -60,5 +60,5 @@ def shift_seeds(patches: Patches, by: int, note: Callable[[str], None]) -> None:
         with nesting:
             return original(*args, **kwargs)
 
-    for owner, name in owners:
+    for owner, name in seeders:
         patches.wrap(owner, name, shifted_seed)

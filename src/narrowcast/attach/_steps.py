@@ -39,7 +39,7 @@ PATIENCE = 25
 """Skipped steps of one optimizer in a row after which the loss scale is not the cause."""
 
 _WARN_AT = 20
-_TOLD_SKIPS = 5  # of one optimizer where no loss is scaled; the others are counted
+_TOLD_SKIPS = 5  # skipped steps of one optimizer that get a note where no loss is scaled
 _LOW_DTYPES = {torch.bfloat16, torch.float16}
 _LOW_WEIGHTS = (
     "{} trains weights that are stored in {}, without fp32 masters: small updates are rounded away "
@@ -73,9 +73,9 @@ class _OptimizerRecord:
         skips_in_a_row: steps skipped since the last one taken.
         evaluates_again: whether a closure whose gradients overflowed is evaluated again at a lower loss
             scale: of optimizers that need a closure, as LBFGS and SAM do.
-        moves_first: whether a step moves parameters before the last evaluation of its closure; None: a step
-            must show it.
-        grad_norm: of the gradients that the present step uses; None unless it is written.
+        moves_first: whether a step moves parameters before the last evaluation of its closure; None: not
+            known before the first step.
+        grad_norm: of the gradients that the present step uses; None unless the run writes norms.
     """
 
     name: str
@@ -148,7 +148,7 @@ class Steps:
 
     @untraced
     def _zero_grad(self, original: Call, owner: Any, *args: Any, **kwargs: Any) -> None:
-        """Notice gradients zeroed in place: their overflow is gone, though the tensor is the same."""
+        """Forget the overflows of gradients that are zeroed, which may happen in place."""
         if not self._scale.active:
             original(owner, *args, **kwargs)
             return
@@ -225,15 +225,15 @@ class Steps:
         return result
 
     def _measure_norm(self, optimizer: Optimizer) -> None:
-        """Measure, if it is written, the norm of the gradients that an outermost step uses."""
+        """Measure the norm of the gradients that an outermost step uses, if the run writes norms."""
         if self._recorder.keeps_norms and self._nesting.depth == 1:
             self._record_of(optimizer).grad_norm = norm_of_gradients(parameters_of(optimizer))
 
     def _nonfinite(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """Return the parameters whose gradient is not finite; a step that uses them must be skipped.
 
-        Without a loss scale a GPU is waited for only where the step cannot go on before its flag is known;
-        else the optimizer gets the flag, or the next step reads it.
+        Without a loss scale this waits for a GPU only if the step cannot begin before its flag is known.
+        Otherwise the optimizer gets the flag, or the next step reads it.
         """
         if self._scale.active:
             return self._leaves.nonfinite_among(parameters_of(optimizer))
@@ -250,15 +250,16 @@ class Steps:
         parameters = check.gradients.parameters
         flags = check.nonfinite().read()
         bad = [parameter for parameter, flag in zip(parameters, flags, strict=True) if flag]
-        return bad or parameters  # none here: the overflow is on another rank
+        return bad or parameters  # if none is bad here, the overflow is on another rank
 
     def _step_with_closure(
         self, hooked: Call, optimizer: Optimizer, args: Any, kwargs: Any, closure: Call
     ) -> tuple[Any, list[torch.Tensor]]:
         """Step with a closure; return what the step returned, and the parameters for which it was skipped.
 
-        A closure is evaluated as often as the optimizer does it. Only optimizers that need one, such as
-        LBFGS, whose step would lose many evaluations, get another at a lower loss scale where one overflowed.
+        The optimizer decides how often its closure is evaluated. Optimizers that need a closure, such as
+        LBFGS, would lose many evaluations with a skipped step, so an evaluation that overflowed is repeated
+        at a lower loss scale.
         """
         record = self._record_of(optimizer)
         # A step may move parameters first, as that of SAM does; then a copy undoes a skipped one. Where
@@ -268,8 +269,8 @@ class Steps:
         if record.moves_first is None:
             before = list(map(leaf_sample, parameters_of(optimizer)))
         evaluations = 0
-        moved = False  # parameters, before the latest evaluation
-        own_skip: SkipStep | None = None
+        moved = False  # whether the step moved parameters before the latest evaluation
+        own_skip: SkipStep | None = None  # raised below, where gradients overflowed
 
         @functools.wraps(closure)
         def evaluate() -> Any:
@@ -277,12 +278,12 @@ class Steps:
             evaluations += 1
             if not takes_copy:
                 if evaluations > 1:
-                    # Unlike its earlier steps. From the next one on there is a copy.
+                    # Its first step did not move parameters first. From the next step on there is a copy.
                     record.moves_first = moved = True
             elif before is not None and not moved:
                 moved = evaluations > 1 or _differ(before, parameters_of(optimizer))
             loss, bad = self._evaluated(closure, optimizer, record)
-            self._measure_norm(optimizer)  # the last evaluation decides
+            self._measure_norm(optimizer)  # that of the last evaluation stays
             if bad:
                 own_skip = SkipStep(loss, bad)
                 raise own_skip
@@ -293,8 +294,9 @@ class Steps:
         if skip is not None and moved and not takes_copy:
             raise UnsupportedError(_MOVED.format(record.name))
         if skip is not own_skip:
+            # The closure belongs to an optimizer whose step has called this step: that one is skipped too.
             assert skip is not None
-            raise skip  # of an optimizer whose step has called this one's
+            raise skip
         if skip is not None:
             return result, skip.nonfinite
         if before is not None and evaluations:
@@ -316,7 +318,8 @@ class Steps:
             self._scale.after_step(overflow=True)
             if self._scale.value == scale:
                 break  # a fixed scale, or none
-            self._leaves.skipped(bad)  # they are dropped below, and not by the script
+            # This drops the gradients, and not the script: no overflow must count as unused.
+            self._leaves.skipped(bad)
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
         return loss, bad
@@ -353,7 +356,7 @@ class Steps:
             self._recorder.note(_LOW_WEIGHTS.format(record.name, stored), at_once=True)
         record.evaluates_again = needs_closure(optimizer)
         if record.evaluates_again or is_torchs_own(optimizer):
-            # All others of torch evaluate their closure once, and first.
+            # Optimizers of torch that need no closure evaluate one once, before they move parameters.
             record.moves_first = record.evaluates_again
         return record
 
@@ -367,7 +370,7 @@ class Steps:
         if scaled:
             self._leaves.forget_gradients()
         if not bad:
-            # Others may step on the same pass.
+            # Other optimizers may step on gradients of the same pass.
             self._regions.explainer.step_ended(may_step_again=len(self.optimizers) > 1)
             self._skips.took(optimizer)
             self._scale.after_step(overflow=False)
@@ -384,11 +387,11 @@ class Steps:
     def _explain(self, optimizer: Optimizer, bad: list[torch.Tensor], number: int, scale: float) -> None:
         """Run a step that was skipped at ``scale`` again, and note where it went wrong."""
         explainer = self._regions.explainer
-        is_held = explainer.recording.records and self._regions.in_main_thread
-        if not is_held or self._record_of(optimizer).evaluates_again:
+        is_recorded = explainer.recording.records and self._regions.in_main_thread
+        if not is_recorded or self._record_of(optimizer).evaluates_again:
             explainer.step_ended()
             return
-        module_calls = self._recorder.module_calls
+        module_calls = self._recorder.module_calls  # the calls that are made again do not count
         explainer.explain(
             self._regions.surroundings(),
             number=number,
@@ -484,7 +487,7 @@ class Steps:
                 )
 
     def _how_to_tell(self) -> str:
-        """Return what to type to learn more of gradients that are not finite, if nothing was told of them."""
+        """Return advice on gradients that are not finite: which command tells more, if nothing did yet."""
         if self._regions.explainer.told:
             return "What was found of the first skipped step is told above"
         in_fp32 = "narrowcast run --policy fp32 SCRIPT shows whether FP32 has them too"
@@ -496,9 +499,10 @@ class Steps:
         names = self._regions.parameter_names()
         return [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters]
 
-    # ---- steps on a GPU, of which it is known only at the next one whether they were skipped
+    # ---- steps on a GPU whose flag is read when the next step begins
 
     def _read_flags(self) -> None:
+        """Do for earlier steps on a GPU what ``_ended`` does for others, now that their flags are known."""
         for step, found in self._unread.read():
             optimizer = step.optimizer()
             if optimizer is None:
@@ -519,8 +523,7 @@ class Steps:
         """Correct the count of a step that was skipped; refuse to go on after one that was not."""
         if step.skips:
             if step.counts:
-                self._recorder.steps -= 1
-                self._recorder.skipped_steps += 1
+                self._recorder.saw_skip_late()
             return
         bad = step.bad()
         if not all(bool(torch.isfinite(parameter.detach()).all()) for parameter in bad):

@@ -15,7 +15,7 @@ from narrowcast.machine import first_line
 class TensorBoard:
     """Writes events of a run, which the capture has too, to a file for TensorBoard.
 
-    Losses are at the number of their backward pass, all else at the number of the step. An error ends the
+    The horizontal axis counts backward passes for losses, and steps for everything else. An error ends the
     file, not the run.
 
     Args:
@@ -29,7 +29,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path) -> None:
-        # Now, since the script may have a module beside it with the same name.
+        # Import it before the script runs, which may have a module of this name beside it.
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -46,7 +46,7 @@ class TensorBoard:
         self._skipped_steps = 0
 
     def make_folder(self) -> None:
-        """Make the folder now, so that a wrong one is refused before the script starts.
+        """Make the folder, so that a wrong one is refused before the script starts.
 
         Raises:
             FileError: it cannot be made.
@@ -71,7 +71,7 @@ class TensorBoard:
             self.error = first_line(error)
 
     def close(self, *, skipped_steps: int) -> None:
-        """End the file. ``skipped_steps`` has those too that were known only after the last step."""
+        """End the file. ``skipped_steps`` counts also skips that became known only after the last step."""
         if self._writer is None or self.error is not None:
             return
         try:
@@ -100,7 +100,7 @@ class TensorBoard:
         at = self._began + event["time_s"]
         self._scalar("narrowcast/skipped_steps", self._skipped_steps, self._steps, at)
 
-        # Optimizers have norms of their own.
+        # Each optimizer has a norm of its own; the first has the short name, as most scripts have only one.
         folder = "narrowcast"
         if event["optimizer"]:
             folder = f"narrowcast/optimizer{event['optimizer']}"

@@ -37,7 +37,7 @@ def leaves_and_functions(roots: Iterable[Any]) -> tuple[list[torch.Tensor], set[
     seen = set(roots)
     nodes = list(seen)
     leaves = []
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the loop appends to the list
         for below, _ in node.next_functions:
             if below is None or below in seen:
                 continue
@@ -78,7 +78,7 @@ def fsdp_param_dtype(module: Any) -> torch.dtype | None:
     """Return what the mixed precision of FSDP casts the weights of ``module`` to; None: it leaves them."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_init_utils.py
-    if hasattr(module, "_get_fsdp_state"):  # of fully_shard: the user's module, with attributes of its own
+    if hasattr(module, "_get_fsdp_state"):  # of fully_shard: the user's module may have a mixed_precision too
         policy = module._get_fsdp_state()._mp_policy
     else:  # a wrapper of FSDP1
         policy = module.mixed_precision
@@ -86,7 +86,7 @@ def fsdp_param_dtype(module: Any) -> torch.dtype | None:
     return dtype
 
 
-_register_hook: Any = torch.Tensor.register_hook  # ``run`` replaces it meanwhile
+_register_hook: Any = torch.Tensor.register_hook  # torch's own, which an attachment replaces
 
 
 def register_hook_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:

@@ -29,9 +29,9 @@ class UnreadStep:
         number: of the step, in the order of all steps.
         counts: whether it is counted as a step; one inside of another is not.
         skips: whether the optimizer itself skipped the step if its flag is set.
-        read: waits for the flag and returns it, in a list.
         parameters: those that had a gradient.
-        look: returns which of their gradients are not finite.
+        read_flag: waits for the flag and returns it, in a list.
+        read_nonfinite: returns for each of ``parameters`` whether its gradient is not finite.
     """
 
     optimizer: weakref.ref[Optimizer]
@@ -39,20 +39,20 @@ class UnreadStep:
     counts: bool
     skips: bool
     parameters: list[torch.Tensor]
-    read: Callable[[], list[float]]
-    look: Callable[[], list[bool]]
+    read_flag: Callable[[], list[float]]
+    read_nonfinite: Callable[[], list[bool]]
 
     def bad(self) -> list[torch.Tensor]:
         """Return the parameters whose gradient was not finite."""
-        flags = self.look()
+        flags = self.read_nonfinite()
         return [parameter for parameter, flag in zip(self.parameters, flags, strict=True) if flag]
 
 
 class UnreadSteps:
     """Hand flags to optimizers that skip by them, and read all of them when any next step begins.
 
-    With one optimizer a whole iteration lies between, so that nothing waits. Where several step in one
-    iteration, each step waits for the flag of the one before it.
+    With one optimizer the flag has a whole iteration to arrive, so nothing waits. Where several step in one
+    iteration, each step waits for the flag of the step before it.
     """
 
     def __init__(self) -> None:
@@ -78,12 +78,14 @@ class UnreadSteps:
             target: Any = optimizer
             del target.grad_scale, target.found_inf
 
-        # Which gradients are not finite is looked for only if the flag turns out to be set, where they are
-        # held until then. Else the device notes it now, before the script writes to them.
-        look = check.look_later() if check.can_look_later() else check.nonfinite().read
-        read = self._copies.start(check.found_inf.reshape(1))
+        # If gradients may be held until the flag is read, which of them are not finite is computed only if
+        # the flag is set. Otherwise the device computes it now, before the script writes to them.
+        read_nonfinite = check.look_later() if check.can_look_later() else check.nonfinite().read
+        read_flag = self._copies.start(check.found_inf.reshape(1))
         parameters = check.gradients.parameters
-        step = UnreadStep(weakref.ref(optimizer), number, counts, skips, parameters, read, look)
+        step = UnreadStep(
+            weakref.ref(optimizer), number, counts, skips, parameters, read_flag, read_nonfinite
+        )
         self._steps.append(step)
         return True
 
@@ -91,7 +93,7 @@ class UnreadSteps:
         """Read the flags of earlier steps; yield each with whether a gradient was not finite."""
         while self._steps and not is_capturing():
             step = self._steps.popleft()
-            yield step, step.read()[0] > 0
+            yield step, step.read_flag()[0] > 0
 
 
 def must_wait(optimizer: Optimizer) -> bool:

@@ -5,8 +5,8 @@ the others follow in the order in which they happened. ``EVENTS`` lists their fi
 ``rules`` (how many), ``loss_scale``, ``rank``, ``seed`` and ``process`` (number of a process that the script
 started).
 
-A file may come from another machine or from somebody else, so nothing in it is trusted: a wrong type ends in
-one clear error and never in a traceback.
+A file may come from another machine or from somebody else, so nothing in it is trusted: a field of a wrong
+type raises one clear FileError.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ EVENTS: dict[str, Any] = {
     "step": _record(
         time_s=_Seconds,
         interval_s=_Seconds | None,  # since the last step of the same optimizer
-        optimizer=_Count,  # in the order of first steps
+        optimizer=_Count,  # its number, in the order of first steps
         skipped=bool,
         scale=Number | None,
         backward=_Count,  # number of the latest one, counted from 1
@@ -96,8 +96,8 @@ EVENTS: dict[str, Any] = {
     ),
     # An outermost call of a module before the first backward; gradients: whether autograd recorded.
     "forward": _record(time_s=_Seconds, duration_s=_Seconds, gradients=bool, training=bool),
-    # The run stood still while the run of the other format went on; that time counts nowhere. waited_s: how
-    # long it waited for the device before.
+    # The run stood still while the run of the other format went on. Its durations leave that time out.
+    # waited_s: how long it waited for the device before it stood still.
     "pause": _record(time_s=_Seconds, waited_s=_Seconds),
     "end": _record(
         exit_code=_Whole | None,
@@ -127,8 +127,8 @@ EVENTS: dict[str, Any] = {
         ended=NotRequired[bool],
         cut=NotRequired[bool],
     ),
-    # share: of the CPUs, used by other programs while no run went on; before each pair of timed runs and
-    # after the last.
+    # Written before each pair of timed runs and after the last. share: of the CPUs, used by other programs
+    # while no run went on.
     "busy": _record(share=_Share),
     "memory": _record(format=_Format, peak_tensor_bytes=_Count | None, reason=str | None),
     # What ``Certificate.to_dict`` returns, for a script that trains: one for each step that was judged.
@@ -199,7 +199,8 @@ EVENTS: dict[str, Any] = {
 def checked_event(event: Any, where: str) -> Event:
     """Return ``event`` with every field of its kind in its type.
 
-    Other kinds, and other fields of the event itself, are kept. Other fields of nested records are dropped.
+    Events of unknown kinds are returned as they are. Unknown fields of an event are kept, and those of nested
+    records are dropped.
 
     Raises:
         FileError: not an event, or a field is missing or of another type.

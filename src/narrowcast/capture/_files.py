@@ -53,7 +53,7 @@ class CaptureWriter:
     """Appends events to a capture file; each ``write`` has reached the operating system when it returns.
 
     NaN and infinities are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``. A write that fails (a
-    full disk) ends the capture, not the run. A lock on the file tells that the run goes on.
+    full disk) ends the capture, not the run. The file is locked while the run goes on.
 
     Attributes:
         path: of the file.
@@ -288,9 +288,10 @@ def make_run_folder(
 ) -> Path:
     """Create and return the folder of one run: ``asked``, or a new one in the cache, named after ``name``.
 
-    The cache is the folder that ``NARROWCAST_CACHE_DIR`` names, else ``~/.cache/narrowcast``. If the latter
-    cannot be written, or if the former is read-only or full, the run has a temporary folder: it should not
-    fail because of a folder that no option named. ``tell`` gets a note if it replaces the former.
+    The cache is the folder that ``NARROWCAST_CACHE_DIR`` names, else ``~/.cache/narrowcast``. A run should
+    not fail because of a folder that no option named. So it gets a temporary folder instead if
+    ``~/.cache/narrowcast`` cannot be written, or if ``NARROWCAST_CACHE_DIR`` is read-only or full; in the
+    second case ``tell`` gets a note.
 
     Raises:
         FileError: ``asked`` cannot be written, or what ``NARROWCAST_CACHE_DIR`` names cannot be a folder.
@@ -320,8 +321,8 @@ def discard_captures(folder: Path, *, from_rank: int = 0) -> None:
     Raises:
         FileError: one cannot be deleted.
     """
-    # The page first: it must not be mistaken for that of this run, should it be killed. The capture of a
-    # comparison goes too, since ``find_capture`` would take it before that of this run.
+    # The page first, so that it is not mistaken for that of this run if this run is killed. The capture of a
+    # comparison goes too, since ``find_capture`` prefers it to the capture of a run.
     stale = [folder / name for name in (PAGE, COMPARISON, EXPLANATION)]
     stale += folder.glob("capture-process*.jsonl")
     for path in folder.glob("capture-rank*.jsonl"):

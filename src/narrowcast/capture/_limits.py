@@ -17,10 +17,12 @@ TOTAL_LIMIT = 0.05
 TOTAL_FAILS = 0.1
 # Error of one parameter, over its noise or its gradient, whichever is larger: with few elements one of them
 # may be small by chance (a bias of one element reached 0.22 of its noise at a relative error of 0.025), but
-# rarely both. The largest found in the models above is 0.13 (a batch norm's bias, batches of 8). A gradient
-# that is flushed to zero is off by itself, and its noise is at most 1.4 times that: a ratio of 0.7 or more.
+# rarely both. The largest found in the models above is 0.13 (a batch norm's bias, batches of 8). The error of
+# a gradient that is flushed to zero is the gradient itself, and its noise is at most 1.4 times as large: the
+# ratio is 0.7 or more.
 PARAMETER_LIMIT = 0.25
-# Relative error of one parameter without noise, of at least so many elements: fewer sum to little by chance.
+# Relative error of one parameter without noise, of at least ENOUGH_ELEMENTS: the gradient of fewer may be
+# small by chance.
 LOST = 0.5
 ENOUGH_ELEMENTS = 16
 # Relative error of outputs: about thirteen roundoffs of bf16 (2**-8).

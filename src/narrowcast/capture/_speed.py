@@ -30,7 +30,7 @@ _FEWEST_WITH_WARM_UP = 3
 
 
 def kind_of(captures: Sequence[Capture]) -> str | None:
-    """``"training"`` where a run went backward, ``"inference"`` where modules were only called."""
+    """Return ``"training"`` if a run went backward, ``"inference"`` if it only called modules, else None."""
     for capture in captures:
         if capture.of("loss") or capture.of("step") or capture.totals()["backwards"]:
             return "training"
@@ -49,6 +49,7 @@ def timed_optimizer(captures: Sequence[Capture]) -> int | None:
     for capture in captures:
         counts = Counter[int](step["optimizer"] for step in capture.of("step"))
         if counts:
+            # Sorted, so that of several with the most steps it is the one that stepped first.
             return max(sorted(counts), key=counts.__getitem__)
     return None
 
@@ -63,7 +64,7 @@ def times_of_runs(captures: Sequence[Capture], kind: str | None) -> list[list[fl
 
 
 def times_s(capture: Capture, kind: str | None, optimizer: int | None = None) -> list[float]:
-    """Durations of steps, or for the kind ``"inference"`` of outermost forward calls, warm-up left out.
+    """Return durations of steps, or for ``"inference"`` of outermost forward calls, without warm-up.
 
     Only steps of the optimizer with number ``optimizer`` count, by default of the one with the most. In a GAN
     two optimizers alternate, and from one step of either to its next is a whole iteration: counting both
@@ -82,7 +83,7 @@ def times_s(capture: Capture, kind: str | None, optimizer: int | None = None) ->
 
 
 def _without_warm_up(times: Sequence[float]) -> list[float]:
-    """Leave out the first tenth, at least one; of one or two all stay."""
+    """Leave out the first tenth, and at least the first; one or two times all stay."""
     if len(times) < _FEWEST_WITH_WARM_UP:
         return list(times)
     return list(times[max(1, int(len(times) * _WARM_UP_SHARE)) :])
@@ -105,8 +106,8 @@ def blocks_of(capture: Capture, kind: str | None, optimizer: int | None = None) 
             waited_s = event["waited_s"]
             if current:
                 current[-1] += waited_s
-            # The first step finds caches that the other process filled. After a wait it must stay: some of
-            # what was waited for is its time, and cannot be told from that of the others.
+            # The first step is slow, since the other process has filled the caches. If there was a wait it
+            # must stay: the wait holds time of all steps of the block, and its share is not known.
             is_cold = len(current) > 2 and not waited_s
             blocks.append(current[1:] if is_cold else current)
             current = []
@@ -187,7 +188,7 @@ def used_by_others(shares: Sequence[float], captures: Sequence[Capture]) -> floa
     """Return which share of the CPUs other programs used while runs were timed; 0 where it does not matter.
 
     Args:
-        shares: what they used each time one looked.
+        shares: what they used, each time that was measured.
         captures: of the timed runs; a device other than the CPU goes on when the CPU is taken away.
     """
     for capture in captures:

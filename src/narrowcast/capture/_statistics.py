@@ -80,8 +80,8 @@ def median_of_runs(runs: Sequence[Sequence[float]]) -> Spread | None:
 
 
 def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
-    # How many of the times lie below the median is binomial, here by its normal approximation. Ranks from 1:
-    # floor(n/2 - reach) and ceil(n/2 + reach) + 1; as indices one less each.
+    # The number of times below the median is binomial, which is approximated by a normal distribution. The
+    # ranks, from 1, are floor(n/2 - reach) and ceil(n/2 + reach) + 1; the indices are one less.
     count = len(ordered)
     reach = _NORMAL_975 * math.sqrt(count) / 2
     low = max(0, math.floor(count / 2 - reach) - 1)
@@ -122,8 +122,8 @@ def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
     process changes its speed as it goes on, so the interval also allows for how far the thirds of a pair
     differ.
 
-    The number of ``pairs`` decides how many blocks a pair needs, so leave out a pair without a block that
-    both runs have whole.
+    With three pairs or more, one block is enough for each. So pass only pairs with a block that both runs
+    have whole: others would count too.
     """
     are_few = len(pairs) < FEWEST_PAIRS
     fewest_blocks = _FEWEST_BLOCKS if are_few else 1

@@ -77,7 +77,7 @@ class ChangedPath:
         copy: where the file as it was is kept until it is put back.
         owner: user and group of a file.
         mode: permissions of a folder.
-        is_temporary: whether ``tempfile`` made the name, which no other run has.
+        is_temporary: whether ``tempfile`` made the name, so that no other run uses it.
     """
 
     path: str
@@ -97,7 +97,7 @@ class ChangedPath:
 
     @property
     def own(self) -> str:
-        """Where that which the run wrote is while the run stands still."""
+        """Where the file that the run wrote is kept while the run stands still."""
         return f"{self.copy}.own"
 
 
@@ -106,9 +106,9 @@ class FileWatch:
 
     It also watches processes that this one starts by fork or multiprocessing. It sees the files that Python
     opens for writing, truncates, renames, links and removes, databases of sqlite3, and what torch and
-    safetensors save. It does not see files that other native code (h5py) or other programs open, and
-    only on Linux those that are named by a folder's descriptor, as ``shutil.rmtree`` does. Caches, devices
-    and locks stay.
+    safetensors save. It does not see files that other native code (h5py) or other programs open. Files that
+    are named by a folder's descriptor, as ``shutil.rmtree`` does, it sees only on Linux. Caches, devices and
+    locks stay.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
 
@@ -124,15 +124,15 @@ class FileWatch:
         self._folder = os.path.realpath(folder)
         self._hidden = f"{_HIDDEN}{uuid.uuid4().hex}"
         self._kept: set[str] = set()
-        # Folders in it of which only the folder itself is kept. A rename moves what is in them too.
+        # Folders in ``_kept`` whose content is not kept yet. A rename moves the content too, so it must be.
         self._not_entered: set[str] = set()
 
-        # Paths that begin so stay: the run's own folder, and caches.
+        # Paths that begin like these are ignored: the run's own folder, and caches.
         cwd = os.path.realpath(os.getcwd())
         ignored = [self._folder + os.sep]
         for cache in _cache_folders():
             start = os.path.realpath(cache) + os.sep
-            # Some set HF_HOME to the disk that holds all of their work.
+            # Not a cache that holds the working folder: some set HF_HOME to the disk with all of their work.
             if not f"{cwd}{os.sep}".startswith(start):
                 ignored.append(start)
         self._ignored = tuple(ignored)
@@ -165,10 +165,10 @@ class FileWatch:
         elif event in _CHANGES:
             for path_at, folder_at in _CHANGES[event]:
                 self._keep(args[path_at], args[folder_at], follow=False, whole=event == "os.rename")
-        elif event in ("tempfile.mkdtemp", "tempfile.mkstemp"):  # come before what creates it
+        elif event in ("tempfile.mkdtemp", "tempfile.mkstemp"):  # raised before the event that creates it
             self._keep(args[0], is_temporary=True)
         elif event == "sqlite3.connect":
-            # MLflow's tracking and Optuna's studies, with the files that SQLite writes beside a database.
+            # MLflow's tracking and Optuna's studies use it. SQLite writes the other files beside a database.
             database = os.fsdecode(args[0])
             if database.startswith("file:"):
                 database = unquote(urlsplit(database).path)
@@ -193,9 +193,10 @@ class FileWatch:
         if name not in self._not_entered:
             return
 
-        # It may have been kept before it was renamed, as by ``os.makedirs(..., exist_ok=True)``.
+        # A folder may be kept long before it is renamed, as by ``os.makedirs(..., exist_ok=True)``. If it is
+        # empty by then, its content will be the run's own, and needs no copies.
         has_content = _is_folder_with_content(name)
-        if whole or not has_content:  # without content, what comes into it later is the run's
+        if whole or not has_content:
             self._not_entered.discard(name)
         if whole and has_content:
             for entry in os.scandir(name):
@@ -206,14 +207,14 @@ class FileWatch:
         copies = place_of_copies(name, self._folder, self._hidden)
         copy = os.path.join(copies, uuid.uuid4().hex)
         try:
-            about = os.lstat(name)
+            status = os.lstat(name)
         except OSError:
             self._log(ChangedPath(path=name, was="nothing", copy=copy, is_temporary=is_temporary))
             return
-        if stat.S_ISREG(about.st_mode) or stat.S_ISLNK(about.st_mode):
-            self._log(ChangedPath(path=name, was="file", copy=copy, owner=(about.st_uid, about.st_gid)))
-        elif stat.S_ISDIR(about.st_mode):
-            self._log(ChangedPath(path=name, was="folder", copy=copy, mode=stat.S_IMODE(about.st_mode)))
+        if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+            self._log(ChangedPath(path=name, was="file", copy=copy, owner=(status.st_uid, status.st_gid)))
+        elif stat.S_ISDIR(status.st_mode):
+            self._log(ChangedPath(path=name, was="folder", copy=copy, mode=stat.S_IMODE(status.st_mode)))
             self._not_entered.add(name)
 
     def _name(self, path: Any, folder: int | None, *, follow: bool) -> str | None:
@@ -248,7 +249,8 @@ class FileWatch:
                 _copy(changed.path, changed.copy)
             descriptor = os.open(os.path.join(self._folder, JOURNAL), os.O_WRONLY | os.O_APPEND)
             with open(descriptor, "ab") as journal:
-                # In one piece: other processes write here too. A line of its own, even after one cut short.
+                # In one write, since other processes write here too. It begins with a line break: a kill may
+                # have cut the line before it short.
                 journal.write(f"\n{json.dumps(asdict(changed))}\n".encode())
         except OSError as error:
             why = f"narrowcast cannot copy it to {self._folder} ({error.strerror}), so it stays as it is"
@@ -281,12 +283,12 @@ def _is_folder_with_content(path: str) -> bool:
             return any(True for _ in entries)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # nobody may look into it: what needs its content must fail, and not leave it out
+    except OSError:  # it cannot be read: then copying its content must fail, not be left out
         return True
 
 
 def _copy(path: str, to: str) -> None:
-    """Copy a file; again if it is another one by then, since another run had its turn meanwhile."""
+    """Copy a file. Copy it again if another run had its turn meanwhile, and exchanged the file."""
     while True:
         before = os.lstat(path)
         Path(to).unlink(missing_ok=True)
@@ -392,7 +394,7 @@ def set_aside(folder: Path) -> str | None:
         if entry.was == "folder" and (os.path.islink(entry.path) or not os.path.isdir(entry.path)):
             return f"the script replaces or removes a folder ({Path(entry.path).name})"
 
-    # What the run has there makes way for what was there before.
+    # Move away what the run wrote at each path, then put back what was there before.
     moved: list[ChangedPath] = []
     for entry in changed.values():
         if not entry.is_exchanged:
@@ -413,7 +415,7 @@ def set_aside(folder: Path) -> str | None:
 
 
 def bring_back(folder: Path) -> None:
-    """Undo ``set_aside``, before the run in ``folder`` goes on: no other run's files are in their places now.
+    """Undo ``set_aside``, before the run in ``folder`` goes on. Other runs must have set theirs aside.
 
     Raises:
         FileError: one cannot be renamed; ``restore_files`` knows where each of them is.
@@ -450,8 +452,8 @@ def restore_files(folder: Path) -> list[str]:
         FileError: one cannot be moved or put back; its copy stays.
     """
     cwd, changed = _read_journal(folder)
-    # The paths where what the run wrote is. While it is set aside, what is at an exchanged path is the user's
-    # or another run's: leave it.
+    # The paths at which the run's own files may be. While these are set aside, the file at an exchanged path
+    # is the user's or another run's: leave it.
     at_their_paths = list(changed.values())
     if (folder / _AWAY).exists():
         at_their_paths = [entry for entry in at_their_paths if not entry.is_exchanged]
@@ -471,7 +473,7 @@ def restore_files(folder: Path) -> list[str]:
             if os.path.lexists(current.own):
                 _move(current.own, current.path, folder / OUTPUTS, cwd)
                 moved.append(current.path)
-        for current in sorted(at_their_paths, key=attrgetter("path")):  # a folder before what is in it
+        for current in sorted(at_their_paths, key=attrgetter("path")):  # each folder before its content
             _put_back(current)
     except (OSError, shutil.Error) as error:
         assert current is not None
@@ -516,7 +518,7 @@ def _move(path: str, name: str, outputs: Path, cwd: str) -> None:
 
 
 def _put_back(entry: ChangedPath) -> None:
-    """Put back what was there before the run, whose own is out of the way."""
+    """Put back what was there before the run. What the run wrote there has been moved away."""
     path, copy = Path(entry.path), entry.copy
     if entry.was == "folder":
         assert entry.mode is not None
@@ -544,10 +546,12 @@ def _put_back(entry: ChangedPath) -> None:
 def only_run_in_folder(tell: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of the working folder during the block, and call ``restore_killed`` before it.
 
-    If another run has the lock, wait for its end: the files that it has changed would pass for the user's.
+    If another run has the lock, wait for its end, so that the files that it has changed are not taken for the
+    user's.
     """
     cache = cache_folder()
-    # Ranks of one job run together, as does what a script in a run starts: they would wait for ever.
+    # Ranks of one job run together, and so do a run and a comparison that its script starts. If they waited
+    # for each other, they would wait for ever.
     waits = os.environ.get("RANK", "0") == "0" and "NARROWCAST_RUN_DIR" not in os.environ
     with ExitStack() as stack:
         if cache is not None and waits:

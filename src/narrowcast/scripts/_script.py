@@ -99,18 +99,19 @@ class Script:
 def _spec_of(module: str) -> ModuleSpec | None:
     """Find what ``-m module`` runs without importing its parent packages.
 
-    They are the script's own code: what they print and raise belongs to the run, and what they import from
-    torch has to be replaced before.
+    Parent packages are the script's own code: what they print and raise belongs to the run, and torch has to
+    be patched before they import from it.
     """
     spec = None
     path: Any = None
     parts = module.split(".")
-    # The finder of a folder without __init__.py inside a package reads the path of its parent in sys.modules.
+    # To find a folder without __init__.py inside a package, Python reads the parent's path from sys.modules.
+    # So modules without code stand in for the parents.
     stand_ins: list[str] = []
     try:
         for count in range(1, len(parts) + 1):
             if count > 1 and path is None:
-                return None  # in what is no package
+                return None  # the name before it is no package
             name = ".".join(parts[:count])
             spec = _found_by_finders(name, path)
             if spec is None:
@@ -158,7 +159,7 @@ def _meant(file: str) -> str:
     folder = Path(file).parent
     if not folder.is_dir():
         return ""
-    # Without the suffix, which makes any two names alike.
+    # Compare names without their suffix, which would make any two of them alike.
     nearest = nearest_name(Path(file).stem, [script.stem for script in folder.glob("*.py")])
     if nearest is None:
         return ""
@@ -245,7 +246,7 @@ def _without_our_frames(show: Callable[..., Any]) -> Callable[..., Any]:
     """Return an ``excepthook`` that shows tracebacks from the script's first line on, by ``show``."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> Any:
-        # The error, and those that Python shows before it.
+        # The error, and the errors before it, which Python shows first.
         trimmed: list[BaseException] = []
         cause: BaseException | None = error
         while cause is not None and cause not in trimmed:
