@@ -262,9 +262,13 @@ def require_import(source: Source, changes: Changes, name: str, module: str) -> 
     if reaches(source, name, module):
         return
     line = f"import {module}" if name == module else f"import {module} as {name}"
+    line += source.newline
+    # Each rewritten use asks for its import; one line serves all of them.
+    if any(edit.text == line for edit in changes.edits):
+        return
     at = _after_first_imports(source)
     # Before anything else that is inserted there, which may need it.
-    changes.edits.insert(0, Edit(at, at, line + source.newline))
+    changes.edits.insert(0, Edit(at, at, line))
 
 
 def reaches(source: Source, name: str, module: str) -> bool:
