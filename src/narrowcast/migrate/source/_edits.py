@@ -139,7 +139,7 @@ def remove(source: Source, changes: Changes, statements: Sequence[ast.stmt]) -> 
 
     ``pass`` replaces one that shares its line, and one of a suite that would be empty.
     """
-    filled: list[list[ast.stmt]] = []
+    filled: list[list[ast.stmt]] = []  # suites that have got a ``pass``
     for statement in statements:
         # A suite that loses all of its statements gets one ``pass``, not one for each.
         suite = source.suite(statement)
@@ -286,7 +286,7 @@ def _after_first_imports(source: Source) -> int:
     """Return the start of the line after the docstring and the imports at the top of the file."""
     last: ast.stmt | None = None
     for statement in source.tree.body:
-        is_docstring = last is None and is_text(statement)
+        is_docstring = last is None and is_bare_constant(statement)
         if not is_docstring and not isinstance(statement, ast.Import | ast.ImportFrom):
             break
         last = statement
@@ -295,12 +295,12 @@ def _after_first_imports(source: Source) -> int:
         begin, end = source.span_of_lines(last)
         return end if source.stands_alone(last) else begin
     # A file may begin with "#!" and its encoding.
-    for start in source.starts:
+    for start in source.line_starts:
         if not source.text.startswith("#", start):
             return start
     return len(source.text)
 
 
-def is_text(statement: ast.stmt) -> bool:
+def is_bare_constant(statement: ast.stmt) -> bool:
     """Return whether a statement is a constant alone, as a docstring is."""
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
