@@ -163,7 +163,7 @@ class Policy:
         """Format a heading and one line per rule; consecutive operators with the same effect share one."""
         lines = textwrap.wrap(_heading(self), _WIDTH, subsequent_indent="    ")
         if self.tables != "native":
-            lines.append(f"  PyTorch's table for {self.tables} on every device")
+            lines.append(f"  PyTorch's table for {self.tables} on every device, in place of its own")
 
         entries = _entries(self.rules)
         longest = max((len(target) for target, _ in entries), default=0)
