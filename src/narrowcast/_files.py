@@ -1,6 +1,6 @@
 """Atomic writes: a reader of a path sees the old content or the new, never a part of either.
 
-Also where narrowcast keeps files of its own.
+The folder where narrowcast keeps files of its own is here too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             # Still locked: another writer would remove an unlocked file as abandoned.
             if os.name == "posix":
                 os.replace(part, target)
-        if os.name != "posix":  # Windows renames no open file, and has no such lock
+        if os.name != "posix":  # Windows cannot rename an open file, and ``lock`` does nothing there
             os.replace(part, target)
         sync_folder(target.parent)
     except OSError as error:
@@ -70,7 +70,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in ``folder`` are on the disk; a rename may otherwise be lost with the power."""
+    """Wait until the names in ``folder`` are on the disk; otherwise a power failure may undo a rename."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -94,8 +94,8 @@ def _remove_abandoned(folder: Path, prefix: str, own: Path) -> None:
     with contextlib.suppress(OSError):  # a folder may be writable and not readable
         for path in folder.iterdir():
             is_temporary = path.name.startswith(prefix) and path.name.endswith(".part")
-            # The prefix ".a." also begins ".a.b.<uuid>.part", which is of the target "a.b"; that name is
-            # longer.
+            # The prefix is not enough: that of the target "a" also begins ".a.b.<uuid>.part", a file of the
+            # target "a.b". Its name is longer.
             if is_temporary and len(path.name) == len(own.name) and path != own:
                 # A running writer holds the lock, which raises.
                 with contextlib.suppress(OSError), path.open("r+b") as file:

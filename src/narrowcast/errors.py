@@ -110,18 +110,20 @@ def not_copied(what: str, instead: str) -> Any:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that ``name`` is most like, whatever their case; None if it is like none."""
+    """Return the known name that is most similar to ``name``, ignoring case; None if none is similar."""
     by_lower_case = {known_name.lower(): known_name for known_name in known}
     near = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
     return by_lower_case[near[0]] if near else None
 
 
-# A large model has hundreds of modules.
+# How many known names a message lists: a large model has hundreds of modules.
 _MOST_KNOWN = 40
 
 
 def did_you_mean(name: str, known: Iterable[str], *, guess: str | None = None) -> str:
-    """End an error message about an unknown ``name``: ``guess`` or the nearest known name, then known ones.
+    """Return the end of a message about an unknown ``name``: a suggestion, if any, and the known names.
+
+    The suggestion is ``guess``, or else the known name that is most similar.
 
     >>> did_you_mean("bf61", ["bf16", "fp16", "fp32"])
     'Did you mean "bf16"? Known: bf16, fp16, fp32.'

@@ -214,6 +214,11 @@ AROUND = {
         "import os\nfrom apex.parallel import convert_syncbn_model\nm = convert_syncbn_model(m)\n",
         "import os\nimport torch\nm = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)\n",
     ),
+    "two models, for which torch is imported once": (
+        "import apex\na = apex.parallel.convert_syncbn_model(a)\nb = apex.parallel.convert_syncbn_model(b)\n",
+        "import torch\na = torch.nn.SyncBatchNorm.convert_sync_batchnorm(a)\n"
+        "b = torch.nn.SyncBatchNorm.convert_sync_batchnorm(b)\n",
+    ),
     "imports that nothing uses": (
         "import torch\nfrom apex.multi_tensor_apply import multi_tensor_applier\n",
         "import torch\n",

@@ -196,6 +196,7 @@ def test_a_mistake_is_reported_with_the_mended_line(name):
 
 FP16 = """\
 import torch
+import narrowcast as nc
 
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -217,12 +218,15 @@ for x in loader:
         ("torch.autocast(device, dtype=dtype)", False),
         ('torch.autocast("cpu")', False),
         ("torch.autocast(device, torch.float16, enabled=False)", False),
+        ('nc.autocast("cuda", policy="fp16")', True),
+        ('nc.autocast("cuda", policy="bf16")', False),
+        ('nc.autocast("cuda", policy=policy)', False),
     ],
 )
 def test_fp16_without_a_scaler_is_reported(region, is_wrong):
     text = FP16.format(region=region)
     outcome = migrate_text(text, "torch")
-    assert [(one.rule, one.line) for one in outcome.findings] == [("fp16-without-scaler", 8)] * is_wrong
+    assert [(one.rule, one.line) for one in outcome.findings] == [("fp16-without-scaler", 9)] * is_wrong
     if is_wrong:
         assert "scaler.step(optimizer)" in outcome.findings[0].message
     scaled = text.replace("loss.backward()", "scale_loss(loss).backward()")

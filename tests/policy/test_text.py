@@ -32,7 +32,7 @@ def test_rules_stand_below_in_their_order():
     assert str(policy) == (
         "bf16: matmuls and convolutions in bfloat16, by the device's own table, with 4\n"
         "    rules\n"
-        "  PyTorch's table for cuda on every device\n"
+        "  PyTorch's table for cuda on every device, in place of its own\n"
         "  softmax                                           fp16\n"
         '  modules "decoder.layers.*.norm"                   fp32, handed on in lower\n'
         "  class Linear                                      fp8_rowwise\n"

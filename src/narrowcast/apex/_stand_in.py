@@ -51,6 +51,7 @@ class _ApexFinder(MetaPathFinder):
     def __init__(self, *, announces: bool) -> None:
         self.announces = announces
         self._apex_is_installed: bool | None = None
+        # Whether anything was imported under the name apex, and not only narrowcast.apex by its own name.
         self._is_asked = False
 
     def find_spec(
@@ -61,7 +62,7 @@ class _ApexFinder(MetaPathFinder):
             spec = self._from_others(fullname, path, target)
             if spec is None:
                 raise MissingModuleError(refusal(fullname.removeprefix("narrowcast.")))
-            self.provides(fullname.removeprefix("narrowcast."))
+            self.announce_provided(fullname.removeprefix("narrowcast."))
             return spec
         package, _, rest = fullname.partition(".")
         if package != "apex":
@@ -97,8 +98,8 @@ class _ApexFinder(MetaPathFinder):
                 return spec
         return None
 
-    def provides(self, name: str) -> None:
-        """Announce the first module below ``apex`` that is imported."""
+    def announce_provided(self, name: str) -> None:
+        """Announce the first module below ``apex`` that narrowcast provides to the script."""
         if self._is_asked and name != "apex" and _is_public(name):
             self._announce(f"{name} is provided by narrowcast.{name}")
 
@@ -124,7 +125,7 @@ class _AliasLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         # The import system has just set the spec of the alias.
         module.__spec__ = self._spec
-        self._finder.provides(self._name)
+        self._finder.announce_provided(self._name)
         # Register the submodules under apex's names too: importing one that is in sys.modules already does
         # not set the attribute of its package. apex.amp._amp_state is an object and a module, and the import
         # would put the module in place of the object.

@@ -78,7 +78,7 @@ def lint(source: Source, target: Target) -> Changes:
         *_fp16_without_scaler(scalers),
     ]
 
-    # Two rules may meet one line, but one rule says it once.
+    # A line may break several rules; each of them is reported there once.
     seen: set[tuple[int, str]] = set()
     for mistake in sorted(mistakes, key=lambda mistake: source.start(mistake.node)):
         place = (mistake.node.lineno, mistake.rule)
@@ -94,7 +94,7 @@ def lint(source: Source, target: Target) -> Changes:
 
 
 def _is_ignored(source: Source, mistake: Mistake) -> bool:
-    """Return whether a comment switches the rule off, by its name or as one of all rules."""
+    """Return whether a comment on the lines of the mistake switches off its rule, or all rules."""
     begin, end = source.span_of_lines(mistake.node)
     for comment in _IGNORE.finditer(source.text[begin:end]):
         names = comment[1]
@@ -145,18 +145,18 @@ def _backward_without_scale(scalers: Scalers) -> Iterator[Mistake]:
         if scalers.scaler_of(call, "scale") and not isinstance(source.parents[call], ast.Expr):
             return
 
-    stepping = {}
+    scaler_stepping_in = {}
     for call in source.all_calls:
         scaler = scalers.scaler_of(call, "step")
         # A closure may scale, and a scaler of another file may belong to another loss.
         if scaler is not None and len(call.args) == 1 and scaler in scalers.made:
-            stepping[source.function(call)] = scaler
+            scaler_stepping_in[source.function(call)] = scaler
     for call in source.all_calls:
         function = source.function(call)
         # engine.backward(loss) may scale it.
         is_of_tensor = scalers.is_backward(call) and not call.args
-        if function in stepping and is_of_tensor and not _may_be_scaled(scalers, call):
-            yield Mistake("backward-without-scale", call, stepping[function])
+        if function in scaler_stepping_in and is_of_tensor and not _may_be_scaled(scalers, call):
+            yield Mistake("backward-without-scale", call, scaler_stepping_in[function])
 
 
 def _may_be_scaled(scalers: Scalers, backward: ast.Call) -> bool:
@@ -181,14 +181,15 @@ def _fp16_without_scaler(scalers: Scalers) -> Iterator[Mistake]:
         if _SCALED_ELSEWHERE.search(line.partition("#")[0]):
             return
     # Region, backward pass and step in one function: elsewhere a caller may scale.
-    in_fp16 = []
-    stepping = []
+    functions_in_fp16 = []
+    functions_that_step = []
     for call in source.all_calls:
         if scalers.is_fp16_region(call):
-            in_fp16.append(source.function(call))
+            functions_in_fp16.append(source.function(call))
         elif method_of(call) == "step" and scalers.is_optimizer(receiver_of(call)):
-            stepping.append(source.function(call))
+            functions_that_step.append(source.function(call))
     for call in source.all_calls:
         function = source.function(call)
-        if method_of(call) == "backward" and function in in_fp16 and function in stepping:
+        trains_in_fp16 = function in functions_in_fp16 and function in functions_that_step
+        if method_of(call) == "backward" and trains_in_fp16:
             yield Mistake("fp16-without-scaler", call, "scaler")

@@ -31,7 +31,7 @@ from narrowcast.migrate.source._tree import Source
 Stage = Callable[[Source, Target], Changes]
 _STAGES: tuple[Stage, ...] = (apex, deprecated_names, lint, to_narrowcast)
 _JSON_SCHEMA = 1
-_MOST_NOTEBOOKS = 3  # that are named
+_MOST_NOTEBOOKS = 3  # how many a message names
 # Not str.splitlines(keepends=True), which also ends lines at form feeds and other separators.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 # ANSI colors of the lines of a diff, by how a line begins.
@@ -152,13 +152,13 @@ def findings_text(outcomes: Sequence[FileOutcome]) -> list[str]:
     for outcome in outcomes:
         if outcome.problem is not None:
             lines.append(f"{outcome.path}: {outcome.problem}")
-        numbers: dict[tuple[str, bool, str], list[str]] = defaultdict(list)
+        line_numbers: dict[tuple[str, bool, str], list[str]] = defaultdict(list)
         for finding in outcome.findings:
-            numbers[finding.rule, finding.fixed, finding.message].append(str(finding.line))
-        for (rule, is_fixed, message), places in numbers.items():
+            line_numbers[finding.rule, finding.fixed, finding.message].append(str(finding.line))
+        for (rule, is_fixed, message), numbers in line_numbers.items():
             state = "changed" if is_fixed else "left alone"
-            places_text = ",".join(dict.fromkeys(places))
-            lines.append(f"{outcome.path}:{places_text}: {rule}: {state}: {message}")
+            numbers_text = ",".join(dict.fromkeys(numbers))
+            lines.append(f"{outcome.path}:{numbers_text}: {rule}: {state}: {message}")
     return lines
 
 
@@ -183,7 +183,7 @@ def _counted(count: int, thing: str) -> str:
 def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept: int = 0) -> str:
     """Return a table of the rules with their counts, and the number of files.
 
-    ``written``: whether this run wrote the files, all but ``kept`` of those with changes.
+    ``written``: whether this run wrote the files. ``kept``: how many of those with changes it did not write.
     """
     counts: dict[str, Counter[bool]] = defaultdict(Counter)
     for outcome in outcomes:

@@ -63,12 +63,12 @@ class _State:
 
     def forget(self) -> None:
         """Set everything to unknown: nothing is reported that depends on what came before."""
-        self.use_gradients()
+        self.forget_gradients()
         self.stepped = False
         self.updated = self.may_skip = None
 
-    def use_gradients(self) -> None:
-        """Forget the gradients, which a step has used."""
+    def forget_gradients(self) -> None:
+        """Set the gradients to unknown, as after a step has used them."""
         self.scaled = None
         self.mixed = self.may_be_unscaled = False
         self.unscaled = frozenset()
@@ -210,7 +210,7 @@ class Order:
             # Two steps with an update between them, and no backward pass.
             if state.updated is not None:
                 self._report("update-between-steps", state.updated, scaler)
-            state.use_gradients()
+            state.forget_gradients()
             state.stepped = True
             state.may_skip = scaler
 

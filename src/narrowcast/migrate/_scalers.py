@@ -185,6 +185,10 @@ class Scalers:
         """Return whether a call makes a region in fp16, by name or because that is CUDA's default."""
         if not self.region_state(call):
             return False
+        # nc.autocast takes a policy instead of a dtype. Only a preset's name shows its format here.
+        policy = argument(call, 4, "policy")
+        if policy is not None:
+            return is_constant(policy, "fp16")
         dtype = argument(call, 1, "dtype")
         if dtype is None:
             return is_constant(argument(call, 0, "device_type"), "cuda")

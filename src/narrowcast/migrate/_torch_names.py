@@ -19,6 +19,7 @@ _NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
 _AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
 # What the old regions compute in by default; the new ones use the dtype that is set for the device.
 _DEFAULT_DTYPES = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
+# Text of a file in which a region may have another dtype than the default.
 _NAMES_A_DTYPE = re.compile(r"float16|half|dtype")
 # In a script that runs without a GPU too, where torch's regions and scalers for CUDA turn themselves off.
 _FALLS_BACK = re.compile(r"cuda\.is_available\(\)")
@@ -42,15 +43,17 @@ def deprecated_names(source: Source, target: Target) -> Changes:
         split = _split(reference.full)
         if split is None:
             continue
+        device, name = split
         moved.add(reference.name)
         # Other files call what is exported with the old arguments.
-        if reference.name in source.exported or not _rewrite(source, changes, reference, *split):
+        if reference.name in source.exported or not _rewrite(source, changes, reference, device, name):
             message = (
                 f"{reference.full} is deprecated, and what should replace it here is not clear: write "
-                f"torch.amp.{split[1] or 'autocast'} with the device by hand"
+                f"torch.amp.{name or 'autocast'} with the device by hand"
             )
             unclear.report(source.start(reference.node), DEPRECATED, message, fixed=False)
 
+    # One import serves all uses of a name, so that a single unclear use leaves all of them as they are.
     if unclear.reports:
         changes = unclear
         moved.clear()
@@ -71,7 +74,7 @@ def deprecated_names(source: Source, target: Target) -> Changes:
 
 
 def _split(full: str) -> tuple[str, str] | None:
-    """Split ``torch.cuda.amp.autocast`` into device and name; None for other names."""
+    """Split ``torch.cuda.amp.autocast`` into device and name, which is empty for a module; else None."""
     for module, device in _DEVICES.items():
         if full == module or full.startswith(module + "."):
             name = full.removeprefix(module)
@@ -86,8 +89,10 @@ def _new_home(full: str) -> str | None:
     split = _split(full)
     if split is None:
         return None
-    if split[1]:
-        return f"torch.amp.{split[1]}"
+    _, name = split
+    if name:
+        return f"torch.amp.{name}"
+    # The old module itself, or one of the modules inside it.
     for inner in _INNER_MODULES:
         if full.endswith(inner):
             return f"torch.amp{inner}"
@@ -131,8 +136,8 @@ def _is_for_old_torch(source: Source, node: ast.expr) -> bool:
         # if hasattr(torch.amp, "GradScaler"), a comparison of versions, or an AttributeError that is caught.
         if isinstance(outer, ast.If | ast.IfExp | ast.Try):
             code = source.code(outer)
-            asks = isinstance(outer, ast.Try) or re.search(r"hasattr|version", code, re.IGNORECASE)
-            if asks and re.search(r"\btorch\.(amp|autocast)\b", code):
+            is_check = isinstance(outer, ast.Try) or re.search(r"hasattr|version", code, re.IGNORECASE)
+            if is_check and re.search(r"\btorch\.(amp|autocast)\b", code):
                 return True
     return False
 
@@ -276,15 +281,15 @@ def narrowcast_name(source: Source) -> str:
     """Return what narrowcast is called in a file: as it is imported already, or ``nc`` if that is free."""
     for imported in source.imports:
         is_at_top = imported.statement in source.tree.body
-        if imported.full == "narrowcast" and is_at_top and source.names.is_only(imported.name):
+        if imported.full == "narrowcast" and is_at_top and source.names.is_only_imported(imported.name):
             return imported.name
     return "narrowcast" if "nc" in source.names.taken() else "nc"
 
 
 def _must_stay_torchs(source: Source, reference: Reference) -> bool:
-    """Return whether torch's own class must stay.
+    """Return whether torch's own class must stay: as a base class, or in an ``isinstance`` of a scaler.
 
-    As a base class, or in an ``isinstance``, which an ``nc.GradScaler`` passes too.
+    An ``nc.GradScaler`` is an instance of torch's too.
     """
     is_scaler = _NARROWCAST_NAMES.get(reference.full) == "GradScaler"
     if is_scaler and _is_type_test(source, reference.node):

@@ -23,12 +23,21 @@ _PREFIX = re.compile(
 )
 # Python name -> the dispatcher's name, for suggestions.
 _MEANT = {
-    **dict.fromkeys(("cross_entropy", "CrossEntropyLoss"), "cross_entropy_loss"),
-    **dict.fromkeys(("sdpa", "multi_head_attention_forward"), "scaled_dot_product_attention"),
-    **dict.fromkeys(("softmin", "Softmax"), "softmax"),
-    **{"grid_sample": "grid_sampler", "logsigmoid": "log_sigmoid", "vecdot": "linalg_vecdot"},
-    **{"BatchNorm2d": "batch_norm", "GroupNorm": "group_norm", "LayerNorm": "layer_norm"},
-    **{"RMSNorm": "rms_norm", "Conv2d": "conv2d", "Linear": "linear"},
+    "cross_entropy": "cross_entropy_loss",
+    "grid_sample": "grid_sampler",
+    "logsigmoid": "log_sigmoid",
+    "multi_head_attention_forward": "scaled_dot_product_attention",
+    "sdpa": "scaled_dot_product_attention",
+    "softmin": "softmax",
+    "vecdot": "linalg_vecdot",
+    "BatchNorm2d": "batch_norm",
+    "Conv2d": "conv2d",
+    "CrossEntropyLoss": "cross_entropy_loss",
+    "GroupNorm": "group_norm",
+    "LayerNorm": "layer_norm",
+    "Linear": "linear",
+    "RMSNorm": "rms_norm",
+    "Softmax": "softmax",
 }
 
 
@@ -142,7 +151,11 @@ def _not_for_rules(name: str, base: str) -> str:
     if known:
         return f"operator {base!r} has no overload {name!r} for rules. Known: {known}."
     # Each reason once, in the order of the overloads.
-    reasons = dict.fromkeys(filter(None, map(_why_not, _names(base))))
+    reasons: dict[str, None] = {}
+    for overload in _names(base):
+        reason = _why_not(overload)
+        if reason is not None:
+            reasons[reason] = None
     advice = ""
     if base.endswith("_") and overloads_of(base.rstrip("_")):
         advice = f'; write the rule for "{base.rstrip("_")}"'

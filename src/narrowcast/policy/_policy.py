@@ -163,7 +163,7 @@ class Policy:
         """Format a heading and one line per rule; consecutive operators with the same effect share one."""
         lines = textwrap.wrap(_heading(self), _WIDTH, subsequent_indent="    ")
         if self.tables != "native":
-            lines.append(f"  PyTorch's table for {self.tables} on every device")
+            lines.append(f"  PyTorch's table for {self.tables} on every device, in place of its own")
 
         entries = _entries(self.rules)
         longest = max((len(target) for target, _ in entries), default=0)
@@ -236,7 +236,7 @@ def policy_text(policy: Policy) -> str:
 
 def _loaded(data: bytes, path: str | os.PathLike[str]) -> Policy:
     policy = policy_in(data, Path(path))
-    object.__setattr__(policy, "file", os.fspath(path))  # no caller has the object yet
+    object.__setattr__(policy, "file", os.fspath(path))  # the class is frozen; no caller has the object yet
     return policy
 
 
@@ -329,9 +329,12 @@ def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
         return _file_object(policy)
     if not isinstance(policy, str):
         # A dtype of torch is what most people try; a model or a tensor would fill the screen.
+        got = repr(policy)
+        if len(got) >= 50:
+            got = type(policy).__name__
         word = str(policy).removeprefix("torch.")
-        meant = f'; write "{_OTHER_NAMES[word]}"' if word in _OTHER_NAMES else ""
-        got = repr(policy) + meant if len(repr(policy)) < 50 else type(policy).__name__
+        if word in _OTHER_NAMES:
+            got += f'; write "{_OTHER_NAMES[word]}"'
         raise PolicyError(f"expected a Policy, the name of a preset or a file, got {got}")
     if policy not in PRESETS and Path(f"{policy}.toml").is_file():
         raise PolicyError(f'unknown policy {policy!r}. Did you mean the file "{policy}.toml"?')
@@ -352,7 +355,7 @@ def _preset_object(name: str) -> Policy:
 def _file_object(path: str | os.PathLike[str]) -> Policy:
     """Return one object per file while its content is unchanged, as a region may name it at each step.
 
-    The content is compared: two versions may have the same size and time.
+    The content is compared, since two versions of a file may have the same size and time.
     """
     place = os.path.abspath(path)
     content = _toml.read(Path(path))
@@ -363,7 +366,7 @@ def _file_object(path: str | os.PathLike[str]) -> Policy:
 
 
 def with_fp32_weights(policy: Policy | str | os.PathLike[str]) -> Policy:
-    """Return ``policy`` for a caller that does not change the weights.
+    """Return ``policy`` for a caller that leaves the weights in fp32; refuse one that needs low weights.
 
     Raises:
         PolicyError: the policy does not exist or holds the weights in a low format.

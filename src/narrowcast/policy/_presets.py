@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class RulesForOperators(NamedTuple):
-    """The same rule for each of several operators, whose names spaces separate."""
+    """The same rule for each of several operators; ``ops`` is their names, separated by spaces."""
 
     ops: str
     compute: str

@@ -113,15 +113,15 @@ class Scope:
         # decides no operator, so that the rule around it stays in force for them.
         nearest = self._nearest
         rule = self.rule
-        for_all = [rule for rule in best_first if rule.op is None]
-        deciding = [rule for rule in for_all if _decides(rule)]
-        if for_all:
-            nearest = for_all[0]
+        for_whole_module = [candidate for candidate in best_first if candidate.op is None]
+        deciding = [candidate for candidate in for_whole_module if _decides(candidate)]
+        if for_whole_module:
+            nearest = for_whole_module[0]
         if deciding:
             rule = deciding[0]
 
         # Rules for operators add to those of the modules around it, and come first.
-        ops = [rule for rule in best_first if rule.op is not None]
+        ops = [candidate for candidate in best_first if candidate.op is not None]
         ops += self._ops
         return self.resolved.scope(rule, nearest, tuple(dict.fromkeys(ops)))
 
@@ -147,6 +147,7 @@ class Scope:
         for rule in self._ops:
             if _covers(rule, op):
                 return rule
+        # ``decide`` leaves out rules with an fp8 recipe, so each place where one may stand is looked at here.
         if self._nearest is None:
             everywhere = [rule for rule in self.resolved.rules if not rule.is_for_modules]
             return _best(rule for rule in everywhere if _covers(rule, op))
@@ -160,6 +161,7 @@ class ResolvedPolicy:
     """A policy on one device type.
 
     Attributes:
+        device_type: the device type.
         rules: the policy's rules. No reference to the policy is kept, so that both can be freed together.
         lower: the format of the region, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         native: PyTorch's table of the device.

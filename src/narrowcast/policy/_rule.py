@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from narrowcast.errors import PolicyError, did_you_mean
+from narrowcast.errors import PolicyError, did_you_mean, nearest_name
 from narrowcast.policy._ops import base_of, canonical_op
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ COMPUTES: dict[str, str | None] = {
 }
 """Each word for ``compute`` of a rule -> the format that operators' inputs are cast to; None: no cast.
 
-A word that maps to another format than ``FORMATS`` and ``WIDEST`` also needs
-``casting/kernels/_operators.py``.
+``casting/kernels/_operators.py`` knows only ``FORMATS`` and ``WIDEST``: extend it to map a word to another
+format.
 """
 
 
@@ -258,10 +258,12 @@ def _class_in_torch(name: str, written: str) -> Any:
 
     if found is None and name.startswith("torch.nn.") and name.count(".") == 2:
         classes = [word for word in dir(torch.nn) if isinstance(getattr(torch.nn, word), type)]
-        guess = did_you_mean(name.rpartition(".")[2], classes)
-        # Without all the classes of torch.nn, which would follow.
-        near = guess.partition(" Known:")[0] if guess.startswith("Did") else "Look in torch.nn."
-        raise PolicyError(f"there is no class {written!r}. {near}")
+        # Not did_you_mean, which would list all classes of torch.nn.
+        nearest = nearest_name(name.rpartition(".")[2], classes)
+        advice = "Look in torch.nn."
+        if nearest is not None:
+            advice = f'Did you mean "{nearest}"?'
+        raise PolicyError(f"there is no class {written!r}. {advice}")
     return found
 
 

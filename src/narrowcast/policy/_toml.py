@@ -60,7 +60,7 @@ def parse(data: bytes, path: Path) -> PolicyFile:
     """Parse ``data``, the content of the file at ``path``.
 
     Raises:
-        PolicyError: not TOML, a newer version, an unknown key, no format, or an invalid rule.
+        PolicyError: not TOML, no version or a newer one, an unknown key, no ``compute``, or an invalid rule.
     """
     try:
         keys = tomllib.loads(data.decode("utf-8-sig"))  # some editors write a byte order mark
@@ -108,6 +108,7 @@ def _check_keys(table: dict[str, Any], known: Collection[str], where: str) -> No
 
 
 def dumps(settings: Mapping[str, str | bool], rules: tuple[Rule, ...]) -> str:
+    """Return the text of a file with these keys of ``SETTINGS`` and these rules."""
     lines = [_HEADER + f"version = {VERSION}"]
     lines += [_line(key, value) for key, value in settings.items()]
     for rule in rules:

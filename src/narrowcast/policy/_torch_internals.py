@@ -25,5 +25,5 @@ def has_torchs_own_kernel(qualified: str, key: str) -> bool:
     # No public function says where a kernel comes from.
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
     dump = torch._C._dispatch_dump(qualified)
-    of_key = re.findall(rf"^{key}(?: \(inactive\))?: registered at (.+?):\d+ ::", dump, re.MULTILINE)
-    return any(re.search(r"\.(?:cpp|cc|cu|cuh|h)$", file) for file in of_key)
+    files = re.findall(rf"^{key}(?: \(inactive\))?: registered at (.+?):\d+ ::", dump, re.MULTILINE)
+    return any(re.search(r"\.(?:cpp|cc|cu|cuh|h)$", file) for file in files)

@@ -118,6 +118,7 @@ def properties(opt_level: Any, *, half_type: Any = None, **asked: Any) -> Proper
 def _checked(opt_level: str, name: str, value: Any) -> Any:
     """Check one setting and convert it to its type."""
     if opt_level == "O1" and name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
+        # What O1 does in any case: the weights stay in float32.
         if name == "cast_model_type" and (value is False or value is torch.float32):
             return None
         raise AmpError(

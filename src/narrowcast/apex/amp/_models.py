@@ -68,7 +68,7 @@ def cast_model(model: torch.nn.Module, properties: Properties) -> dict[torch.Ten
     """Cast the weights of a model, and from now on its inputs and outputs, as the level asks.
 
     Returns:
-        By each weight that was cast down, its float32 value of before, for the masters.
+        Each weight that was cast down -> its float32 value from before, for the masters.
     """
     originals: dict[torch.Tensor, torch.Tensor] = {}
     model_type, output_type = properties.cast_model_type, properties.cast_model_outputs
@@ -143,7 +143,7 @@ class Masters:
             _masters_by_weight[id(low)] = self
 
     def full_value(self, low: torch.Tensor) -> torch.Tensor:
-        """Return the master, and where the weight is not the rounded master, the weight, widened."""
+        """Return the master; where the weight was changed without it, the weight, widened."""
         master = self.pairs[self._positions[id(low)]][1].detach()
         weight = low.detach()
         return torch.where(master.to(weight.dtype) == weight, master, weight.to(torch.float32))
@@ -168,8 +168,8 @@ def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metada
 
 
 def _load_masters(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Hook of each module: set masters to loaded values in full, which weights get rounded to nearest."""
-    # torch loads the weights after this hook. Their values round to the same numbers, so the masters stay.
+    """Hook of each module: load the masters in full precision, and their weights rounded to nearest."""
+    # torch loads the weights again after this hook, to the same rounded numbers: they fit their masters.
     for name, weight in module.named_parameters(recurse=False):
         masters, value = _masters_by_weight.get(id(weight)), state.get(prefix + name)
         if masters is not None and isinstance(value, torch.Tensor) and value.shape == weight.shape:

@@ -71,7 +71,7 @@ class PreparedOptimizer:
                 "0 and weights become NaN: give it eps=1e-4, or choose opt_level='O2'"
             )
         if properties.cast_model_type is not None and optimizer.state:
-            # State from before the cast of the model: torch casts what it loads to the parameters' formats.
+            # Made before the cast of the model: load_state_dict casts it to the parameters' formats.
             optimizer.load_state_dict(optimizer.state_dict())
 
     @property

@@ -109,7 +109,7 @@ def _listed() -> tuple[dict[Key, str], dict[Key, str]]:
             before = casts_before.get(name, [AS_IS])
             asked = casts_now.get(name, [AS_IS])
 
-            # Who adds a name to a second list need not take it off the first: the new list counts.
+            # A user who adds a name to a second list need not take it off the first: the added one counts.
             moved_to = [cast for cast in dict.fromkeys(asked) if cast not in before]
             if len(moved_to) > 1:
                 words = " and ".join(_WORDS[cast] for cast in moved_to)
@@ -142,7 +142,7 @@ class WholeCast:
 
     Attributes:
         cast: HALF, FLOAT, WIDEST or BANNED.
-        alone: whether calls inside it are left uncast.
+        alone: whether its arguments alone are cast, and no calls inside it.
         advice: the error message for half tensors, if they are refused.
     """
 

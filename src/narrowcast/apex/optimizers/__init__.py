@@ -142,6 +142,7 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
             weight_decay=weight_decay,
             nesterov=nesterov,
         )
+        # A group that is added later without an lr would otherwise train with this default in silence.
         if lr is None:
             del self.defaults["lr"]
 
@@ -203,7 +204,8 @@ def _refuse_low(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
 def _to_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state of apex's optimizer as torch's optimizer saves it.
 
-    apex counts the steps of FusedAdam once a group, and has none of the settings that only torch has.
+    apex counts the steps of FusedAdam once for each group, and torch for each parameter. apex's groups lack
+    the settings that only torch has: those get the values of ``optimizer``.
     """
     groups = []
     state = dict(state_dict["state"])

@@ -66,7 +66,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     ) -> None:
         if message_size < 1:
             raise SettingError(f"message_size must be at least 1 element, got {message_size!r}")
-        # Whether each argument is other than what torch does.
+        # Whether each argument asks for something that torch does not do.
         differs = {
             "shared_param": shared_param is not None,
             "retain_allreduce_buffers": retain_allreduce_buffers,
@@ -82,12 +82,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 "out, or use torch.nn.parallel.DistributedDataParallel(module), with register_comm_hook for "
                 "another way to add gradients"
             )
-        bucket_mb = max(1, 4 * message_size // 2**20)
+        bucket_mb = max(1, 4 * message_size // 2**20)  # a float32 element has 4 bytes
         if delay_allreduce:
             bucket_mb = 2**20  # the whole model is one bucket, which is reduced when backward has ended
-        buffers_apart: Any = {_SYNC_BUFFERS: False}
+        no_sync_of_buffers: Any = {_SYNC_BUFFERS: False}
         super().__init__(
-            module, **buffers_apart, bucket_cap_mb=bucket_mb, find_unused_parameters=delay_allreduce
+            module, **no_sync_of_buffers, bucket_cap_mb=bucket_mb, find_unused_parameters=delay_allreduce
         )
 
     def disable_allreduce(self) -> None:

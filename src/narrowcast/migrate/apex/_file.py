@@ -127,7 +127,7 @@ def _check_imports(source: Source) -> None:
             refuse(imported.statement, "other files may import this name of apex from here")
         if imported.full.endswith(".*"):
             refuse(imported.statement, "a star import of apex: import what is used by name, or remove it")
-        if not source.names.is_only(imported.name):
+        if not source.names.is_only_imported(imported.name):
             reason = f"{imported.name} is bound to something else too: which one is used is not known"
             refuse(imported.statement, reason)
 
@@ -227,14 +227,14 @@ def _new_home(full: str) -> str | None:
 
 
 def _check_try(node: ast.Try) -> None:
-    """Refuse a ``try`` that does more than to say that apex is missing."""
+    """Refuse a ``try`` that does more than import apex and report that it is missing."""
     for statement in [*node.body, *node.orelse, *node.finalbody]:
         if not isinstance(statement, ast.Import | ast.ImportFrom):
             refuse(node, "apex is imported in a try with other statements: import it on its own first")
     for handler in node.handlers:
         for statement in handler.body:
-            prints = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-            if not prints and not isinstance(statement, ast.Raise | ast.Pass):
+            is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+            if not is_call and not isinstance(statement, ast.Raise | ast.Pass):
                 refuse(node, "this checks for apex: import it without try, and set the flag to True")
 
 
@@ -303,7 +303,7 @@ def _narrowcast_imports(statement: ImportStatement, aliases: list[ast.alias]) ->
             lines.append(f"from narrowcast.{statement.module} import {code}")
         elif code != "apex":
             lines.append(f"import narrowcast.{code}")
-        # "import apex.amp" binds apex too.
+        # "import apex" and "import apex.amp" bind apex, which "import narrowcast.apex.amp" does not.
         if isinstance(statement, ast.Import) and not alias.asname:
             lines.append("from narrowcast import apex")
     return list(dict.fromkeys(lines))

@@ -15,7 +15,7 @@ from narrowcast.migrate.source._edits import (
     Target,
     insert_after,
     insert_before,
-    is_text,
+    is_bare_constant,
     unwrap,
     wrap,
 )
@@ -26,11 +26,11 @@ _SCALER_NAMES = ("scaler", "grad_scaler", "amp_scaler", "loss_scaler")
 _CLIPS = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 _CLIP_KEYWORDS = {"max_norm", "norm_type"}
 _IN_BLOCK = "clipping in the block clipped gradients that were still scaled; now they are unscaled before"
-_FINDS_ITSELF = "leave this line out once, and the scale adapts again"
-_OF_APEX: dict[Target, str] = {
-    "torch": f"a state that apex saved does not load: {_FINDS_ITSELF}",
+_LEAVE_OUT = "leave this line out once, and the scale adapts again"
+_STATES_OF_APEX: dict[Target, str] = {
+    "torch": f"a state that apex saved does not load: {_LEAVE_OUT}",
     "narrowcast": "a state that apex saved does not load: make the scaler once with "
-    f"loss_scale=nc.scaling.from_state(state)[0], or {_FINDS_ITSELF}",
+    f"loss_scale=nc.scaling.from_state(state)[0], or {_LEAVE_OUT}",
 }
 
 
@@ -79,9 +79,10 @@ class Writer:
         if setup.condition is not None or is_out_of_reach:
             self._insert_at_top(f"{made}, enabled=False)")
             if function is not None:
-                after_docstring = int(is_text(function.body[0]) and len(function.body) > 1)
-                line = f"global {self._scaler}"
-                insert_before(source, self._changes, function.body[after_docstring], line)
+                first = function.body[0]
+                if is_bare_constant(first) and len(function.body) > 1:  # a docstring
+                    first = function.body[1]
+                insert_before(source, self._changes, first, f"global {self._scaler}")
         return setup.condition is None and is_beside
 
     def _insert_at_top(self, line: str) -> None:
@@ -185,22 +186,23 @@ class Writer:
         self._changes.replace(self._source.span(reference.node), f"{self._scaler}.{method}")
         message = "the state is the scaler's"
         if method == "load_state_dict":
-            message += f"; {_OF_APEX[self._target]}"
+            message += f"; {_STATES_OF_APEX[self._target]}"
         self._report(reference.node, message)
 
 
 def _is_made_of(source: Source, optimizer: str, parameters: str) -> bool:
     """Return whether each optimizer of this name is made of these parameters, and gets no more."""
-    is_made = "add_param_group" not in source.text
-    makers = 0
+    if "add_param_group" in source.text:
+        return False
+    is_made = False
     for node in source.nodes:
         if not isinstance(node, ast.Assign) or source.code(node.targets[0]) != optimizer:
             continue
-        makers += 1
         call = node.value
-        is_first = isinstance(call, ast.Call) and call.args and source.code(call.args[0]) == parameters
-        is_made = is_made and bool(is_first)
-    return is_made and makers > 0
+        if not isinstance(call, ast.Call) or not call.args or source.code(call.args[0]) != parameters:
+            return False
+        is_made = True
+    return is_made
 
 
 def _free_name(source: Source) -> str:

@@ -47,7 +47,7 @@ _JUMPS = (ast.Continue, ast.Break, ast.Return, ast.Raise, ast.Yield, ast.YieldFr
 
 
 class NotCanonicalError(Exception):
-    """Why a file stays on apex's API: the place, and the reason with what to write instead."""
+    """A file stays on apex's API: ``node`` is the place, and ``reason`` also says what to write instead."""
 
     def __init__(self, node: ast.AST, reason: str) -> None:
         super().__init__(reason)
@@ -132,7 +132,7 @@ def _only_call(source: Source, name: str) -> ast.Call:
             if reference.full.startswith("apex.amp."):
                 reason = f"amp.{name} is not in this file: only a training loop in one file is rewritten"
                 refuse(reference.node, reason)
-    # Of two it would have to be known which belongs to which.
+    # With two of them, it is not known which of the file's models, losses and steps belong together.
     if len(uses) > 1:
         refuse(uses[1].node, f"a second amp.{name}: only a training loop with one is rewritten")
     call = source.call_of(uses[0].node)

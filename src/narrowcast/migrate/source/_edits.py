@@ -139,7 +139,7 @@ def remove(source: Source, changes: Changes, statements: Sequence[ast.stmt]) -> 
 
     ``pass`` replaces one that shares its line, and one of a suite that would be empty.
     """
-    filled: list[list[ast.stmt]] = []
+    filled: list[list[ast.stmt]] = []  # suites that have got a ``pass``
     for statement in statements:
         # A suite that loses all of its statements gets one ``pass``, not one for each.
         suite = source.suite(statement)
@@ -262,9 +262,13 @@ def require_import(source: Source, changes: Changes, name: str, module: str) -> 
     if reaches(source, name, module):
         return
     line = f"import {module}" if name == module else f"import {module} as {name}"
+    line += source.newline
+    # Each rewritten use asks for its import; one line serves all of them.
+    if any(edit.text == line for edit in changes.edits):
+        return
     at = _after_first_imports(source)
     # Before anything else that is inserted there, which may need it.
-    changes.edits.insert(0, Edit(at, at, line + source.newline))
+    changes.edits.insert(0, Edit(at, at, line))
 
 
 def reaches(source: Source, name: str, module: str) -> bool:
@@ -282,7 +286,7 @@ def _after_first_imports(source: Source) -> int:
     """Return the start of the line after the docstring and the imports at the top of the file."""
     last: ast.stmt | None = None
     for statement in source.tree.body:
-        is_docstring = last is None and is_text(statement)
+        is_docstring = last is None and is_bare_constant(statement)
         if not is_docstring and not isinstance(statement, ast.Import | ast.ImportFrom):
             break
         last = statement
@@ -291,12 +295,12 @@ def _after_first_imports(source: Source) -> int:
         begin, end = source.span_of_lines(last)
         return end if source.stands_alone(last) else begin
     # A file may begin with "#!" and its encoding.
-    for start in source.starts:
+    for start in source.line_starts:
         if not source.text.startswith("#", start):
             return start
     return len(source.text)
 
 
-def is_text(statement: ast.stmt) -> bool:
+def is_bare_constant(statement: ast.stmt) -> bool:
     """Return whether a statement is a constant alone, as a docstring is."""
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

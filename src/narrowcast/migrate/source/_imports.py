@@ -25,6 +25,7 @@ def move_imports(
         home: maps an old full name to the new one, whose last part is the same; to ``GONE`` if the import
             goes, to None if it stays.
     """
+    # By statement: its names that leave, each with the new full name or GONE.
     new_names: dict[ImportStatement, dict[ast.alias, str]] = defaultdict(dict)
     for imported in source.imports:
         new = home(imported.full)
@@ -62,11 +63,12 @@ def _new_imports(source: Source, statement: ImportStatement, news: dict[ast.alia
         elif alias.asname:
             lines.append(f"import {new} as {alias.asname}")
         else:
-            # "import torch.cuda.amp" binds torch, which may be imported on its own too.
+            # "import torch.cuda.amp" binds torch too: where no other import does, "import torch" takes its
+            # place.
             package = new.partition(".")[0]
             is_imported = False
             for other in source.imports:
-                # One in a function or a try may not be run.
+                # An import in a function or a try may not be run.
                 is_run = other.statement is statement or other.statement in source.tree.body
                 if is_run and other.full == other.name == package:
                     is_imported = True

@@ -80,12 +80,12 @@ class Names:
         while isinstance(node, ast.Attribute):
             attributes.insert(0, node.attr)
             node = node.value
-        if not isinstance(node, ast.Name) or not self.is_only(node.id):
+        if not isinstance(node, ast.Name) or not self.is_only_imported(node.id):
             return None
         (imported,) = self._bound[node.id]
         return ".".join([imported, *attributes])
 
-    def is_only(self, name: str) -> bool:
+    def is_only_imported(self, name: str) -> bool:
         """Return whether a name is bound by an import, and by nothing else."""
         bound = self._bound.get(name, set())
         return len(bound) == 1 and _NOT_IMPORTED not in bound
@@ -149,9 +149,9 @@ class Source:
                 self.tree = ast.parse(text)
         except (ValueError, RecursionError, MemoryError) as error:  # null bytes; nested too deep
             raise SyntaxError(str(error) or "nested too deep") from None
-        self.starts = [0]
+        self.line_starts = [0]
         for line_end in NEWLINE.finditer(text):
-            self.starts.append(line_end.end())
+            self.line_starts.append(line_end.end())
         self._is_ascii = text.isascii()
 
     # ---- the tree
@@ -302,7 +302,7 @@ class Source:
 
     def line_of(self, offset: int) -> tuple[int, int]:
         """Return line and column of a character, both from 1."""
-        line = bisect_right(self.starts, offset)
+        line = bisect_right(self.line_starts, offset)
         return line, offset - self.line_start(line) + 1
 
     def span_of_lines(self, first: ast.AST, last: ast.AST | None = None) -> tuple[int, int]:
@@ -313,11 +313,11 @@ class Source:
 
     def line_start(self, line: int) -> int:
         """Return the offset of the first character of a line (from 1)."""
-        return self.starts[line - 1]
+        return self.line_starts[line - 1]
 
     def line_end(self, line: int) -> int:
         """Return the offset just past a line (from 1), its line end included."""
-        return self.starts[line] if line < len(self.starts) else len(self.text)
+        return self.line_starts[line] if line < len(self.line_starts) else len(self.text)
 
     def indent(self, node: ast.AST) -> str:
         """Return the indentation of the line where ``node`` begins."""
