@@ -446,7 +446,7 @@ _functorch: dict[tuple[str, str], Any] = {}
 
 def _kernel_in_front(op: str, below: _Kernel) -> _Kernel:
     """Return a kernel that casts above all layers if rules are in force."""
-    word = f"in front of {op}"
+    key = f"in front of {op}"
     missing = object()
 
     @skipped_by_dynamo
@@ -454,9 +454,12 @@ def _kernel_in_front(op: str, below: _Kernel) -> _Kernel:
         action: Any = None
         scope = _scope_of(args, kwargs)
         if scope is not None:
-            action = scope.actions.get(word, missing)
+            action = scope.actions.get(key, missing)
             if action is missing:
-                action = scope.actions[word] = _prepare_in_front(op, scope)
+                action = _prepare_in_front(op, scope)
+                # It may be an overlay's kernel, which cannot be called after the overlay's end.
+                if not overlays:
+                    scope.actions[key] = action
         return below(keyset, *args, **kwargs) if action is None else action(keyset, args, kwargs)
 
     return kernel
