@@ -20,6 +20,7 @@ from narrowcast.casting.kernels._promotion import why_no_lstm
 from narrowcast.casting.models._apply import Applied
 from narrowcast.casting.models._module_calls import ModuleCall
 from narrowcast.casting.models._tree import all_paths, scopes_by_path, undo_on_error
+from narrowcast.casting.regions._warnings import stacklevel_outside
 from narrowcast.casting.regions._weight_casts import drop_casts
 from narrowcast.errors import PolicyError, SettingError, UnsupportedError
 from narrowcast.policy import (
@@ -184,7 +185,7 @@ class Baked:
                 f"restore() widened {len(widened)} weights from {formats}: with keep_fp32=False their fp32 "
                 "values were not kept",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=stacklevel_outside("narrowcast."),
             )
 
     def __enter__(self) -> Baked:
