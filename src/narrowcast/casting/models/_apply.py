@@ -24,7 +24,7 @@ from narrowcast.casting._devices import device_types
 from narrowcast.casting._torch_internals import is_compiling_a_frame
 from narrowcast.casting.fp8 import apply_fp8, is_fp8, policy_has_fp8, unconverted
 from narrowcast.casting.kernels._kernels import dtype_and_scope
-from narrowcast.casting.models._module_calls import MOVES_AND_COPIES, ModuleCall, Shared, calls_on
+from narrowcast.casting.models._module_calls import ModuleCall, Shared, calls_on
 from narrowcast.casting.models._tree import (
     all_paths,
     is_wrapper,
@@ -188,7 +188,6 @@ class Applied:
                         rules = _rules_for_calls(self.policy, paths, module)
                         self._calls.add(_ModelCall(ruled, rules, module, model))
             ruled.follow(model)
-            self._end_watching = _watch_moves_and_copies(self)
         _applied[model] = self
 
     @property
@@ -220,7 +219,6 @@ class Applied:
         self._shared.end(copies=copies)
         _detach(self._calls)
         self._calls.clear()
-        self._end_watching()
         self.fp8.remove()
         model = self._model()
         if model is not None and _applied.get(model) is self:
@@ -264,15 +262,6 @@ class Applied:
         if kind is not None:
             self.warns_if_not_called = False
         self.remove()
-
-
-def _watch_moves_and_copies(applied: Applied) -> Callable[[], object]:
-    """Follow moves and copies until the returned function is called, or ``applied`` is freed."""
-    user = object()
-    MOVES_AND_COPIES.begin(user)
-    end = weakref.finalize(applied, MOVES_AND_COPIES.end, user)
-    end.atexit = False
-    return end
 
 
 class RuledModules:

@@ -192,9 +192,15 @@ class ModuleCall:
         self._decided_in: ResolvedPolicy | None = None
         self._devices: list[str] = []
         self._devices_at = -1
+        # By each call, since one in a copy or in a loaded model outlives the handle of ``nc.apply``.
+        user = object()
+        MOVES_AND_COPIES.begin(user)
+        self._end_watching = weakref.finalize(self, MOVES_AND_COPIES.end, user)
+        self._end_watching.atexit = False
 
     def detach(self) -> None:
         """Remove it from the module; a call that is running ends in the policy."""
+        self._end_watching()
         if self._hook is not None:
             self._hook.remove()
         module = self._module()
@@ -223,7 +229,7 @@ class ModuleCall:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**vars(self), "_module": self._module()}
-        for name in ("key", "_decided", "_decided_in", "_devices", "_devices_at"):
+        for name in ("key", "_decided", "_decided_in", "_devices", "_devices_at", "_end_watching"):
             del state[name]  # what ``_begin`` makes
         if self._compiled:  # a copy is not compiled
             state["below"] = None
@@ -666,4 +672,4 @@ def _break_the_graph() -> None:
 MOVES_AND_COPIES = Replacements(
     (torch.nn.Module, "_apply", moves.counted), (torch.nn.Module, "__setstate__", _following_copies)
 )
-"""While policies are applied: counts moves of weights, and gives shallow copies calls of their own."""
+"""While there is a ``ModuleCall``: counts moves of weights, and gives shallow copies calls of their own."""
