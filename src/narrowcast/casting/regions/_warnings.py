@@ -44,8 +44,8 @@ def watched_cross_entropy(below: Callable[..., Any]) -> Callable[..., Any]:
             if count_lost:
                 warned.append(
                     f"{count_lost} of {input.numel()} outputs of a sigmoid are rounded to 0 or 1 where the "
-                    "target of binary_cross_entropy is another, and get no gradient: use BCEWithLogitsLoss without "
-                    'the sigmoid, or a policy with nc.rule.op("sigmoid", compute="fp32")'
+                    "target of binary_cross_entropy is another, and get no gradient: use BCEWithLogitsLoss "
+                    'without the sigmoid, or a policy with nc.rule.op("sigmoid", compute="fp32")'
                 )
                 warnings.warn(warned[0], UserWarning, stacklevel=stacklevel_outside("torch."))
         return below(input, target, *args, **kwargs)
