@@ -94,6 +94,20 @@ def test_a_shallow_copy_computes_by_itself(ruled):
         assert ruled[0](X).any()
 
 
+class Noting(nn.Module):
+    def forward(self, x):
+        self.dtype = x.dtype
+        return x
+
+
+def test_a_part_that_is_replaced_in_a_shallow_copy_follows_its_rule(ruled):
+    ruled(X)
+    twin, noting = copy.copy(ruled), Noting()
+    twin._modules = {**ruled._modules, "1": noting}
+    twin(X)
+    assert noting.dtype == FP32
+
+
 @pytest.mark.filterwarnings("ignore:nothing in this process called")
 @pytest.mark.parametrize("again", [copy.deepcopy, pickled])
 def test_a_shallow_copy_of_a_copy_computes_by_itself(again):
