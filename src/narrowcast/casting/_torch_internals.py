@@ -393,8 +393,8 @@ def trace_backward_outside_of_regions() -> bool:
     """Have ``torch.compile`` cast nothing in backward passes, as eager code whose backward is outside.
 
     By default it casts there as in the forward: a matmul that a region computes in fp32 would have gradients
-    in the region's format (https://github.com/pytorch/pytorch/issues/153044). If somebody changed the default,
-    that setting is kept. Returns whether this function changed it.
+    in the region's format (https://github.com/pytorch/pytorch/issues/153044). A setting other than the
+    default is the caller's, and is kept. Returns whether this function changed the setting.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/config.py
     from torch._functorch import config

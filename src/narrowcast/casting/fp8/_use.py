@@ -22,7 +22,7 @@ class Fp8Use:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return whether ``device`` has instructions for the fp8 formats that are emulated on CPUs: CUDA 8.9 on.
+    """Return whether ``device`` has instructions for the fp8 formats that CPUs emulate: CUDA 8.9 and newer.
 
     GPUs of AMD do not count: MI300 has the fnuz formats, whose largest number and NaN differ
     (``torchao.float8.config``).

@@ -142,9 +142,9 @@ def promoted() -> frozenset[str]:
 
 @functools.cache
 def promoted_on(device_type: str, formats: frozenset[str]) -> tuple[str, ...]:
-    """Return the operators to promote on ``device_type``: those that this PyTorch has and does not cast there.
+    """Return the operators to promote on ``device_type``, which this PyTorch has and does not cast there.
 
-    ``formats`` are the low formats of the policy, ``"bf16"`` and ``"fp16"``.
+    ``formats``: the low formats of the policy, ``"bf16"`` or ``"fp16"`` or both.
     """
     ops = promoted() - native_table(device_type).keys() - _LSTM
     if device_type == "cpu" and any(why_no_lstm(dtype_of(name)) is not None for name in formats):
