@@ -111,8 +111,8 @@ _UNDER_VMAP = """cudnn_batch_norm_backward miopen_batch_norm_backward native_bat
 # under vmap: there the source is cast to that format, not both to the widest.
 _WRITING_UNDER_VMAP = frozenset(("select_scatter", "slice_scatter"))
 _NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
-# Positions among the arguments of a norm: its running statistics, and whether it writes to them.
-_STATISTICS = {"batch_norm": (slice(3, 5), 5), "instance_norm": (slice(3, 5), 5)}
+# The argument of a norm that says whether it writes to its running statistics.
+_WRITES_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 # MKL multiplies sparse CSR matrices in fp32 and fp64 alone; PyTorch Geometric's GraphUNet squares one:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/mkl/SparseBlasImpl.cpp
 SPARSE_PRODUCTS = ("addmm", "addmv.out", "mm")
@@ -236,7 +236,7 @@ def _again(name: str, device: str) -> Callable[..., Any]:
                 raise _Unchanged
             if by_formats and _takes_formats(inputs, name, lacks_low):
                 raise _Unchanged
-        if _would_lose_statistics(name, args, dtype):
+        if _would_lose_statistics(name, args, kwargs, dtype):
             raise _Unchanged
 
         lower = _lower_is(dtype, device) if is_transforming() else nullcontext()
@@ -251,13 +251,15 @@ def _again(name: str, device: str) -> Callable[..., Any]:
     return again
 
 
-def _would_lose_statistics(name: str, args: Any, dtype: torch.dtype | None) -> bool:
+def _would_lose_statistics(name: str, args: Any, kwargs: Any, dtype: torch.dtype | None) -> bool:
     """Return whether a norm would write its running statistics to a cast of them."""
-    if name not in _STATISTICS:
+    writes = _WRITES_STATISTICS.get(name)
+    if writes is None:
         return False
-    statistics_at, is_training_at = _STATISTICS[name]
-    statistics = tensors_in(args[statistics_at])
-    return bool(args[is_training_at]) and any(tensor.dtype != dtype for tensor in statistics)
+    names = [argument.name for argument in operator(name)._schema.arguments]
+    by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+    statistics = tensors_in((by_name["running_mean"], by_name["running_var"]))
+    return bool(by_name[writes]) and any(tensor.dtype != dtype for tensor in statistics)
 
 
 @contextmanager
