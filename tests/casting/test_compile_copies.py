@@ -44,6 +44,15 @@ def test_a_copy_of_a_model_that_is_compiled_is_plain(again):
     assert_same(eager(other, POLICY, X)[0], expected)
 
 
+def test_a_shallow_copy_of_a_ruled_part_computes_by_itself():
+    model = made()
+    ours = compiled(model)
+    part = copy.copy(model[1])
+    part._parameters = {name: torch.zeros_like(weight) for name, weight in part._parameters.items()}
+    assert not part(X).any()
+    assert ours(X).any()
+
+
 @pytest.mark.parametrize("policy", ["bf16", POLICY], ids=["preset", "rules"])
 @pytest.mark.parametrize("again", [copy.deepcopy, pickled], ids=["copy", "pickle"])
 def test_a_copy_of_what_was_compiled_computes_by_the_policy(again, policy):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from casting_cases import BF16, FP32, Calls
+from casting_cases import BF16, FP16, FP32, Calls
 from torch import nn
 
 import narrowcast as nc
@@ -220,3 +220,18 @@ def test_a_norm_is_scripted_while_something_promotes():
     x = torch.ones(2, 4, WIDTH)
     assert torch.equal(torch.jit.script(model)(x), model(x))
     del stepper
+
+
+class NormByName(nn.Module):
+    def forward(self, x, training):
+        mean, variance = torch.zeros(4, dtype=FP16), torch.ones(4, dtype=FP16)
+        settings = {"training": training, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}
+        return torch.batch_norm(x, x[0], x[0], running_mean=mean, running_var=variance, **settings)
+
+
+def test_a_norm_called_with_names_promotes_unless_it_would_lose_statistics():
+    x, model = torch.ones(2, 4, dtype=BF16), NormByName()
+    with nc.apply(model, "bf16"):
+        assert model(x, training=False).dtype == FP32
+        with pytest.raises(RuntimeError, match="scalar type"):
+            model(x, training=True)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from casting_cases import BF16, COMPILES, FP16, FP32, assert_same, rules
+from casting_cases import BF16, COMPILES, FP16, FP32, assert_same, pickled, rules
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -14,6 +14,7 @@ import narrowcast as nc
 from child_processes import output_of
 from interrupts import autocast_state
 from narrowcast.casting import PolicyRegion
+from narrowcast.casting._devices import moves
 from narrowcast.casting.models._module_calls import calls_on
 from narrowcast.errors import UnsupportedError
 
@@ -93,6 +94,48 @@ def test_a_shallow_copy_computes_by_itself(ruled):
         assert ruled[0](X).any()
 
 
+class Noting(nn.Module):
+    def forward(self, x):
+        self.dtype = x.dtype
+        return x
+
+
+def test_a_part_that_is_replaced_in_a_shallow_copy_follows_its_rule(ruled):
+    ruled(X)
+    twin, noting = copy.copy(ruled), Noting()
+    twin._modules = {**ruled._modules, "1": noting}
+    twin(X)
+    assert noting.dtype == FP32
+
+
+@pytest.mark.filterwarnings("ignore:nothing in this process called")
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled])
+def test_a_shallow_copy_of_a_copy_computes_by_itself(again):
+    """Also after the handle of the original is gone."""
+    model = make()
+    with nc.apply(model, POLICY):
+        copied = again(model)
+    twin = copy.copy(copied)
+    twin._modules = {**copied._modules, "2": nn.Identity()}
+    assert_same(twin(X), copied[:2](X))
+    expected = twin(X)
+    del copied
+    assert_same(twin(X), expected)
+
+
+@pytest.mark.filterwarnings("ignore:nothing in this process called")
+def test_a_loaded_model_is_followed_when_it_moves():
+    model = make()
+    with nc.apply(model, POLICY):
+        loaded = pickled(model)
+    del model
+    moves_before = moves.count
+    loaded.to("cpu")
+    assert moves.count > moves_before
+    del loaded
+    assert nn.Module._apply.__module__ == "torch.nn.modules.module"
+
+
 def test_methods_are_what_they_were(ruled):
     for part, plain in zip(ruled.modules(), make().modules(), strict=True):
         assert inspect.getsource(part.forward) == inspect.getsource(plain.forward)
@@ -130,6 +173,19 @@ def test_what_a_module_writes_to_its_arguments_reaches_the_caller():
     assert_same(x, expected[0])
     assert_same(cache, expected[1])
     assert [tuple(one.shape) for one in (state["rows"], *kept)] == [(8, 4), (4, 4), (4, 4)]
+
+
+class Renaming(nn.Module):
+    def forward(self, state):
+        state["new"] = state.pop("old")
+
+
+def test_a_key_that_a_module_renames_is_renamed_for_the_caller():
+    state, model = {"old": X.bfloat16()}, nn.Sequential(Renaming())
+    with nc.apply(model, rules(rule.module("0", compute="fp32"))):
+        model(state)
+    assert list(state) == ["new"]
+    assert_same(state["new"], X.bfloat16())
 
 
 class Yielding(nn.Linear):

@@ -167,6 +167,20 @@ def test_a_policy_may_be_freed_while_kernels_are_put_back(monkeypatch):
     assert len(named(seen, "digamma")) == 1
 
 
+def test_torch_func_computes_after_a_trace_as_before_it():
+    """Where operators are first called under ``vmap`` while they are traced."""
+    policy = rules(rule.op("softmax", compute="fp32"))
+
+    def products(rows):
+        return torch.vmap(lambda row: row @ X)(rows)
+
+    with nc.autocast("cpu", policy=policy):
+        with watch_ops(lambda call: None):
+            expected = products(X)
+        assert_same(products(X), expected)
+    assert expected.dtype == BF16
+
+
 def test_a_second_watcher_is_refused():
     seen = []
     with watch_ops(seen.append), nc.autocast("cpu", BF16):

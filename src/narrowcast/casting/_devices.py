@@ -1,4 +1,4 @@
-"""Device types: those of a module's weights, found again after a move, and those that torch can autocast."""
+"""Find the device types of modules, count moves of weights, and check device types and dtypes of regions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list
 
 def weight_device_types(module: torch.nn.Module) -> list[str]:
     """Return the device types of parameters and buffers of ``module``, each once."""
-    devices: dict[str, None] = {}
+    devices: dict[str, None] = {}  # in place of a set, which has no order
     for part in module.modules():
         for weight in (*part._parameters.values(), *part._buffers.values()):
             if weight is not None:

@@ -112,8 +112,8 @@ def is_of_pytorch(kernel: Any) -> bool:
 def register_kernel(op: str, key: str, kernel: Callable[..., Any], library: Any = None) -> Any:
     """Register ``kernel``, called with a keyset first, on a dispatch key of an existing operator.
 
-    Returns the library that holds it, by default a new one. Its ``_destroy()`` removes its kernels, for which
-    torch.library has no public name:
+    Returns the library that holds it, by default a new one. Its ``_destroy()`` removes its kernels;
+    torch.library has no public name for that.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/library.py
     namespace, _, name = qualified(op).partition("::")
@@ -121,7 +121,7 @@ def register_kernel(op: str, key: str, kernel: Callable[..., Any], library: Any 
         library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        library.impl(name, kernel, key, with_keyset=True, allow_override=True)  # not 2.11's default
+        library.impl(name, kernel, key, with_keyset=True, allow_override=True)  # 2.11's default is False
     return library
 
 
@@ -131,7 +131,7 @@ def register_kernel(op: str, key: str, kernel: Callable[..., Any], library: Any 
 def is_proxy_tracing() -> bool:
     """Return whether ``make_fx`` or ``torch.export`` records calls, or they compute on fake tensors.
 
-    A kept cast is of no use to them, nor theirs to anybody else.
+    There casts of weights are not kept: fake tensors have no values, and a record needs the cast itself.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py
     keys = _C._TorchDispatchModeKey
@@ -210,7 +210,7 @@ REPLICATE = "_replicate_for_data_parallel"
 
 @dataclass(slots=True)
 class _Replaced:
-    """``owner.name``, and what ``make`` makes of it."""
+    """The name ``owner.name``: what it stood for (``below``), and what ``make`` made of that (``ours``)."""
 
     owner: Any
     name: str
@@ -220,9 +220,10 @@ class _Replaced:
 
 
 class Replacements:
-    """Names of torch as functions of ours wrap them, in place while there are users.
+    """Functions of ours that replace functions of torch by name, as long as there are users.
 
-    What another library puts in front of ours stays, and ours below it: ours must be harmless without users.
+    If another library wraps one of ours meanwhile, its wrapper stays after the last user, and calls ours. So
+    ours must do no harm without users.
 
     Args:
         names: of each the object that has it, the name, and the function that wraps what it stands for.
@@ -233,7 +234,7 @@ class Replacements:
         self.users = set[object]()
 
     def begin(self, user: object) -> None:
-        """Put them in place for ``user``, a hashable object of its own."""
+        """Put the replacements in place for ``user``, any hashable object that no other caller passes."""
         if not self.users:
             for replaced in self._names:
                 now = getattr(replaced.owner, replaced.name)
@@ -244,7 +245,7 @@ class Replacements:
         self.users.add(user)
 
     def end(self, user: object) -> None:
-        """Take them away if ``user`` was the last."""
+        """Put torch's functions back if ``user`` was the last one."""
         self.users.discard(user)
         if not self.users:
             for replaced in self._names:
@@ -266,7 +267,7 @@ NODE_OF_FUNCTION: Any = torch.autograd.function.BackwardCFunction
 """The base class of the contexts of custom Functions; each Function has a subclass of it.
 
 A context is a node of the graph: PyTorch makes one at each call of the Function, and calls the context's
-``apply`` in the backward pass:
+``apply`` in the backward pass.
 """
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_function.cpp
 
@@ -274,8 +275,12 @@ A context is a node of the graph: PyTorch makes one at each call of the Function
 def gradient_dtypes(node: Any) -> set[torch.dtype]:
     """Return the dtypes of the gradients that a node of a graph takes and passes on."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.cpp
-    passed_on = {below._input_metadata[i].dtype for below, i in node.next_functions if below is not None}
-    return passed_on | {taken.dtype for taken in node._input_metadata}
+    dtypes = {taken.dtype for taken in node._input_metadata}
+    # An edge leads to an input of the next node; None: no gradient is wanted there.
+    for next_node, input_number in node.next_functions:
+        if next_node is not None:
+            dtypes.add(next_node._input_metadata[input_number].dtype)
+    return dtypes
 
 
 # Checkpointing restores neither rules nor a region in float32 on a CPU, and has no hook for it.
@@ -289,8 +294,8 @@ if hasattr(CHECKPOINT, f"{CHECKPOINT_GENERATOR}_impl"):  # torch 2.15, which cal
 
 # ---- Dynamo and AOTAutograd
 
-# Marks on functions and code objects, since importing torch.compiler's decorators' own module, torch._dynamo,
-# takes seconds, and they put a wrapper around each call.
+# These mark functions and code objects, in place of the decorators of torch.compiler: those import
+# torch._dynamo, which takes seconds, and put a wrapper around each call.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/decorators.py
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/dynamo/eval_frame.c
 
@@ -374,7 +379,7 @@ def has_autocast(device_type: str) -> bool:
 def keep_graphs_with_regions() -> None:
     """Have AOTAutograd keep on disk graphs that enter ``torch.autocast``, as it does with others.
 
-    Their keys hold the arguments (``check_node_safe``):
+    It is safe, since the keys of such graphs contain the arguments (``check_node_safe``).
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/_aot_autograd/autograd_cache.py
     config: Any = sys.modules.get("torch._inductor.config")
@@ -388,8 +393,8 @@ def trace_backward_outside_of_regions() -> bool:
     """Have ``torch.compile`` cast nothing in backward passes, as eager code whose backward is outside.
 
     By default it casts there as in the forward: a matmul that a region computes in fp32 would have gradients
-    in the region's format (https://github.com/pytorch/pytorch/issues/153044). Another setting than the
-    default is kept. Returns whether the setting was changed.
+    in the region's format (https://github.com/pytorch/pytorch/issues/153044). A setting other than the
+    default is the caller's, and is kept. Returns whether this function changed the setting.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_functorch/config.py
     from torch._functorch import config
@@ -423,7 +428,7 @@ def reset_compiled_code() -> bool:
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None:
-        return True
+        return True  # nothing was compiled
     if any(map(_is_in_compiled_call, sys._current_frames().values())):
         return False
     dynamo.reset_code_caches()
@@ -441,6 +446,7 @@ def _is_in_compiled_call(frame: FrameType | None) -> bool:
 
 
 _COMPILE_WRAPPER = "compile_wrapper"
+"""The function of Dynamo that every call of compiled code runs in."""
 
 
 def is_compiling_a_frame() -> bool:

@@ -17,6 +17,7 @@ from narrowcast.errors import PolicyError
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, resolved
 
 _MULTIPLE = 16
+"""The instructions take matrices whose sizes are multiples of this."""
 
 
 @dataclass(eq=False)
@@ -26,6 +27,8 @@ class Fp8Handle:
     Attributes:
         converted: path in the model -> recipe, for each layer that multiplies in fp8.
         left_out: path in the model -> why not, in words, for each other module that an fp8 rule selects.
+        use: shared with the layers, and with those in copies of the model.
+        layers: those of ``converted``, until ``remove()``.
     """
 
     converted: dict[str, str] = field(default_factory=dict)
@@ -75,14 +78,15 @@ def apply_fp8(model: torch.nn.Module, policy: Policy) -> Fp8Handle:
     without_instructions: list[torch.nn.Linear] = []
     for site in _selected(model, policy):
         why_not = _why_not(site.module)
-        if why_not is None:
-            why_not = _why_not_on(site.module.weight.device)
-            if why_not is not None:
-                without_instructions.append(site.module)
-        if why_not is None:
-            sites.append(site)
-        else:
+        if why_not is not None:
             handle.left_out[site.path] = why_not
+            continue
+        why_not_here = _why_not_on(site.module.weight.device)
+        if why_not_here is not None:
+            handle.left_out[site.path] = why_not_here
+            without_instructions.append(site.module)
+            continue
+        sites.append(site)
 
     # Before any layer is converted, since a warning may be an error.
     _warn([site.module for site in sites], without_instructions)
@@ -205,7 +209,7 @@ def _why_not_its_weight(module: torch.nn.Linear) -> str | None:
 
 
 def _why_not_on(device: torch.device) -> str | None:
-    """Explain why no layer on ``device`` can; None if they can, as by emulation on a CPU."""
+    """Explain why no layer on ``device`` can multiply in fp8; None if they can, on a CPU by emulation."""
     if device.type in ("cpu", "meta") or has_fp8(device):
         return None
     return f"is on {device}, which has no fp8 instructions of CUDA"

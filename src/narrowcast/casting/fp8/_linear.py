@@ -1,4 +1,4 @@
-"""A linear layer that multiplies in fp8, with torchao's products and recipes.
+"""A linear layer that multiplies in fp8, with torchao's matmuls and recipes.
 
 The only file that imports torchao, whose names may change. It is imported when the first fp8 rule meets a
 model.
@@ -99,8 +99,8 @@ class Fp8Linear(torch.nn.Linear):
 
     def _multiply(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            # In inference mode composite operators reach torchao's tensors whole, which lack them; outside of
-            # it they are decomposed first.
+            # torchao's tensors implement no composite operators. Outside of inference mode these are
+            # decomposed before they reach the tensors, in inference mode they are not.
             with torch.inference_mode(False), torch.no_grad():
                 return self._multiply(input)
         output = _product(input, self.weight, self.fp8_recipe, emulated=self.fp8_emulated)
@@ -140,12 +140,12 @@ def convert_layer(module: torch.nn.Linear, rule: Rule, use: Fp8Use) -> Fp8Linear
     return module
 
 
-# ---- torchao's product
+# ---- torchao's matmul
 
 
 @torch.compiler.allow_in_graph
 class _Product(matmul_with_hp_or_float8_args):  # type: ignore[misc]
-    """torchao's product and its gradients, with errors where they would be wrong."""
+    """torchao's matmul and its gradients, with an error where a gradient would be wrong."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, settings: Any, config: Any) -> Any:
@@ -169,7 +169,10 @@ class _Product(matmul_with_hp_or_float8_args):  # type: ignore[misc]
 
 
 def _settings(config: Float8LinearConfig, *, emulated: bool, padded: bool) -> Any:
-    """Return torchao's settings of the three products: of the output, and of the two gradients."""
+    """Return torchao's settings of the three matmuls: of the output, and of the two gradients.
+
+    ``padded``: the matmul that gives the gradient of the weight pads its operands.
+    """
     output, grad_input, grad_weight = (
         config.gemm_config_output,
         config.gemm_config_grad_input,
@@ -183,7 +186,7 @@ def _settings(config: Float8LinearConfig, *, emulated: bool, padded: bool) -> An
 
 
 def _all_settings() -> dict[tuple[str, bool, bool], tuple[Any, Float8LinearConfig]]:
-    """Return recipe, whether it is emulated and whether it is padded -> the arguments of ``_Product``."""
+    """Return (recipe, emulated, padded) -> the last two arguments of ``_Product``."""
     settings = {}
     for recipe in FP8_RECIPES:
         config = Float8LinearConfig.from_recipe_name(recipe.removeprefix("fp8_"))

@@ -22,9 +22,10 @@ class Fp8Use:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Return whether ``device`` multiplies fp8 as CPUs emulate it: CUDA 8.9 and newer.
+    """Return whether ``device`` has instructions for the fp8 formats that CPUs emulate: CUDA 8.9 and newer.
 
-    Not AMD's: MI300 has the fnuz formats, whose largest number and NaN differ (``torchao.float8.config``).
+    GPUs of AMD do not count: MI300 has the fnuz formats, whose largest number and NaN differ
+    (``torchao.float8.config``).
     Source: the requirements of ``torch._scaled_mm``, aten/src/ATen/native/cuda/ScaledBlas.cpp.
     """
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():

@@ -10,8 +10,8 @@ well.
 Autograd saves the result of these operators and not their input, which therefore has to be kept until the
 model returns. The latest one always is, since it is usually what the model returns. Of earlier ones, such as
 the scores of attention in each layer, only a few are kept, and only small ones. The others are dropped: their
-results stay in the low format, and ``run`` says so if the model returns one. An input goes at once when the
-memory of its result is freed, as in evaluation.
+results stay in the low format, and ``run`` says so if the model returns one. An input is dropped too as soon
+as the memory of its result is freed, as happens in evaluation.
 
 While torch.compile traces, the operators run on fake tensors, whose memory can be told apart too. The
 recomputation is then traced into the compiled graph.
@@ -79,9 +79,9 @@ class _Result:
         below: the autograd node that computed the input; None: a leaf, or nothing is recorded.
         nbytes: of what is kept for it.
         storage: a weak reference to the memory of the result.
-        version: of the result when it was noted; another one means that somebody wrote to it.
+        version: of the result when it was noted; if it has another one now, somebody wrote to it.
         stride: of the result.
-        wide: the result in fp32, by whether autograd recorded how it was computed.
+        wide: whether autograd records its new computation -> the result in fp32.
     """
 
     __slots__ = (
@@ -105,7 +105,7 @@ class _Result:
 
     @classmethod
     def of_gather(cls, op: str, index: torch.Tensor, dim: Any, below: Any, source: _Part) -> _Result:
-        """Return that of a ``gather`` by ``index`` from ``source``, a part of another noted result."""
+        """Return the result of a ``gather`` by ``index`` from ``source``, a part of another noted result."""
         result = cls(op, index, dim, below)
         result.name = source.result.name
         result.source = source
@@ -178,7 +178,7 @@ class DirectResults:
     """The noted results of one call of a model in one thread, or of all that a thread traces.
 
     Attributes:
-        count: how many there were.
+        count: how many results were noted so far.
         is_in_one_graph: ``torch.compile`` traced the whole model in this call, and so all that it returns.
 
     Args:
@@ -283,9 +283,9 @@ class DirectResults:
         """Keep ``noted`` for the memory of ``result``, unless ``result`` is only a part of it."""
         if not _is_whole(result):
             return
-        # From the first result on gather may take from one, so it gets its kernel now; in models without any
-        # it stays PyTorch's. Those of fake tensors are counted over many calls, and the NotesOfResults that
-        # lives now may be another one than at the first: they give it the kernel each time.
+        # ``gather`` gets its kernel with the first result, which it may take from; in models without results
+        # it stays PyTorch's. The results of fake tensors are counted over many calls, and another
+        # NotesOfResults may live now than at the first of them, so they ask for the kernel each time.
         if self._traced or not self.count:
             for notes in list(living):
                 notes.begin_gather()
@@ -518,6 +518,6 @@ def _unless_changed(low: torch.Tensor, wide: torch.Tensor, name: str) -> torch.T
     # Rounding to bf16 moves a result by 2**-8 of itself at most, and rounding to fp16 by less: 2**-6 is four
     # times that. Below the smallest normal number of fp16, 6e-5, rounding moves it by more of itself, but by
     # less than 1e-4.
-    was = low.float()
-    same = torch.isclose(wide, was, rtol=2**-6, atol=atol, equal_nan=True).all()
-    return torch.where(same, wide, was)
+    low_in_fp32 = low.float()
+    is_unchanged = torch.isclose(wide, low_in_fp32, rtol=2**-6, atol=atol, equal_nan=True).all()
+    return torch.where(is_unchanged, wide, low_in_fp32)

@@ -34,7 +34,7 @@ _STATE = "_narrowcast_state"
 
 
 def _tell_all(op: str, what: str) -> None:
-    """Stands for the promotion of a region that a compiled graph has entered."""
+    """Call every promotion: which one is that of a region that a compiled graph entered is not known."""
     for promotion in list(living):
         promotion(op, what)
 
@@ -58,7 +58,7 @@ def _keeping_state(below: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_kept_state(below: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs a Function's backward in the kept state if its forward met low formats."""
+    """Return an ``apply`` that runs the backward in the kept state if a gradient has a low format."""
 
     @traced_only_inline
     @functools.wraps(below)
@@ -75,4 +75,4 @@ def _in_kept_state(below: Callable[..., Any]) -> Callable[..., Any]:
 FUNCTIONS = Replacements(
     (NODE_OF_FUNCTION, "__init__", _keeping_state), (NODE_OF_FUNCTION, "apply", _in_kept_state)
 )
-"""Parts of custom Functions while there are promotions."""
+"""The two methods of contexts that are replaced while a promotion lives."""

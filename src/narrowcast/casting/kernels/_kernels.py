@@ -100,7 +100,7 @@ class _AutocastKernels:
         self._libraries: dict[str, Any] = {}
 
     def add(self, op: str) -> None:
-        # First, since a lookup after ours is registered would return ours.
+        # Before ours is registered, since a lookup would then return ours.
         native = native_kernel(op, self.device_type)
         if native is not None:
             self.native[op] = native
@@ -176,7 +176,7 @@ _needs_of: weakref.WeakKeyDictionary[object, list[_Need]] = weakref.WeakKeyDicti
 
 
 class _Ended:
-    """Whether a user of kernels has ended since ``_update`` last ran."""
+    """Whether a user of kernels was freed that ``_update`` has not seen yet."""
 
     unnoticed = False
 
@@ -215,7 +215,8 @@ def _remove_unneeded() -> None:
 
 def _update() -> None:
     """Install the kernels that are needed and missing, and remove those that are not needed."""
-    # Computed anew each time, not counted down: a user that vanished without notice leaves no kernel behind.
+    # Computed from the users that live now. With a count for each kernel, a user whose end was missed would
+    # leave its kernels behind.
     needed: defaultdict[str, set[str]] = defaultdict(set)
     ruled: defaultdict[str, set[str]] = defaultdict(set)
     for where, ops, by_rules in itertools.chain.from_iterable(list(_needs_of.values())):
@@ -321,7 +322,8 @@ class Promotion:
 
     Args:
         policy: of these regions.
-        dtype: their dtype on ``device_type``.
+        device_type: the device type on which they cast.
+        dtype: their dtype there.
         say: called once for each operator that runs otherwise, with how and why: in fp32, since PyTorch has
             no bf16 or fp16 kernel for it, or with fp16's largest number in place of a larger one.
     """
@@ -446,7 +448,7 @@ _functorch: dict[tuple[str, str], Any] = {}
 
 def _kernel_in_front(op: str, below: _Kernel) -> _Kernel:
     """Return a kernel that casts above all layers if rules are in force."""
-    word = f"in front of {op}"
+    key = f"in front of {op}"
     missing = object()
 
     @skipped_by_dynamo
@@ -454,9 +456,12 @@ def _kernel_in_front(op: str, below: _Kernel) -> _Kernel:
         action: Any = None
         scope = _scope_of(args, kwargs)
         if scope is not None:
-            action = scope.actions.get(word, missing)
+            action = scope.actions.get(key, missing)
             if action is missing:
-                action = scope.actions[word] = _prepare_in_front(op, scope)
+                action = _prepare_in_front(op, scope)
+                # It may be an overlay's kernel, which cannot be called after the overlay's end.
+                if not overlays:
+                    scope.actions[key] = action
         return below(keyset, *args, **kwargs) if action is None else action(keyset, args, kwargs)
 
     return kernel
@@ -467,9 +472,12 @@ def _prepare_in_front(op: str, scope: Scope) -> _operators.Action | None:
     # An unlisted operator is not cast itself; its parts are, inside the layers.
     if decision is not None:
         return None if decision.compute == UNLISTED else _operators.action_for(op, decision, scope)
-    # PyTorch's own kernel casts here, in front: inside the layers it would be too late.
+    # PyTorch's own kernel casts here, in front: inside the layers it would be too late. Where ours is
+    # installed, a lookup would return ours.
     kernels = _kernels_on[scope.resolved.device_type]
-    native = kernels.native.get(op) if op in kernels.installed else native_kernel(op, kernels.device_type)
+    native = kernels.native.get(op)
+    if op not in kernels.installed:
+        native = native_kernel(op, kernels.device_type)
     if native is None:
         return None
     return lambda keyset, args, kwargs: native(keyset, *args, **kwargs)

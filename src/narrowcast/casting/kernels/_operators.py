@@ -134,8 +134,8 @@ def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
     """Return a function, called with a keyset first, that continues below autocast.
 
     PyTorch does so with an operator that has no autocast kernel. Operators that a composite or a sparse
-    matmul calls inside are still cast. A redispatch refuses numbers for tensors, which arithmetic may be
-    given: so arithmetic is called with autocast off instead; it calls no other operator.
+    matmul calls inside are still cast. Arithmetic may be given numbers for tensors, which a redispatch
+    refuses. So it is called with autocast off, which comes to the same, since it calls no other operator.
     """
     if takes_numbers_for_tensors(op):
         call = call_of(op)
@@ -281,7 +281,7 @@ def cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> 
     # casts in reverse, so that the weight of a layer gets its gradient before the bias.
     if kwargs:
         kwargs = {name: _cast(value, dtype, device) for name, value in reversed(kwargs.items())}
-    # At each call of an operator with a rule, where a comprehension is the fastest way.
+    # A comprehension is fastest, and this runs at each call of an operator with a rule.
     args = reversed(args)
     args = [_cast(value, dtype, device) if isinstance(value, _MAY_BE_CAST) else value for value in args]
     args.reverse()
@@ -401,13 +401,13 @@ _FORMATS = frozenset({
 def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
     """Return what does the work of the kernel that is on the autocast key now; None: there is none.
 
-    It is called with a keyset first. Of a kernel of PyTorch that casts, an action of ours does the work; any
-    other kernel does its work itself, as it was fetched.
+    The returned function is called with a keyset first. For a kernel of PyTorch that casts, it runs an action
+    of ours, as a fetched kernel has two faults. It holds Python's lock, so no other thread runs while it
+    computes. It may also wait for the lock of PyTorch's cache of weight casts, while the thread that clears
+    the cache waits for Python's lock: a deadlock. Any other kernel is returned as it was fetched.
 
-    A fetched kernel does not release Python's lock: while it computes, no other thread runs. It may also wait
-    for the lock of PyTorch's cache of weight casts, while the thread that clears the cache waits for Python's
-    lock: a deadlock. What the action does not handle goes to PyTorch's kernel; except of ``PROMOTE``, where
-    that kernel raises an error if bf16 meets fp16.
+    Arguments that the action does not handle go to PyTorch's kernel. Not so in ``PROMOTE``, whose kernel
+    raises an error if bf16 meets fp16.
     """
     key = autocast_key(device_type)
     if not has_kernel(qualified(op), key):
@@ -415,14 +415,14 @@ def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
     fetched = torch.library.get_kernel(qualified(op), key)
     call: Callable[..., Any] = fetched.call_boxed
     kind = native_table(device_type).get(op)
-    # Of the others on PyTorch's table REFUSE raises an error, and FP32_APPEND_DTYPE, ``norm`` on GPUs, casts
-    # nothing. None: the operator is not on the table.
+    # The other kinds cast nothing: REFUSE raises an error, and FP32_APPEND_DTYPE (``norm`` on GPUs) calls
+    # another overload. None: the operator is not on the table.
     if kind not in (LOWER, FP32, FP32_SET_DTYPE, PROMOTE) or not is_of_pytorch(fetched):
         return call
     action, call = native_action(op, kind, device_type), without_autocast_cache(call)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # Of PROMOTE the action must always run, as said above.
+        # In PROMOTE the action always runs; see the docstring.
         if kind != PROMOTE:
             plain = _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
             if not plain or is_transforming() or _is_traced():

@@ -98,7 +98,7 @@ _NO_LOW_KERNEL = """_dirichlet_grad _linalg_det _linalg_slogdet _linalg_solve_ex
     linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_matrix_norm
     linalg_matrix_norm.str_ord linalg_solve_triangular linalg_vander logdet sparse_sampled_addmm sspaddmm"""
 _SPECIAL = re.compile("airy|bessel|erfcx|log_ndtr|ndtri|polynomial")
-# The table of the CPU has these, that of CUDA has not.
+# Of the operators on PyTorch's table for the CPU, those that its table for CUDA lacks.
 _ON_CPU_ALONE = re.compile(
     "linalg|fft|chol|lu_|qr|quantile|svd|inverse|triangular|polar|complex|grid_s|stft|ctc"
 )
@@ -111,13 +111,13 @@ _UNDER_VMAP = """cudnn_batch_norm_backward miopen_batch_norm_backward native_bat
 # under vmap: there the source is cast to that format, not both to the widest.
 _WRITING_UNDER_VMAP = frozenset(("select_scatter", "slice_scatter"))
 _NORMS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
-# Where a norm has its running statistics, and whether it writes to them, among its arguments.
-_STATISTICS = {"batch_norm": (slice(3, 5), 5), "instance_norm": (slice(3, 5), 5)}
+# The argument of a norm that says whether it writes to its running statistics.
+_WRITES_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 # MKL multiplies sparse CSR matrices in fp32 and fp64 alone; PyTorch Geometric's GraphUNet squares one:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/mkl/SparseBlasImpl.cpp
 SPARSE_PRODUCTS = ("addmm", "addmv.out", "mm")
 living: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The promotions of all holders. Compiled graphs open regions that do not know theirs."""
+"""Every promotion that is alive. The regions that compiled graphs open do not know theirs."""
 
 
 @functools.cache
@@ -142,7 +142,10 @@ def promoted() -> frozenset[str]:
 
 @functools.cache
 def promoted_on(device_type: str, formats: frozenset[str]) -> tuple[str, ...]:
-    """Return those that this PyTorch has and does not cast on ``device_type`` itself."""
+    """Return the operators to promote on ``device_type``, which this PyTorch has and does not cast there.
+
+    ``formats``: the low formats of the policy, ``"bf16"`` or ``"fp16"`` or both.
+    """
     ops = promoted() - native_table(device_type).keys() - _LSTM
     if device_type == "cpu" and any(why_no_lstm(dtype_of(name)) is not None for name in formats):
         ops |= _LSTM
@@ -210,32 +213,37 @@ def _again(name: str, device: str) -> Callable[..., Any]:
     def again(args: Any, kwargs: Any, raised: str | None, by_formats: bool = False) -> Any:
         inputs = [tensor for tensor in tensors_in((*args, *kwargs.values())) if is_eligible(tensor, device)]
         formats = {tensor.dtype for tensor in inputs}
-        # Below autograd a cast would not be recorded; the kernel of the operator above sees the error.
+        # Below autograd a cast would not be recorded. There the error passes to the kernel of the operator
+        # that made this call, which promotes instead.
         is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         if not formats or (is_recorded and is_below_autograd()):
             raise _Unchanged
 
+        # The format to cast to.
         dtype: torch.dtype | None = torch.float32
         if op._schema.is_mutable:
             dtype = _dtype_written(args, device)
         elif len(formats) > 1 and not in_fp32:
             dtype = widest(inputs, device)
 
-        # Below a layer of torch.func it falls into a matmul, which would be cast: see _lower_is.
+        # Below a layer of torch.func ``mv`` is decomposed into a matmul, which the region would cast to the
+        # low format: it runs here although nothing is cast, so that ``_lower_is`` keeps the matmul in fp32.
         stays_fp32 = by_formats and name == "mv" and formats == {torch.float32}
         if not (in_fp32 or stays_fp32):
-            # Then the error is the script's own, and a second call would write twice.
+            # No cast would change anything: the error is the script's own, and a second call in place would
+            # write twice.
             if formats == {dtype} or dtype not in CASTABLE:
                 raise _Unchanged
-            if by_formats and _is_fine(inputs, name, lacks_low):
+            if by_formats and _takes_formats(inputs, name, lacks_low):
                 raise _Unchanged
-        if _would_lose_statistics(name, args, dtype):
+        if _would_lose_statistics(name, args, kwargs, dtype):
             raise _Unchanged
 
         lower = _lower_is(dtype, device) if is_transforming() else nullcontext()
         with off(), lower:
             cast_args, cast_kwargs = cast_all(args, kwargs, dtype, device)
             result = call(*cast_args, **cast_kwargs)
+        # Inputs of several formats are only promoted, which is not reported.
         if raised is not None and (len(formats) == 1 or in_fp32) and not stays_fp32:
             _report("lstm" if name in _LSTM else name, raised)
         return result
@@ -243,12 +251,15 @@ def _again(name: str, device: str) -> Callable[..., Any]:
     return again
 
 
-def _would_lose_statistics(name: str, args: Any, dtype: torch.dtype | None) -> bool:
+def _would_lose_statistics(name: str, args: Any, kwargs: Any, dtype: torch.dtype | None) -> bool:
     """Return whether a norm would write its running statistics to a cast of them."""
-    if name not in _STATISTICS:
+    writes = _WRITES_STATISTICS.get(name)
+    if writes is None:
         return False
-    where, is_training = _STATISTICS[name]
-    return bool(args[is_training]) and any(tensor.dtype != dtype for tensor in tensors_in(args[where]))
+    names = [argument.name for argument in operator(name)._schema.arguments]
+    by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+    statistics = tensors_in((by_name["running_mean"], by_name["running_var"]))
+    return bool(by_name[writes]) and any(tensor.dtype != dtype for tensor in statistics)
 
 
 @contextmanager
@@ -288,7 +299,8 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
             if not is_promoting():
                 raise
             try:
-                return again(args, kwargs, str(error))  # the error itself would be part of a cycle
+                # Its text alone: the error refers to this frame, and a frame that refers to it makes a cycle.
+                return again(args, kwargs, str(error))
             except _Unchanged:
                 raise error from None
             except Exception as error_in_fp32:
@@ -297,11 +309,15 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
                 raise
 
     def fp32_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # The trial of an LSTM is in no region that promotes, or it would begin another.
         if is_promoting():
-            is_lstm = name in _LSTM
-            why = why_no_lstm(torch.get_autocast_dtype(device)) if is_lstm else None
-            if why is not None or not is_lstm:
+            why = None  # not reported
+            runs_in_fp32 = True
+            # An LSTM only where oneDNN has no kernel. ``why_no_lstm`` tries one outside of all regions, so
+            # that this kernel calls PyTorch's for it, and does not begin another trial.
+            if name in _LSTM:
+                why = why_no_lstm(torch.get_autocast_dtype(device))
+                runs_in_fp32 = why is not None
+            if runs_in_fp32:
                 with suppress(_Unchanged):
                     return again(args, kwargs, why)
         return go_on(keyset, *args, **kwargs)
@@ -415,6 +431,7 @@ def _within_range(name: str, go_on: _Kernel, device: str) -> _Kernel:
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # full_like and new_full may be asked for another dtype.
         dtype = kwargs.get("dtype") or tensors_in(args)[0].dtype
+        # Tensors among the arguments come back as the same objects, which a list compares by identity.
         fits = dtype != torch.float16 or list(map(_within_fp16, args)) == list(args)
         if fits or not is_promoting():
             return go_on(keyset, *args, **kwargs)
@@ -436,8 +453,11 @@ def _within_fp16(value: Any) -> Any:
     return value
 
 
-def _is_fine(inputs: list[torch.Tensor], name: str, lacks_low: bool) -> bool:
-    """Return whether PyTorch computes these formats: one, or fp32 parameters of a low input."""
+def _takes_formats(inputs: list[torch.Tensor], name: str, lacks_low: bool) -> bool:
+    """Return whether PyTorch's operator takes inputs of these formats.
+
+    It takes one format, unless it has no low kernel. Norms also take fp32 parameters beside a low input.
+    """
     first = inputs[0].dtype
     others = {tensor.dtype for tensor in inputs[1:]}
     if name in _NORMS and first != torch.float32 and others == {torch.float32}:
@@ -451,7 +471,7 @@ class _Unchanged(Exception):  # noqa: N818
 
 def _report(name: str, raised: str, what: str = "runs in fp32") -> None:
     """Tell the promotion of this thread's region, or all if a compiled graph has entered the region."""
-    # Without what oneDNN appends: to run again with a variable of the environment, which helps nobody here.
+    # The first sentence only: oneDNN appends advice to set an environment variable, which does not help here.
     first_sentence = raised.partition("\n")[0].partition(". ")[0]
     reason = textwrap.shorten(first_sentence, 200, placeholder=" ...")
     base_name = name.partition(".")[0].lstrip("_")

@@ -56,14 +56,15 @@ class OpCall:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.under_way: list[tuple[str, bool]] = []  # each with whether it was decomposed
+        # The operators that the thread is in, each with whether it was decomposed.
+        self.under_way: list[tuple[str, bool]] = []
 
 
 _thread = _Thread()
 
 
 def ops_under_way() -> tuple[str, ...]:
-    """The watched operators that the calling thread is in, outermost first."""
+    """Return the watched operators that the calling thread is in, outermost first."""
     return tuple(op for op, _ in _thread.under_way)
 
 
@@ -116,17 +117,18 @@ class _Watch:
         """Return the kernel of ``op``; PyTorch may call it after ``end``, see ``own_kernel``."""
         device_type, listener = self._device_type, self._listener
         kind = native_table(device_type).get(op)
-        composite = has_kernel(qualified(op), "CompositeImplicitAutograd")
+        is_composite = has_kernel(qualified(op), "CompositeImplicitAutograd")
 
         @skipped_by_dynamo
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._libraries:  # after its end
+            if not self._libraries:  # called after ``end``
                 return below(keyset, *args, **kwargs)
             enclosing = ops_under_way()
             compute, rule, because = _decided(op, device_type, kind)
-            taken_apart = composite and compute in (None, UNLISTED)
+            is_decomposed = is_composite and compute in (None, UNLISTED)
+            # Inside an operator that is not decomposed, only calls that are cast are reported.
             is_inside_a_kernel = bool(enclosing) and not _thread.under_way[-1][1]
-            _thread.under_way.append((op, taken_apart))
+            _thread.under_way.append((op, is_decomposed))
             try:
                 result = below(keyset, *args, **kwargs)
             finally:
@@ -147,7 +149,7 @@ class _Watch:
                     rule=rule,
                     because=because,
                     listed=compute is not None,
-                    composite=taken_apart,
+                    composite=is_decomposed,
                     enclosing=enclosing,
                 )
             )
@@ -157,7 +159,7 @@ class _Watch:
 
 
 def _decided(op: str, device_type: str, kind: str | None) -> tuple[str | None, Rule | None, str]:
-    """The word that decides about ``op`` in this thread, the rule, and the same in words."""
+    """Return the word that decides about ``op`` in this thread (None: nothing does), the rule, and why."""
     scope = scope_on(device_type)
     decision = None if scope is None else scope.decide(op)
     if decision is not None:

@@ -24,7 +24,7 @@ from narrowcast.casting._devices import device_types
 from narrowcast.casting._torch_internals import is_compiling_a_frame
 from narrowcast.casting.fp8 import apply_fp8, is_fp8, policy_has_fp8, unconverted
 from narrowcast.casting.kernels._kernels import dtype_and_scope
-from narrowcast.casting.models._module_calls import MOVES_AND_COPIES, ModuleCall, Shared, calls_on
+from narrowcast.casting.models._module_calls import ModuleCall, Shared, calls_on
 from narrowcast.casting.models._tree import (
     all_paths,
     is_wrapper,
@@ -82,7 +82,7 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
         UnsupportedError: in a call of a module whose ``forward`` is a generator.
     """
     resolved_policy = with_fp32_weights(policy)
-    # With rules for modules its parts are called in regions of their own.
+    # A model without a forward opens no region itself. With rules for modules its parts do.
     is_module = isinstance(model, torch.nn.Module)
     if is_module and _has_no_forward(model) and not resolved_policy.names_modules:
         raise PolicyError(
@@ -90,11 +90,10 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
             "which has none: call nc.apply on the modules in it that are called, or open "
             '"with nc.autocast(...)" around their calls'
         )
-    # Layers in fp8 follow the policy without a region too, so a warning that nothing was cast would be false.
-    warns_if_not_called = not policy_has_fp8(resolved_policy)
     _warn_at_exit()
     applied = Applied(model, resolved_policy)
-    applied.warns_if_not_called = warns_if_not_called
+    # Layers in fp8 follow the policy without a region too, so a warning that nothing was cast would be false.
+    applied.warns_if_not_called = not policy_has_fp8(resolved_policy)
     return applied
 
 
@@ -188,7 +187,6 @@ class Applied:
                         rules = _rules_for_calls(self.policy, paths, module)
                         self._calls.add(_ModelCall(ruled, rules, module, model))
             ruled.follow(model)
-            self._end_watching = _watch_moves_and_copies(self)
         _applied[model] = self
 
     @property
@@ -197,7 +195,7 @@ class Applied:
 
     @property
     def calls(self) -> list[ModuleCall]:
-        """What stands in front of modules; copied along with the model, it stands in front of the copy."""
+        """The calls in front of the model and its parts, for a holder that is copied along with the model."""
         return list(self._calls)
 
     def warn_if_not_called(self) -> None:
@@ -220,7 +218,6 @@ class Applied:
         self._shared.end(copies=copies)
         _detach(self._calls)
         self._calls.clear()
-        self._end_watching()
         self.fp8.remove()
         model = self._model()
         if model is not None and _applied.get(model) is self:
@@ -229,12 +226,12 @@ class Applied:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let calls run without the policy for a while, if they open its region; those of copies too."""
+        """In the block, calls of the model and of its copies open no region and follow no rules."""
         model = self._model()
         if model is None or self._shared.ended:
             yield
             return
-        # As if it were removed, for as long: what stands in front of modules stays, and calls what is below.
+        # The calls stay in front of the modules, and only call what is below them.
         self._shared.removed = True
         del _applied[model]
         try:
@@ -260,19 +257,10 @@ class Applied:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # After an error it is plain why nothing was called.
+        # After an error no warning is needed that nothing called the model.
         if kind is not None:
             self.warns_if_not_called = False
         self.remove()
-
-
-def _watch_moves_and_copies(applied: Applied) -> Callable[[], object]:
-    """Follow moves and copies until the returned function is called, or ``applied`` is freed."""
-    user = object()
-    MOVES_AND_COPIES.begin(user)
-    end = weakref.finalize(applied, MOVES_AND_COPIES.end, user)
-    end.atexit = False
-    return end
 
 
 class RuledModules:
@@ -318,7 +306,7 @@ class RuledModules:
         if "" in paths and not is_compiled:
             return
 
-        # A module may have come to another place, with its call.
+        # A module that was moved within the model brought its call along, with the rules for its old path.
         rules = _rules_for_calls(policy, paths, module)
         rules_before = calls[0].rules if calls else ()
         if rules == rules_before:
@@ -352,16 +340,24 @@ class _ModelCall(ModuleCall):
     """The call of the model itself, which gives rules to modules that were added since."""
 
     is_of_model = True
+    _model: weakref.ref[torch.nn.Module] | None
+    _ruled: RuledModules | None
 
     def __init__(
         self, ruled: RuledModules, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
     ) -> None:
         unfused = bool(rules) and isinstance(module, torch.nn.TransformerEncoderLayer)
         super().__init__(ruled.shared, rules, module, unfused=unfused)
-        self._model: weakref.ref[torch.nn.Module] | None = weakref.ref(model)
-        self._ruled: RuledModules | None = ruled
-        # Looked up once: a policy of apex's lists has 200 rules.
+        self._model = weakref.ref(model)
+        self._ruled = ruled
+        # Looked up once, since it reads all rules: a policy of apex's lists has 200.
         self._names_modules = ruled.shared.policy.names_modules
+
+    def _begin(self) -> None:
+        super()._begin()
+        # None in a copy, also in a shallow one, whose parts may be replaced by others.
+        self._model = None
+        self._ruled = None
 
     def follow_model(self, module: torch.nn.Module) -> None:
         if not self._names_modules:
@@ -430,7 +426,7 @@ def compiled_rules(policy: Policy) -> RuledModules:
 
 
 _freed: list[weakref.WeakSet[ModuleCall]] = []
-"""What stands in front of modules for an ``nc.compile`` that is gone."""
+"""Of each ``nc.compile`` that was freed: its calls in front of modules, which are still to be detached."""
 
 
 def _detach_when_freed(calls: weakref.WeakSet[ModuleCall]) -> None:
@@ -482,7 +478,7 @@ def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
 
 @contextmanager
 def unapplied(model: torch.nn.Module) -> Iterator[None]:
-    """End the policies of ``nc.apply`` on a model and its parts for a while."""
+    """In the block, a model and its parts follow no policy of ``nc.apply``."""
     with ExitStack() as stack:
         for part in model.modules():
             applied = _applied.get(part)
@@ -501,10 +497,10 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
         modules += [(path, module) for path in paths]
     named = [(path, class_names(type(module))) for path, module in modules]
     linears = [path for path, module in modules if isinstance(module, torch.nn.Linear)]
-    # A list of modules is never called, so a rule for it would do nothing.
-    lists: dict[str, str] = {}
+    # Path -> class of modules that are never called, as ``ModuleList``: a rule for one would do nothing.
+    uncallable: dict[str, str] = {}
     if policy.names_modules:
-        lists = {path: type(module).__name__ for path, module in modules if _has_no_forward(module)}
+        uncallable = {path: type(module).__name__ for path, module in modules if _has_no_forward(module)}
 
     missed = {}
     for rule in policy.rules:
@@ -515,12 +511,12 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
         if rule.is_for_modules and not selected:
             model_name = type(modules[0][1]).__name__
             missed[rule] = f"this {model_name} has no {rule.target}. {_near_modules(rule, modules)}"
-        elif not in_fp8 and set(selected) <= lists.keys():
+        elif not in_fp8 and set(selected) <= uncallable.keys():
             container = selected[0]
             inside = f"{container}.*".lstrip(".")
             missed[rule] = (
-                f"expected {rule.target} to be called, got a {lists[container]}, which has no forward, so "
-                f'that a rule for it does nothing: name the modules in it, as "{inside}"'
+                f"expected {rule.target} to be called, got a {uncallable[container]}, which has no forward, "
+                f'so that a rule for it does nothing: name the modules in it, as "{inside}"'
             )
         elif in_fp8 and not _holds_any(selected, linears):
             known = did_you_mean(rule.module or "", linears) if linears else "The model has none."

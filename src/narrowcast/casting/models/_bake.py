@@ -20,6 +20,7 @@ from narrowcast.casting.kernels._promotion import why_no_lstm
 from narrowcast.casting.models._apply import Applied
 from narrowcast.casting.models._module_calls import ModuleCall
 from narrowcast.casting.models._tree import all_paths, scopes_by_path, undo_on_error
+from narrowcast.casting.regions._warnings import stacklevel_outside
 from narrowcast.casting.regions._weight_casts import drop_casts
 from narrowcast.errors import PolicyError, SettingError, UnsupportedError
 from narrowcast.policy import (
@@ -141,6 +142,7 @@ class Baked:
             vars(model)[_HANDLE] = self
 
     def _prepare_module(self, module: torch.nn.Module, *, keep_fp32: bool) -> None:
+        """Do what stored weights need of the module that has them."""
         own: dict[str, _StoredWeight] = {}
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in self._stored:
@@ -184,7 +186,7 @@ class Baked:
                 f"restore() widened {len(widened)} weights from {formats}: with keep_fp32=False their fp32 "
                 "values were not kept",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=stacklevel_outside("narrowcast."),
             )
 
     def __enter__(self) -> Baked:
@@ -227,8 +229,8 @@ class _Layer:
     """How a class of layers uses its parameters.
 
     Attributes:
-        names: the parameters that only these operators read; None: all.
-        ops: the operators, whose format decides; those that a device does not have are skipped.
+        names: the parameters that are read by no operators but ``ops``; None: all parameters.
+        ops: the operators that decide the format; those that a device does not have are skipped.
     """
 
     names: tuple[str, ...] | None
@@ -294,11 +296,13 @@ def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, 
                 root = resolved(policy, device_type, format_name(resolve(policy, device_type))).root
                 scopes[device_type] = scopes_by_path(model, policy, root)
             ops = layer.ops + _FUSED if id(module) in fused else layer.ops
+            # At several paths several rules may hold for one module.
             formats = {_format(scopes[device_type][path], ops) for path in paths}
-            dtype = formats.pop()
-            if dtype is None or formats or _computes_otherwise(module, device_type, dtype):
+            if len(formats) > 1:
                 continue
-            chosen[parameter] = dtype
+            dtype = formats.pop()
+            if dtype is not None and not _computes_otherwise(module, device_type, dtype):
+                chosen[parameter] = dtype
     return chosen
 
 
@@ -334,6 +338,7 @@ def _may_store(parameter: torch.nn.Parameter) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Return a number that tensors in the same memory share; one of its own for a tensor without memory."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
         return tensor.untyped_storage().data_ptr() or -id(tensor)
     return -id(tensor)
@@ -360,8 +365,8 @@ def _format(scope: Scope, ops: Iterable[str]) -> torch.dtype | None:
 class _StoredWeight:
     """A parameter that is stored in ``dtype``.
 
-    The ``Parameter`` stays the same object, for optimizers and hooks. Its low values are authoritative:
-    ``kept``, the fp32 values or None, is valid as long as it rounds to them, bit for bit.
+    The ``Parameter`` stays the same object, for optimizers and hooks. What it stores counts: ``kept``, the
+    fp32 values or None, is used only while it rounds to the stored values, bit for bit.
     """
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype, keep: bool) -> None:
@@ -416,6 +421,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _give_fp32(
     own: dict[str, _StoredWeight], module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any
 ) -> None:
+    """Put the fp32 values of a module's stored weights into its ``state_dict``."""
     for name, stored in own.items():
         is_replaced = module._parameters.get(name) is not stored.parameter
         # With keep_vars=True the parameters themselves are wanted.
@@ -439,6 +445,7 @@ def _after_load(own: dict[str, _StoredWeight], *_: Any) -> None:
 
 
 def _refuse_step(reference: weakref.ref[Baked], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise before the step of an optimizer that would update a stored weight."""
     handle = reference()
     if handle is None:
         return

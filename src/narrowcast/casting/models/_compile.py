@@ -61,7 +61,7 @@ class _Compiled:
 
     def __post_init__(self) -> None:
         _by_key[self.key] = self
-        # Those that graphs of an outer torch.compile enter, which hold no reference.
+        # Scopes that graphs of an outer torch.compile enter, kept alive here since no graph refers to them.
         self.traced_scopes: set[Scope | None] = set()
 
     @property
@@ -78,7 +78,7 @@ class _Compiled:
         _refuse_export()
         self.follow_module()
         devices = device_types(self.module, args, kwargs)
-        # Not nc.autocast, which in a thread beside one that compiles would take itself for traced.
+        # Not nc.autocast: while another thread compiles, it would return a region for traced code.
         return open_regions(map(self.region_on, devices), torch.is_autocast_cache_enabled())
 
     def region_on(self, device: str) -> tuple[str, torch.dtype, bool, Scope | None]:
@@ -118,7 +118,7 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
     if not callable(model):
         raise PolicyError(f"expected a module or a function to compile, got {type(model).__name__}")
     policy = with_fp32_weights(policy)
-    # Else models of one class share a limit of recompilations, beyond which Dynamo leaves them to eager code.
+    # Without it, models of one class share a limit of recompilations, beyond which they run uncompiled.
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since 2.12
         settings.setdefault("isolate_recompiles", True)
     model = _not_compiled(model)
@@ -169,7 +169,7 @@ def _in_region(function: Callable[..., Any], compiled: _Compiled) -> Any:
 
     vars(in_region)["_narrowcast_target"] = compiled.target
     stand_for(in_region, _not_compiled_in_region(compiled))
-    # Where the code around it is compiled and Dynamo leaves the call to Python.
+    # For calls that Dynamo does not trace, from compiled code around it.
     return traced_only_inline(in_region)
 
 

@@ -28,8 +28,8 @@ def layer_formats(
 ) -> dict[str, torch.dtype]:
     """Return the dtype that the outputs of each layer have in a region of ``policy``, by path.
 
-    Layers whose format depends on their inputs, that no region casts, or that are of a class derived from
-    torch's, are left out.
+    Left out are layers whose format depends on their inputs, layers that no region casts, and subclasses of
+    torch's layers.
 
     Args:
         model: its parameters are on devices of ``formats``.
@@ -49,7 +49,7 @@ def layer_formats(
         weight: Any = module.weight
         device = weight.device.type
         if device == "meta":
-            (device,) = formats  # where the weights will be
+            (device,) = formats  # the one device type that the weights will be moved to
         lower = formats[device]
 
         # Where no rule decides, PyTorch's table does: on MPS it has conv_transpose3d in fp32.
@@ -72,8 +72,8 @@ def weight_formats(
 ) -> dict[str, torch.dtype]:
     """Return the dtype that each module of ``model`` may have its weights in, by path.
 
-    It is ``lower`` if no rule says otherwise. Where a rule leaves the format to the inputs, it is fp32. Rules
-    for operators count for linear and convolution layers alone.
+    It is ``lower`` if no rule says otherwise. If a rule leaves the format to the inputs, it is fp32. Rules
+    for operators count only for linear and convolution layers.
 
     Args:
         model: on ``device``, or on "meta".

@@ -124,7 +124,7 @@ class Shared:
         return self._region_on[device]
 
     def end(self, *, copies: bool) -> None:
-        # A second call takes back nothing.
+        # A second call, with ``copies=False``, must not give copies their policy back.
         self.removed = self.removed or copies
         self.ended = True
         for region in self._region_on.values():
@@ -185,16 +185,24 @@ class ModuleCall:
         self._hook = module.register_forward_pre_hook(_no_change) if unfused else None
 
     def _begin(self) -> None:
+        """Set what each call has of its own, also in a copy."""
         self.key = next(_keys)
         _calls[self.key] = self
-        # By the scope outside, and the widest dtype of the inputs where a rule asks for it.
+        # (the scope outside, the widest dtype of the inputs where a rule asks for it) -> the state inside.
         self._decided: dict[tuple[Scope, torch.dtype | None], _ModuleState] = {}
         self._decided_in: ResolvedPolicy | None = None
+        # The devices of the weights, and ``moves.count`` when they were found; -1: find them anew.
         self._devices: list[str] = []
         self._devices_at = -1
+        # By each call, since one in a copy or in a loaded model outlives the handle of ``nc.apply``.
+        user = object()
+        MOVES_AND_COPIES.begin(user)
+        self._end_watching = weakref.finalize(self, MOVES_AND_COPIES.end, user)
+        self._end_watching.atexit = False
 
     def detach(self) -> None:
         """Remove it from the module; a call that is running ends in the policy."""
+        self._end_watching()
         if self._hook is not None:
             self._hook.remove()
         module = self._module()
@@ -215,7 +223,7 @@ class ModuleCall:
         # The last one leaves the module as it was.
         if not others:
             attributes.pop(REPLICATE, None)
-            if _has_own_forward(module):
+            if _has_our_forward(module):
                 del attributes["forward"]
 
     # For deep copies and pickles, which also copy the module. A shallow copy of a module comes with this
@@ -223,7 +231,7 @@ class ModuleCall:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**vars(self), "_module": self._module()}
-        for name in ("key", "_decided", "_decided_in", "_devices", "_devices_at"):
+        for name in ("key", "_decided", "_decided_in", "_devices", "_devices_at", "_end_watching"):
             del state[name]  # what ``_begin`` makes
         if self._compiled:  # a copy is not compiled
             state["below"] = None
@@ -277,7 +285,7 @@ class ModuleCall:
         assert module is not None
         replica: torch.nn.Module = getattr(type(module), REPLICATE)(module)
         _give_twins(calls_on(module), replica)
-        if _has_own_forward(module):
+        if _has_our_forward(module):
             del vars(replica)["forward"]
         return replica
 
@@ -491,8 +499,8 @@ class _Forward:
         return _Forward, (self._module(),)
 
 
-def _has_own_forward(module: torch.nn.Module) -> bool:
-    """Return whether ``forward`` is an attribute of the instance that a ``ModuleCall`` set."""
+def _has_our_forward(module: torch.nn.Module) -> bool:
+    """Return whether a ``ModuleCall`` set ``forward`` as an attribute of ``module``."""
     return type(vars(module).get("forward")) is _Forward
 
 
@@ -542,7 +550,7 @@ def _following_copies(below: Callable[..., Any]) -> Callable[..., Any]:
                 twin.is_copy = True
                 twin._begin()
             vars(module)[REPLICATE] = calls_on(module)[0].replicate
-            if _has_own_forward(module):
+            if _has_our_forward(module):
                 vars(module)["forward"] = _Forward(module)
         return result
 
@@ -550,13 +558,13 @@ def _following_copies(below: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Opened:
-    """What one call of a module set: the depth of regions, and the states before it.
+    """What one call of a module opened and set, for ``_leave`` to undo, and what it casts.
 
     Attributes:
-        depth: how many regions this thread was in.
+        depth: how many regions this thread was in before the call.
         states: device type, whether autocast was on, its dtype and scope before, and the state inside.
-        output_casts: of what the module returns, one for each device type that has one.
-        copies: what the casts of the arguments made.
+        output_casts: the casts of what the module returns, at most one for each device type.
+        copies: the casts of arguments, and the containers that hold them.
     """
 
     __slots__ = ("copies", "depth", "output_casts", "states")
@@ -583,7 +591,7 @@ def _refuse_generator(opened: _Opened, module: torch.nn.Module) -> None:
 def _leave(opened: _Opened) -> None:
     """Set the autocast state back, then close the regions that the call opened.
 
-    These are the policy's, and those of ``_set_state``.
+    ``_open_regions`` opens those of the policy, and ``_set_state`` those that change the low format.
     """
     for device, enabled, dtype, outside, state in opened.states:
         if state.enabled is not enabled:
@@ -666,4 +674,4 @@ def _break_the_graph() -> None:
 MOVES_AND_COPIES = Replacements(
     (torch.nn.Module, "_apply", moves.counted), (torch.nn.Module, "__setstate__", _following_copies)
 )
-"""While policies are applied: counts moves of weights, and gives shallow copies calls of their own."""
+"""While there is a ``ModuleCall``: counts moves of weights, and gives shallow copies calls of their own."""

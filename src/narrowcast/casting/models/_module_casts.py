@@ -86,7 +86,10 @@ class _ListCopy(NamedTuple):
     @traced_only_inline
     def write_back(self) -> None:
         parts = _parts_of(self.cast)
-        if len(parts) == len(self.parts_before) and all(map(operator.is_, parts, self.parts_before)):
+        is_as_long = len(parts) == len(self.parts_before)
+        has_same_parts = is_as_long and all(map(operator.is_, parts, self.parts_before))
+        has_same_keys = not isinstance(self.cast, dict) or list(self.cast) == list(self.original)
+        if has_same_parts and has_same_keys:
             return
         # For an item that the module left as it was, put back the caller's item instead of the cast of it.
         written = [self.original_of.get(id(part), part) for part in parts]

@@ -29,11 +29,13 @@ _WRAPPERS = (
     "CheckpointWrapper", "ActivationWrapper", "OffloadWrapper", "_FabricModule",
 )  # fmt: skip
 
-_MOST_PATHS = 64  # of one module; shared parts inside shared parts have a path for each way to them
+_MOST_PATHS = 64
+"""How many paths of one module are found. Shared modules inside shared modules multiply the paths."""
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _ATOMS = (type(None), bool, int, float, str)
 _ValueT = TypeVar("_ValueT")
-_named: weakref.WeakSet[type] = weakref.WeakSet()
+_warned_of: weakref.WeakSet[type] = weakref.WeakSet()
+"""The unknown classes that a warning has named."""
 
 
 def cast_floating(
@@ -143,7 +145,7 @@ def _map(
 ) -> tuple[Any, bool]:
     """Return ``value`` with ``function`` of each of its tensors, and whether anything changed.
 
-    Where nothing changed it is ``value`` itself, which Dynamo cannot find out by ``is``.
+    If nothing changed, it is ``value`` itself. Dynamo cannot compare the two by ``is``, hence the flag.
     """
     if isinstance(value, torch.Tensor):
         made = function(value)
@@ -201,7 +203,7 @@ def _name_unknown(
 ) -> None:
     """Warn about an object whose tensors are not cast, once for its class, or ``tell`` it."""
     cls = type(value)
-    if (tell is None and cls in _named) or isinstance(value, torch.nn.Module):
+    if (tell is None and cls in _warned_of) or isinstance(value, torch.nn.Module):
         return
     if cls is types.GeneratorType:
         text = (
@@ -218,7 +220,7 @@ def _name_unknown(
     if tell is not None:
         tell(text)
         return
-    _named.add(cls)
+    _warned_of.add(cls)
     warnings.warn(text, UserWarning, stacklevel=stacklevel_outside(("narrowcast.", "torch.")))
 
 
@@ -240,7 +242,10 @@ def _holds_any_to_cast(value: Any, function: Callable[[torch.Tensor], torch.Tens
 
 @contextmanager
 def undo_on_error(models: Iterable[Any], optimizers: Iterable[Any] | None = None) -> Iterator[ExitStack]:
-    """If the block raises, close the yielded stack and restore modules, and optimizers with the weights."""
+    """If the block raises, close the yielded stack, and put the attributes of the models' modules back.
+
+    With ``optimizers``, also their attributes, and the data and gradients of the models' weights.
+    """
     modules = [part for model in models for part in model.modules()]
     classes = [(module, type(module)) for module in modules]
 
@@ -257,8 +262,10 @@ def undo_on_error(models: Iterable[Any], optimizers: Iterable[Any] | None = None
         outer = inner
     contents = [(container, container.copy()) for container in containers]
 
+    # Each weight with its data and its gradient.
     weights: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
-    for module in modules if optimizers else ():
+    modules_to_cast = modules if optimizers else []
+    for module in modules_to_cast:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if not torch.nn.parameter.is_lazy(tensor):
                 weights.append((tensor, tensor.data, tensor.grad))
@@ -353,11 +360,9 @@ def scopes_by_path(model: torch.nn.Module, policy: Policy, root: Scope) -> dict[
     for paths, module in all_paths(model):
         modules.update(dict.fromkeys(paths, module))
 
-    def depth(path: str) -> int:
-        return path.count(".") + 1 if path else 0
-
+    # From the model inwards: a parent is a prefix of its children, so it is sorted before them.
     scopes: dict[str, Scope] = {}
-    for path in sorted(modules, key=depth):  # a parent before its children
+    for path in sorted(modules):
         around = scopes[path.rpartition(".")[0]] if path else root
         scopes[path] = around.inside(rules_of(policy, (path,), modules[path]))
     return scopes

@@ -43,8 +43,8 @@ class autocast:  # noqa: N801 (torch's spelling)
     in any order around shared layers, and run in several threads. A step of an optimizer or
     ``load_state_dict`` inside a region takes effect at once. ``torch.is_autocast_enabled``,
     ``torch.get_autocast_dtype`` and ``torch.is_autocast_cache_enabled`` describe the region, and after it,
-    also after an exception, return what they did before. ``backward`` belongs after the region: inside it
-    warns, once.
+    also after an exception, return what they did before. Call ``backward`` after the region: the first call
+    inside one warns.
 
     Args:
         device_type: type of device whose ops are cast, as ``"cuda"`` or ``"cpu"``.
@@ -52,9 +52,9 @@ class autocast:  # noqa: N801 (torch's spelling)
             ``torch.float32``: then all ops of torch's list compute in fp32, fp16 and bf16 inputs cast up.
             By default ``torch.get_autocast_dtype(device_type)``.
         enabled: False turns casting off inside.
-        cache_enabled: whether the cast of a weight is kept until the outermost region ends; by default as it
-            is where this object is made. Off in any case while another thread keeps casts of another format,
-            and in code that ``torch.compile`` traces.
+        cache_enabled: whether the cast of a weight is kept until the outermost region ends. By default
+            ``torch.is_autocast_cache_enabled()``, read when this object is made. Off in any case while
+            another thread keeps casts of another format, and in code that ``torch.compile`` traces.
         policy: the name of a preset, as ``"bf16"``, a ``Policy``, or the path of one; instead of ``dtype``.
             Its rules hold inside, in place of those of a region outside. Without it the rules of a region
             outside go on. Rules for modules need ``nc.apply(model, policy)`` first.
@@ -104,7 +104,7 @@ class autocast:  # noqa: N801 (torch's spelling)
         self._traced: list[Any] | None = None
 
     def __enter__(self) -> autocast:
-        if torch.compiler.is_compiling():  # made before torch.export ran the code
+        if torch.compiler.is_compiling():  # this object was made before torch.export ran the code
             self._traced = [*(self._traced or ()), self._again()]
             self._traced[-1].__enter__()
         else:
@@ -387,6 +387,7 @@ class LastingRegion:
                 "with statement first"
             )
         self._thread = threading.current_thread()
+        # If a step raises, both stacks undo those before it.
         with ExitStack() as opened, ExitStack() as watching:
             for device, dtype in dtypes.items():
                 scope = root_scope(policy, device, dtype)
@@ -422,12 +423,13 @@ class LastingRegion:
 
 
 _lock = threading.Lock()
-_outside_rules: list[tuple[Rule, ...]] = []  # of the policies whose regions last
+_outside_rules: list[tuple[Rule, ...]] = []
+"""The rules of the policies of lasting regions, whose backward passes run outside of them."""
 
 
 @contextmanager
 def _backward_outside(policy: Policy) -> Iterator[None]:
-    """Meanwhile, backward passes that begin in a region of ``policy`` cast nothing, in any thread."""
+    """In the block, backward passes that begin in a region of ``policy`` cast nothing, in any thread."""
     user = object()
     with _lock:
         _engine.begin(user)

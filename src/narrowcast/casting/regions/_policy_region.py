@@ -44,8 +44,8 @@ class PolicyRegion:
     Args:
         policy: of the region. The caller sees to its rules for modules.
         formats: device type -> the region's dtype there.
-        say: called once for each operator that runs in fp32 since PyTorch has no low kernel for it. Without
-            it operators do not promote where formats meet.
+        say: called with a sentence, once for each operator that runs in fp32 since PyTorch has no low kernel
+            for it. Without it operators do not promote where formats meet.
         warns: whether a backward pass inside it warns. If so, a backward pass inside it and loading weights
             also drop the casts of weights.
         caches: whether the cast of a weight is kept until the outermost region ends; by default as it is
@@ -99,12 +99,12 @@ class PolicyRegion:
             raise
 
     def __exit__(self, *_: object) -> None:
-        for number, _state in enumerate(self.states, 1):
+        # One region for each device type. After an error the remaining ones are left too.
+        for count_left, _ in enumerate(self.states, 1):
             try:
                 _regions.leave(self)
             except OrderError:
-                # Those on the other device types end too.
-                for _other in self.states[number:]:
+                for _ in self.states[count_left:]:
                     _regions.leave(self)
                 raise
 
@@ -118,7 +118,7 @@ class PolicyRegion:
             _regions.leave_to(depth)
 
     def end(self) -> None:
-        """Have checkpoints refuse to compute again what was computed by rules for modules that are gone."""
+        """Have ``check_recomputation`` raise from now on, since the rules for modules are gone."""
         self._ended = True
 
     def check_recomputation(self) -> None:

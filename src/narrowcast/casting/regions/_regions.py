@@ -71,7 +71,7 @@ class _Process:
             # differ, drop what is there.
             if region.enabled_before and region.cache_before:
                 self.drop_casts_unless_of(region.dtype_before)
-            # Otherwise the region casts its weights at each use.
+            # A region that may not keep casts makes them at each use of a weight.
             if cache and self.may_cache(region):
                 region.caching = True
                 self.caching.add(region)
@@ -150,7 +150,7 @@ def enter(
     wants_cache = enabled and cache_enabled and dtype != torch.float32
     _process.open(region, cache=wants_cache)
 
-    # Each of these calls takes a twentieth of the time of a region: skip those that would change nothing.
+    # Each of these calls takes a twentieth of the time that a region costs: skip those without effect.
     if scope is not region.scope_before:
         set_scope(scope, device)
     if enabled is not region.enabled_before:
@@ -276,7 +276,7 @@ def open_regions(
 def state_here(
     promotion: Callable[[str, str], None] | None = None,
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function whose contexts have the current autocast state, in any thread.
+    """Return a function that makes contexts in which the current autocast state holds, in any thread.
 
     Args:
         promotion: that of the region, given only where a compiled graph entered it: ``thread.regions`` does

@@ -148,7 +148,7 @@ def rule_that_casts() -> Rule | None:
 
 def scope_on(device_type: str) -> Scope | None:
     """Return the scope of this thread's calls on ``device_type``; None: no rule is in force."""
-    # Asked at each call of an operator with a rule: the way of most calls comes first.
+    # Called at each call of an operator with a rule, so the most common cases come first.
     carrier = _carrier_of.get(device_type)
     if carrier is None:
         return None  # no policy with rules was ever used there
@@ -270,7 +270,8 @@ def _unused_mark(meanings: dict[torch.dtype, _Meaning]) -> torch.dtype:
 def make_room_for_marks() -> None:
     """Where few dtypes are left, free those of the scopes that no open region has.
 
-    Called for a new policy, since it cannot be done while compiled code is running.
+    Called when a policy is new, while no compiled code is running as a rule: later it might be too late,
+    since dtypes cannot be freed while any thread runs compiled code.
     """
     with _lock:
         for meanings in _meanings.values():
@@ -282,7 +283,7 @@ def _free_marks(meanings: dict[torch.dtype, _Meaning]) -> None:
     """Free the dtypes of the scopes that no open region has; each gets another one when it is needed."""
     policies_in_use: set[ResolvedPolicy] = set()
     for regions in _of_threads.values():
-        for region in tuple(regions):  # its thread may go on
+        for region in tuple(regions):  # a copy, since its thread may open and close regions meanwhile
             if region.scope is not None:
                 policies_in_use.add(region.scope.resolved)
 

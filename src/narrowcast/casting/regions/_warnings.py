@@ -16,7 +16,8 @@ import torch
 
 from narrowcast.casting._torch_internals import is_proxy_tracing, is_tracing, is_transforming
 
-warned: list[str] = []  # once a process
+warned: list[str] = []
+"""The warning, after it was given: it is given once in a process."""
 
 
 def stacklevel_outside(package: str | tuple[str, ...]) -> int:
@@ -34,15 +35,17 @@ def stacklevel_outside(package: str | tuple[str, ...]) -> int:
 
 
 def watched_cross_entropy(below: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``binary_cross_entropy``, to warn of outputs of a sigmoid that get no gradient."""
+
     @functools.wraps(below)
     def binary_cross_entropy(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         if not warned and not torch.compiler.is_compiling():
-            lost = _lost(input, target)
-            if lost:
+            count_lost = _count_lost(input, target)
+            if count_lost:
                 warned.append(
-                    f"{lost} of {input.numel()} outputs of a sigmoid are rounded to 0 or 1 where the target "
-                    "of binary_cross_entropy is another, and get no gradient: use BCEWithLogitsLoss without "
-                    'the sigmoid, or a policy with nc.rule.op("sigmoid", compute="fp32")'
+                    f"{count_lost} of {input.numel()} outputs of a sigmoid are rounded to 0 or 1 where the "
+                    "target of binary_cross_entropy is another, and get no gradient: use BCEWithLogitsLoss "
+                    'without the sigmoid, or a policy with nc.rule.op("sigmoid", compute="fp32")'
                 )
                 warnings.warn(warned[0], UserWarning, stacklevel=stacklevel_outside("torch."))
         return below(input, target, *args, **kwargs)
@@ -50,7 +53,7 @@ def watched_cross_entropy(below: Callable[..., Any]) -> Callable[..., Any]:
     return binary_cross_entropy
 
 
-def _lost(probabilities: torch.Tensor, target: torch.Tensor) -> int:
+def _count_lost(probabilities: torch.Tensor, target: torch.Tensor) -> int:
     """Return how many ``probabilities`` of a sigmoid in a low format are 1 or 0, and should not be."""
     if not probabilities.is_cpu or probabilities.shape != target.shape:
         return 0
@@ -63,9 +66,10 @@ def _lost(probabilities: torch.Tensor, target: torch.Tensor) -> int:
 
 
 def _is_of_low_sigmoid(probabilities: torch.Tensor) -> bool:
-    """Return whether they come from a sigmoid in a low format, perhaps through up to five other operators.
+    """Return whether ``probabilities`` come from a sigmoid in a low format.
 
-    These may be any, as views. A cast among them is taken for one from a low format.
+    Up to five operators may follow the sigmoid, such as views; which ones is not checked. If one of them is a
+    cast, the sigmoid is assumed to have been in a low format.
     """
     is_low = probabilities.dtype.itemsize == 2
     node = probabilities.grad_fn

@@ -47,7 +47,8 @@ class _Thread(threading.local):
 
     Attributes:
         casts: each with its weight, and the version of the weight that was cast.
-        generation: of the process when they were made; those of an earlier one are not used.
+        generation: that of the process when the casts were made; when the process has another, they are
+            dropped.
     """
 
     def __init__(self) -> None:
@@ -59,8 +60,8 @@ class _Process:
     """What all threads share.
 
     Attributes:
-        generation: raised by whatever writes weights.
-        backward_warned: whether a warning named a backward pass inside a region.
+        generation: raised each time that casts are to be dropped in every thread.
+        backward_warned: whether it was warned of a backward pass inside a region.
     """
 
     def __init__(self) -> None:
@@ -92,8 +93,8 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def is_cacheable(tensor: torch.nn.Parameter) -> bool:
     """Return whether a cast of a parameter may be kept here.
 
-    That is inside a region with the cache on, outside of tracing and inference, and where a later write would
-    be detected.
+    It may inside a region with the cache on, outside of tracing and inference, and if a later write to the
+    parameter would be detected.
     """
     return (
         tensor.is_leaf
@@ -117,8 +118,8 @@ def drop_casts_here() -> None:
 def drop_casts() -> None:
     """Forget every cast of a weight, PyTorch's own too, in every thread; the next use casts it anew.
 
-    Call it after writes to weights that leave no trace: through ``.data``, and inside an open region those
-    that no optimizer and no ``load_state_dict`` makes.
+    Call it after writes to weights that are not detected: through ``.data``; and, inside an open region, by
+    anything but an optimizer or ``load_state_dict``.
     """
     _process.generation += 1
     drop_casts_here()  # other threads let go of theirs at their next use
@@ -159,6 +160,8 @@ def _dropping_casts_first(below: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watched_backward(below: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``torch.autograd.backward``, to warn inside a region, once, and to drop the casts."""
+
     def backward(*args: Any, **kwargs: Any) -> Any:
         devices = [region.device for region in thread.regions if region.watches]
         if not devices:
