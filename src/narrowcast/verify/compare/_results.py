@@ -292,29 +292,35 @@ def _judge_steps(
     fp32: Mapping[str, torch.Tensor], mixed: Mapping[str, torch.Tensor], judged: Mapping[str, bool]
 ) -> dict[str, str]:
     """Return a verdict where gradients agree, and steps move weights or buffers otherwise than in FP32."""
-    along, size = 0.0, 0.0
+    projected_of_all = squared_of_all = 0.0
     otherwise: dict[str, float] = {}
     for name, move in fp32.items():
+        # Buffers have no gradient, so nothing says that they are not judged.
+        if name not in mixed or not judged.get(name, True):
+            continue
+        # What does not move in FP32, or to infinity, as a mask, has no direction to compare with.
         squared = float(move.square().sum())
-        if not judged.get(name, True) or name not in mixed or not squared:
+        if squared == 0 or not math.isfinite(squared):
             continue
         projected = float((move * mixed[name]).sum())
-        if name in judged:  # a parameter, and not a buffer
-            along += projected
-            size += squared
+        is_parameter = name in judged
+        if is_parameter:
+            projected_of_all += projected
+            squared_of_all += squared
         if move.numel() >= ENOUGH_ELEMENTS and _moves_otherwise(projected / squared, move, mixed[name]):
             otherwise[name] = projected / squared
 
     # How far steps move all weights along their way in FP32.
     share = 1.0
-    if size:
-        share = along / size
+    if squared_of_all:
+        share = projected_of_all / squared_of_all
     where = ""
     if otherwise:
         first = next(iter(otherwise.values()))
         where = f", {few([*otherwise])} {first:.3g} times"
     reason = f"The gradients agree, but steps move the weights {share:.3g} times as far as in FP32{where}."
-    if otherwise or abs(share - 1) > _MOVE_FAILS:
+    # Weights that are not finite in mixed precision make the share NaN, which must fail: hence ``not``.
+    if otherwise or not abs(share - 1) <= _MOVE_FAILS:
         return {"verdict": FAIL, "reason": reason}
     if abs(share - 1) > _MOVE_LIMIT:
         return {"verdict": CANNOT_TELL, "reason": reason}
@@ -326,13 +332,14 @@ def _moves_otherwise(share: float, fp32: torch.Tensor, mixed: torch.Tensor) -> b
 
     Adam moves what has no gradient but rounding as far as the rest, in another direction each time: half of
     a bias of keys and values, where attention ignores a shift of all keys. So one that moves as far as in
-    FP32 passes, whatever its direction, if it does not turn round.
+    FP32 passes, whatever its direction, if it does not turn round. One that is not finite does not pass.
     """
     if abs(share - 1) <= _MOVE_FAILS:
         return False
     length = float(mixed.norm() / fp32.norm())
     turns_round = share < -_MOVE_FAILS
-    return turns_round or abs(length - 1) > _MOVE_FAILS
+    # NaN is otherwise, too.
+    return turns_round or not abs(length - 1) <= _MOVE_FAILS
 
 
 def _kept(folder: Path, place: int) -> list[list[_KeptGradient]]:
@@ -496,7 +503,8 @@ def _judge_outputs(relative_errors: Mapping[int, float], *, places: int, calls: 
 
 def _error_and_signal(wide: torch.Tensor, narrow: torch.Tensor) -> tuple[float, float]:
     """Return the squared norms of the error and of the FP32 output, where that is finite."""
-    wide, finite = wide.double(), torch.isfinite(wide)
+    finite = torch.isfinite(wide)
+    wide = wide.double()
     signal = float(torch.where(finite, wide, 0.0).square().sum())
     error = torch.where(finite, narrow.double() - wide, 0.0)
     if not bool(torch.isfinite(error).all()):
