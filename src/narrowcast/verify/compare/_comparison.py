@@ -143,7 +143,9 @@ class _Comparison:
         try:
             self.timed.time_all()
             first = self.timed.captures["fp32"][0].totals()
-            if first["stopped"]:
+            # A run that the time limit ended earlier has a note of its own.
+            reached_steps = 0 < settings.steps <= self.timed.spent[0].steps
+            if first["stopped"] and reached_steps:
                 unit = "optimizer steps" if first["steps"] else "calls of its modules"
                 ended = f"each run was ended after {settings.steps} {unit}"
                 self._write("note", text=f"{ended}; --steps 0 runs the whole script")
