@@ -177,7 +177,7 @@ def test_files_are_exchanged_once_every_thread_stands_still(pair, users_files, m
         assert len(asked) > moves
         return set_aside(folder)
 
-    monkeypatch.setattr(_runs, "_moves", still_moves)
+    monkeypatch.setattr(_runs, "_is_any_thread_running", still_moves)
     monkeypatch.setattr(_runs, "set_aside", exchanged)
     why, done = pair(script("writes(step)", "finds(step)", before=WRITES, steps=12), str(users_files))
     assert len(asked) > 3

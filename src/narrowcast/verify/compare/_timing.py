@@ -49,8 +49,8 @@ from narrowcast.verify.runs._runs import (
 )
 
 MOST_PAIRS = 8
-# The default time limit of all runs: the first number, or so many times the first pair if that is longer. Runs
-# that take turns take about 5 % longer than alone, so this is 1.5 times the time that the pair takes alone.
+# The default time limit of all runs: the first number, or so many times the first pair if that is longer.
+# Runs that take turns take about 5 % longer than alone, so this is 1.5 times what the pair takes alone.
 _LEAST_S = 25.0
 _TIMES_THE_PAIR = 1.42
 # ``compare`` ends no mixed run before it has taken steps for so long.
