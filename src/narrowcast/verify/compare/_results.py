@@ -300,7 +300,7 @@ def _judge_steps(
     projected_of_all = squared_of_all = 0.0
     otherwise: dict[str, float] = {}
     for name, move in fp32.items():
-        # Buffers have no gradient, so nothing says that they are not judged.
+        # ``judged`` has no buffers, which all count.
         if name not in mixed or not judged.get(name, True):
             continue
         # What does not move in FP32, or to infinity, as a mask, has no direction to compare with.
