@@ -50,6 +50,19 @@ def note(*_): low.append(torch.is_autocast_enabled('cpu'))
     assert result["verdict"]["worth_it"].endswith(why)
 
 
+def test_a_run_that_its_time_limit_ended_did_not_take_all_steps(compared, monkeypatch):
+    """Where auto is fp32, even the FP32 run has a time limit."""
+    monkeypatch.setattr(_timing, "_LEAST_MIXED_S", 0.1)
+    step = ("x = torch.randn(4, 8)", "time.sleep(0.05)", "loss = net(x).square().mean()")
+    text = trains("nn.Linear(8, 1)", *step, before="import time", steps=400)
+    found = compared(text, fp32_because="this CPU is old", time_limit_s=1.0, at_step=0)
+    said = [note["text"] for note in found.own.of("note")]
+    assert any(
+        re.match(r"fp32-1 was ended after \d\d? steps, to keep to the time limit", text) for text in said
+    )
+    assert not any("each run was ended after" in text for text in said)
+
+
 TRAINS = """
     import os, random, sys, numpy, torch
     torch.manual_seed(3)

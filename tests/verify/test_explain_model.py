@@ -109,3 +109,11 @@ def test_a_full_disk_is_named_where_it_cut_the_explanation_short(tmp_path, monke
     where = f"no space left on device \\(ENOSPC\\) in {tmp_path}, for explain.jsonl"
     with pytest.raises(FileError, match=f"^the explanation is incomplete: {where}$"):
         explain_script(settings)
+
+
+def test_what_is_unknown_has_the_problem_as_its_reason(tmp_path, monkeypatch):
+    """Also where the problem is not that no module was called."""
+    monkeypatch.setattr("narrowcast.verify.runs._runs.ScriptRuns.start", lambda *_, **__: tmp_path)
+    found = explain_script(ScriptSettings(target=("train.py",), policy="bf16", folder=tmp_path))
+    assert found["problem"] == "the run left no record of itself"
+    assert set(found["reasons"].values()) == {found["problem"]}

@@ -15,8 +15,8 @@ from training_scripts import MSE, X, trains
 
 from child_processes import output_of
 from narrowcast.errors import ScriptError, UnsupportedError
+from narrowcast.verify.compare._results import _judge_steps, output_from_probes
 from narrowcast.verify.compare._results import certify_script as certify_steps
-from narrowcast.verify.compare._results import output_from_probes
 from narrowcast.verify.runs._model_state import put_back, random_fingerprint
 from narrowcast.verify.runs._probes import fingerprint
 from narrowcast.verify.runs._runs import TENSORS, write_result
@@ -148,6 +148,20 @@ def test_sabotage_of_the_mixed_run_is_never_right(runs, sabotage):
     ).replace("    optimizer.step()", f"    {step or 'pass'}\n    optimizer.step()")
     found = certify_script(runs(text), format="bf16")
     assert (found["verdict"] == "pass") == (not sabotage), found["reason"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("size", "judged"), [(2, {"moved": True}), (16, {"moved": True}), (16, {})])
+def test_steps_to_what_is_not_finite_only_in_mixed_precision_fail(value, size, judged):
+    """A parameter, and a buffer, which certificates do not name."""
+    fp32 = torch.ones(size)
+    assert _judge_steps({"moved": fp32}, {"moved": fp32}, judged) == {}
+    assert _judge_steps({"moved": fp32}, {"moved": fp32 * value}, judged)["verdict"] == "fail"
+
+
+def test_a_mask_that_moves_to_infinity_in_fp32_too_is_not_judged():
+    mask = torch.full((16,), -math.inf)
+    assert _judge_steps({"mask": mask}, {"mask": mask}, {}) == {}
 
 
 def test_at_later_steps_gradients_are_those_of_the_training_before(runs):

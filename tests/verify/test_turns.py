@@ -1,5 +1,6 @@
 """Timed runs of both formats take turns, in blocks of as many steps, and else run one after the other."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -13,7 +14,7 @@ from narrowcast.capture._speed import blocks_of
 from narrowcast.report import summary
 from narrowcast.verify.compare import _timing
 from narrowcast.verify.runs import _runs
-from narrowcast.verify.runs._runs import take_turns
+from narrowcast.verify.runs._runs import Purpose, take_turns
 
 BEFORE = """import fcntl, os, sys, time
 log = open(os.environ["NARROWCAST_RUN_DIR"] + "/log", "a", 1)
@@ -177,7 +178,7 @@ def test_files_are_exchanged_once_every_thread_stands_still(pair, users_files, m
         assert len(asked) > moves
         return set_aside(folder)
 
-    monkeypatch.setattr(_runs, "_moves", still_moves)
+    monkeypatch.setattr(_runs, "_is_any_thread_running", still_moves)
     monkeypatch.setattr(_runs, "set_aside", exchanged)
     why, done = pair(script("writes(step)", "finds(step)", before=WRITES, steps=12), str(users_files))
     assert len(asked) > 3
@@ -254,3 +255,22 @@ def test_runs_that_are_not_timed_go_on_side_by_side(compared, monkeypatch, littl
         )
         assert (max(begun) < min(ended)) == (little > 0), (begun, ended)
     assert summary(found)["verdict"]["right"] == "yes"
+
+
+def test_an_interrupt_ends_a_run_that_goes_on_ahead(runs, monkeypatch):
+    made = runs("import time; time.sleep(30)")
+    made.beside = True
+    made.ahead("ahead", "fp32", Purpose.TIMED)
+    process = made._ahead["ahead"]._process
+
+    @contextlib.contextmanager
+    def interrupted(_):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(_runs, "only_run_in_folder", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.start("ahead", "fp32", Purpose.TIMED)
+    made.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)

@@ -22,7 +22,7 @@ from narrowcast.capture import (
     worth_it,
 )
 from narrowcast.errors import UnsupportedError
-from narrowcast.observe.profiling import HostReads, Recorder, same_size, stamp, summarize
+from narrowcast.observe.profiling import HostReads, Recorder, same_size, summarize
 from narrowcast.verify._reasons import TimedProfile, from_profiles
 from narrowcast.verify.compare._comparison import stays_in_fp32
 from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
@@ -38,12 +38,11 @@ from narrowcast.verify.runs._runs import (
 
 _SCHEMA = 2
 _MOST_SIZES = 6
-_PROFILES = 2
 _FORMATS = ("fp32", "mixed")
 
 
 class DiagnosisSettings(TimingSettings, frozen=True, kw_only=True):
-    """What to diagnose. Runs end early, since nothing of how they end is compared."""
+    """What to diagnose. Runs end early, since their losses are not compared."""
 
     steps: int = 100
     longest_run_s: float | None = 5.0
@@ -51,7 +50,7 @@ class DiagnosisSettings(TimingSettings, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class _Diagnosis:
-    """What ``diagnose`` returns, as far as it is known."""
+    """What ``diagnose`` returns; a field is None until it is known."""
 
     schema: int = _SCHEMA
     target: list[str]
@@ -78,13 +77,13 @@ def diagnose(
     Args:
         settings: what to run, and how.
         rates: of this machine, as in ``machine.examine(...)["rates"]``.
-        spent_s: what was spent of the time limit before.
+        spent_s: how much of the time limit was spent before this call.
         progress: called with short messages.
 
     Returns:
         JSON-ready: ``schema``, ``target``, ``policy``, ``problem`` (a sentence if there are no numbers, else
         null), ``device``, ``format``, ``unit`` (``"step"`` or ``"call"``), the profiles ``fp32`` and
-        ``mixed``, ``notes`` on how it was timed, and ``together``, what all show (``side_by_side``).
+        ``mixed``, ``notes`` on how it was timed, and ``together``, what ``side_by_side`` returns.
 
     Raises:
         ScriptError: the script failed.
@@ -104,7 +103,7 @@ def diagnose(
     discard_captures(make_run_folder("doctor", asked=settings.folder))
     with ScriptRuns(settings, progress=progress) as runs:
         began = time.monotonic() - spent_s
-        timed = TimedPairs(settings, runs, keep_note, untimed_runs=_PROFILES, began=began)
+        timed = TimedPairs(settings, runs, keep_note, untimed_runs=len(_FORMATS), began=began)
         diagnosis.problem = _profile_both(diagnosis, runs)
         if diagnosis.problem is None:
             timed.time_all()
@@ -119,7 +118,7 @@ def diagnose(
             )
         return asdict(diagnosis)
 
-    # Under the profiler steps take longer, so their times are those of the timed runs.
+    # The profiler slows steps down, so the times of steps come from the timed runs.
     data = asdict(diagnosis)
     for name in _FORMATS:
         data[name] |= timed.plain_times(name, data[name])
@@ -216,10 +215,10 @@ def side_by_side(
         casts not counted, null if none ran in it; ``sizes``, the products that take the most time in FP32,
         each with its ``share`` there, ``speedup`` in this script and ``machine_speedup`` in the machine's
         rates, null if none is of this size; ``machine_speedup`` over all sizes, weighted by time, null unless
-        known for half of it; ``not_faster``, ``cause``, ``text`` and ``share`` of why it is not worth it,
-        null unless it is not; ``limit_here`` and ``limit_machine``, how much faster a step gets if only
-        products get faster by either; ``machine_best``, ``speed`` and ``shape`` of the matmul that gains most
-        here, or null.
+        known for more than half of that time; ``not_faster``, the ``Reason`` why it is not worth it, null
+        unless ``worth_it`` is ``"no"``; ``limit_here`` and ``limit_machine``, how much faster a step gets if
+        only its products get faster, by ``products_speedup`` or by ``machine_speedup``; ``machine_best``,
+        ``speed`` and ``shape`` of the matmul that gains most on this machine, or null.
     """
     fp32, mixed = TimedProfile.of(diagnosis["fp32"]), TimedProfile.of(diagnosis["mixed"])
     speeds = _speeds(diagnosis["format"], diagnosis["device"], rates)
@@ -271,7 +270,7 @@ def most_speedup(share: float, ratio: float) -> float:
     return 1.0 / (1.0 - share + share / ratio)
 
 
-# Kind and size of a product, as ``same_size`` has it.
+# Kind and size of a product, as ``same_size`` returns them.
 _Size = tuple[str, tuple[int, ...]]
 
 
@@ -303,14 +302,14 @@ def _sizes(
     return sizes
 
 
-def _speedup_of_all(sizes: Sequence[dict[str, Any]], name: str) -> tuple[float | None, float]:
-    """Return the speedup ``name`` of all products that have one, weighted by time, and their time in FP32."""
+def _speedup_of_all(sizes: Sequence[dict[str, Any]], column: str) -> tuple[float | None, float]:
+    """Return the speedup of all products together that have one in ``column``, and their time in FP32."""
     fp32_s = faster_s = 0.0
     for row in sizes:
-        if row[name] is not None:
+        if row[column] is not None:
             time_s = row["each_s"] * row["count"]
             fp32_s += time_s
-            faster_s += time_s / row[name]
+            faster_s += time_s / row[column]
     if not faster_s:
         return None, fp32_s
     return fp32_s / faster_s, fp32_s
@@ -362,12 +361,12 @@ class Phase(NamedTuple):
 
 
 WARM_UP, PROFILED, READS = "warm-up", "profiled", "reads"
-# Of ``compare``, which wants the shares of a step alone.
+# ``compare`` needs only the shares of a step.
 SHARES_PHASES = (
     Phase(name=WARM_UP, steps=3, seconds=0.5),
     Phase(name=PROFILED, steps=4, seconds=1.0),
 )
-# Of ``doctor``. Reads are counted after the profile, as that takes longer at each call of a tensor's method.
+# ``doctor`` also counts reads, after the profile: to count them slows each call of a tensor's method.
 PROFILE_PHASES = (
     *SHARES_PHASES,
     Phase(name=READS, steps=6, seconds=1.0),
@@ -384,26 +383,27 @@ class ProfileProbe(StepProbe):
             self._phases = SHARES_PHASES
         self._problem: str | None = None
         self._device = "cpu"
-        self._weights: set[int] = set()
-        self._known: set[int] = set()
+        self._weight_storages: set[int] = set()
+        self._known_modules: set[int] = set()
         self._profiler: Recorder | None = None
         self._reads: HostReads | None = None
         self._begin()
 
     def _begin(self) -> None:
+        """Wait for the first step, without what was seen before."""
         self._facts: dict[str, Any] = {"profile": None, "reads": None}
         self._boundaries = 0
-        self._at = 0
+        self._phase = 0
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if id(module) in self._known:
+        if id(module) in self._known_modules:
             return
-        self._known.add(id(module))
-        # By its storage a cast in the profile is known to be one of a weight.
+        self._known_modules.add(id(module))
+        # The profile has the storage that a cast reads, which tells whether it is a cast of a weight.
         for parameter in module.parameters():
             if parameter.layout == torch.strided and not parameter.is_meta:
                 self._device = parameter.device.type
-                self._weights.add(parameter.untyped_storage().data_ptr())
+                self._weight_storages.add(parameter.untyped_storage().data_ptr())
 
     def closure_of_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         profiler = self._profiler
@@ -432,27 +432,23 @@ class ProfileProbe(StepProbe):
             return
         if self._profiler is not None:
             self._profiler.mark()
-        self._stamps.append(stamp(self._device))
+        self._steps += 1
         if self._reads is not None:
             self._facts["reads"] = {"steps": self._steps, "sites": self._reads.rows()}
-        phase = self._phases[self._at]
-        is_slow = time.perf_counter() - self._begun > phase.seconds
+        phase = self._phases[self._phase]
+        is_slow = time.perf_counter() - self._phase_began > phase.seconds
         if self._steps < phase.steps and not is_slow:
             return
         self._leave()
-        self._at += 1
-        if self._at == len(self._phases) or self._problem is not None:
+        self._phase += 1
+        if self._phase == len(self._phases) or self._problem is not None:
             self.done = True
             self.attachment.stop()  # raises SystemExit
         self._enter()
 
-    @property
-    def _steps(self) -> int:
-        """How many steps of the current phase have ended."""
-        return len(self._stamps) - 1
-
     def _enter(self) -> None:
-        name = self._phases[self._at].name
+        """Begin the current phase."""
+        name = self._phases[self._phase].name
         if name == PROFILED and self._device not in ("cpu", "cuda"):
             self._problem = f"profiles are read on CPUs and CUDA, and the model is on {self._device!r}"
         elif name == PROFILED:
@@ -460,22 +456,23 @@ class ProfileProbe(StepProbe):
             try:
                 self._profiler.start()
             except UnsupportedError as error:
-                self._problem, self._profiler = str(error), None
+                self._problem = str(error)
+                self._profiler = None
         elif name == READS:
             self._reads = HostReads(call_site)
             self._reads.__enter__()
-        self._begun = time.perf_counter()
-        self._stamps = [stamp(self._device)]
+        self._phase_began = time.perf_counter()
+        self._steps = 0  # that have ended in this phase
 
     def _leave(self) -> None:
-        """End the current phase and keep its result; it may have seen no step."""
+        """End the current phase and keep its result; none of its steps may have ended."""
         if self._profiler is not None:
             if self._device == "cuda":
                 torch.cuda.synchronize()
             try:
                 tree, results = self._profiler.stop()
                 if self._steps:
-                    profile = summarize(tree, results, device=self._device, weights=self._weights)
+                    profile = summarize(tree, results, device=self._device, weights=self._weight_storages)
                     self._facts["profile"] = profile
             except UnsupportedError as error:
                 self._problem = str(error)
@@ -488,10 +485,14 @@ class ProfileProbe(StepProbe):
         if not self.done and self._boundaries:
             self._leave()
         self.done = True
-        # The steps of the warm-up, one that ends before it, and one that is profiled.
-        seen, needed = self._boundaries, 2 + self._phases[0].steps
-        if self.unit == "call":  # the first call ends no step
-            seen, needed = seen + 1, needed + 1
+        # A step that ends before the warm-up, those of the warm-up, and one that is profiled.
+        warm_up = self._phases[0]
+        seen = self._boundaries
+        needed = 1 + warm_up.steps + 1
+        # The first call ends no step, as the second one shows which module's calls are counted.
+        if self.unit == "call":
+            seen += 1
+            needed += 1
         facts = {
             "unit": self.unit,
             "seen": seen,
@@ -502,7 +503,7 @@ class ProfileProbe(StepProbe):
         write_result(self.folder, self._facts | facts)
 
     def _is_fused(self) -> bool | None:
-        """Return whether the optimizer is fused; None: there is none, or it cannot be."""
+        """Return whether the optimizer is fused; None: there is no optimizer, or it has no fused kernel."""
         if self.pace is None or "fused" not in self.pace.defaults:
             return None
         return all(group.get("fused") for group in self.pace.param_groups)

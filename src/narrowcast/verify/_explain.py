@@ -153,7 +153,7 @@ def explain_script(
         "sites": [],
         "unreached": [],
         "notes": [],
-        "reasons": dict.fromkeys(unknown, _NOTHING),
+        "reasons": dict.fromkeys(unknown, problem),
         "versions": {},
     }
 
@@ -161,14 +161,14 @@ def explain_script(
 class ExplainProbe(StepProbe):
     """Trace every operator of a few steps.
 
-    The first step, which sets much up, counts only if there is no other. Times are means.
+    The first step, which sets much up, counts only if there is no other. Times are means over the steps.
     """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
         self._device = "cpu"
         self._trace: OpTrace | None = None
-        self._parts: list[Any] = []
+        self._traced_steps: list[Any] = []
         self._events: list[dict[str, Any]] = []
         self._notes: list[str] = []
         self._compiled = False
@@ -176,12 +176,12 @@ class ExplainProbe(StepProbe):
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.done:
             return
-        # From the first call of a model on, whose device tells which table of autocast holds.
+        # PyTorch has a table of autocast for each device type, and only a model tells which one is used.
         if self._trace is None:
             self._device = _device_of(module)
             self._trace = OpTrace(as_policy(self.settings.policy), self._device)
             self._trace.__enter__()
-        # Compiled code calls other operators than the model does; without Dynamo there is none.
+        # Compiled code calls other operators than the model does. Without Dynamo nothing is compiled.
         if "torch._dynamo" in sys.modules and not self._compiled:
             torch.compiler.set_stance("force_eager")
             self._compiled = "OptimizedModule" in {type(part).__name__ for part in module.modules()}
@@ -211,14 +211,14 @@ class ExplainProbe(StepProbe):
             self._trace.paths.in_optimizer = value
 
     def restart(self) -> None:
-        self._parts.clear()
+        self._traced_steps.clear()
 
     def boundary(self) -> None:
         if self._trace is None:
             return
-        # One more than are watched, as the first sets much up.
-        self._parts.append(self._trace.take())
-        if len(self._parts) > self.settings.watched_steps:
+        self._traced_steps.append(self._trace.take())
+        # The first step sets much up, so one more is traced than is counted.
+        if len(self._traced_steps) > self.settings.watched_steps:
             self._end()
             self.attachment.stop()
 
@@ -228,20 +228,22 @@ class ExplainProbe(StepProbe):
             return
         self.done = True
         self._trace.__exit__(None, None, None)
-        rest = self._trace.take()
+        after_last_step = self._trace.take()
         by_calls = self.unit == "call"
-        counted = self._parts[1:]
-        if counted:
-            # Of a script that only calls modules, the first call may be the only one of some modules.
-            seen = together(counted, also=self._parts[0] if by_calls else None)
+        counted = self._traced_steps[1:]
+        if counted and by_calls:
+            # A script that only calls modules may call some of them before the first boundary alone.
+            seen = together(counted, also=self._traced_steps[0])
+        elif counted:
+            seen = together(counted)
+        elif by_calls:
+            # Some modules may be called only at the end, so all calls are shown.
+            seen = together([*self._traced_steps, after_last_step])
+            self._notes.append(_ALL_CALLS)
         else:
-            # Of calls all are shown, since what came last may be the only call of some modules. What came
-            # after the only step is no part of it.
-            parts = list(self._parts)
-            if by_calls or not parts:
-                parts.append(rest)
-            seen = together(parts)
-            self._notes.append(_ALL_CALLS if by_calls else _FIRST_ONLY)
+            # What came after the only step is no part of it. Without any step it is all that was seen.
+            seen = together(self._traced_steps or [after_last_step])
+            self._notes.append(_FIRST_ONLY)
         if self._compiled:
             self._notes.append(_COMPILED)
         self._events = _watched_events(

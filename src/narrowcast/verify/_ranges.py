@@ -31,7 +31,7 @@ _SCHEMA = 1
 _FORMATS: dict[str, Format] = {
     "fp16": FLOAT16, "bf16": BFLOAT16, "fp8_e4m3": OCP_E4M3, "fp8_e5m2": OCP_E5M2,
 }  # fmt: skip
-# Those with a scale for each tensor, as fp8 recipes choose it.
+# fp8 recipes choose a scale for each tensor; fp16 has one loss scale for all gradients.
 _WITH_OWN_SCALE = ("fp8_e4m3", "fp8_e5m2")
 _LARGEST_LOSS_SCALE = 2.0**16
 _NOTHING = "the script called no module with parameters: there are no numbers to count"
@@ -85,6 +85,8 @@ class RangesProbe(StepProbe):
         # Outputs that were counted: a container returns the same tensor as its last module.
         self._counted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._boundaries = 0
+        # What was counted in the first step, which is shown only if there is no other.
+        self._of_first_step: dict[tuple[str, str], ExponentHistogram] = {}
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.done or module in self._models:
@@ -139,9 +141,9 @@ class RangesProbe(StepProbe):
     def boundary(self) -> None:
         self._counted.clear()
         self._boundaries += 1
-        if self._boundaries == 1 and self.settings.watched_steps:
+        if self._boundaries == 1:
             # The first step may set things up, as data-dependent weights.
-            self._first = dict(self._histograms)
+            self._of_first_step = dict(self._histograms)
             self._histograms.clear()
         elif self._boundaries > self.settings.watched_steps:
             self._end()
@@ -154,9 +156,13 @@ class RangesProbe(StepProbe):
 
     def finish(self) -> None:
         self._end()
+        if self._boundaries == 1:
+            # What came after the only step, as an evaluation, is no part of it. Of calls all are shown.
+            if self.unit == "step":
+                self._histograms.clear()
+            self._histograms |= self._of_first_step
         steps = max(1, self._boundaries - 1)
-        if not self._histograms and self._boundaries == 1:
-            self._histograms = self._first  # there was no other step
+
         gradients = []
         for (_, what), histogram in self._histograms.items():
             if what != ACTIVATION:
@@ -194,6 +200,8 @@ def _range_of(name: str, what: str, histogram: ExponentHistogram, loss_scale: fl
             scale = loss_scale
         counts = histogram.cast_to(format_, scale=scale)
         formats[short] = {"scale": scale, **counts.shares}
+
+    # Zeros, infinities and NaN are counted before the cast, so they are the same for all formats.
     return {
         "module": name,
         "values": what,

@@ -23,13 +23,14 @@ _PARTS = {
     "python": "time outside of operators",
 }
 _ON_GPU = _PARTS | {"python": "waiting of the GPU"}
+# Names after which a verb is in the singular.
 _SINGULAR = (_PARTS["optimizer"], _PARTS["loading"], _PARTS["python"], _ON_GPU["python"])
-# A share below this is not named: of a part of a step in the lost time, and of a kind of matmul in the time
-# of those that stay in FP32.
+# A smaller share is not named: of the lost time for a part of a step, and of the time of matmuls that stay in
+# FP32 for a kind of matmul.
 _WORTH_NAMING = 0.1
-# Share of a step that is not called lost: two profiles of one script differ by as much.
+# A smaller share of a step is not called lost, since two profiles of one script differ by as much.
 _LITTLE = 0.02
-# A step that takes so many times as long under the profiler has rough shares.
+# The shares are called rough if the profiler makes a step so many times as long.
 _MUCH_LONGER = 1.5
 
 
@@ -63,17 +64,17 @@ class Product(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> tuple[str, tuple[int, ...]]:
-        """The same for products that take the same time."""
+        """A key that is the same for products that take the same time."""
         return same_size(self.kind, self.shape)
 
     @property
     def time_s(self) -> float:
-        """What they take together in a step."""
+        """How long they take together in a step."""
         return self.each_s * self.count
 
 
 class TimedProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a run's profile that this module uses. ``plain_``: timed without the profiler."""
+    """The fields of a run's profile that this module uses. Those with ``plain_`` come from timed runs."""
 
     products: list[Product]
     shares: dict[str, float]
@@ -90,7 +91,7 @@ class TimedProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def noise_s(self) -> float:
-        """How far apart the ends of the interval of a step are."""
+        """The width of the interval of a step's time."""
         return self.plain_step_s_high - self.plain_step_s_low
 
     def part_s(self, part: str) -> float:
@@ -183,11 +184,10 @@ def _shares_worth_naming(
 
 
 def _of_matmuls(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> str:
-    """Say how much of a step could be faster, and whether it is."""
-    share = fp32.shares["products"]
+    """Say how much of a step matmuls take in FP32, and whether they are faster in mixed precision."""
     if not fp32.products:
         return "no matmuls were seen in a step"
-    text = f"matmuls take {percent(share)} of a step in FP32"
+    text = f"matmuls take {percent(fp32.shares['products'])} of a step in FP32"
     times = MatmulTimes.of(fp32, mixed)
     low_s, kept_s = sum(times.low_s.values()), sum(times.kept_s.values())
 
@@ -214,7 +214,7 @@ def _of_matmuls(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> str:
 
 
 def _of_lost_time(shares: dict[str, float], total_s: float, format_: str) -> str:
-    """Say which parts of a step take longer, the worst one first."""
+    """Say which parts of a step take longer, the worst one first; ``shares``: of the lost time, by name."""
     worst, *others = sorted(shares, key=shares.__getitem__, reverse=True)
     lost = f"{total_s * 1e3:.3g} ms"
     if total_s >= 1:

@@ -59,7 +59,7 @@ class ParameterResult:
 
     @property
     def _own_moments(self) -> Moments | None:
-        """Its moments if it has noise, and elements enough for a limit of its own."""
+        """Its moments, if it is judged, has noise, and is large enough for a limit of its own."""
         is_large = math.prod(self.shape) >= ENOUGH_ELEMENTS
         has_noise = self.error_over_noise is not None
         if self.judged and is_large and has_noise:
@@ -71,8 +71,8 @@ class ParameterResult:
 class Certificate:
     """How far mixed precision moves a gradient, in units of the difference that another minibatch makes.
 
-    The error has a mean, the bias, which accumulation and ranks do not average away, while noise falls with
-    the root of the batch: ``at`` and ``holds_up_to`` tell how far that goes.
+    The mean of the error is its bias. Accumulation and ranks average noise away, and not the bias: ``at`` and
+    ``holds_up_to`` tell up to which batch the noise is large enough.
 
     ``str()`` is a table of at most 80 columns with the worst parameters; a notebook shows all.
 
@@ -131,10 +131,11 @@ class Certificate:
 
     @property
     def holds_up_to(self) -> int | None:
-        """Return the largest k that is right: total below 0.05, and each larger parameter below 0.25.
+        """Return the largest k for which mixed precision is right, at most 65,536; 0: not even one batch.
 
-        Larger ones have 16 elements or more. At most 65,536; 0: not even one minibatch. None below four
-        batches, without noise, and if a gradient is not finite in mixed precision.
+        It is right if ``at(k)`` is below 0.05, and the same number of each parameter with 16 elements or more
+        is below 0.25. None below four batches, without noise, and if a gradient is not finite in mixed
+        precision.
         """
         if self._moments is None or math.isnan(self.at(1).value):
             return None
@@ -193,7 +194,7 @@ class Certificate:
 
 
 def _public(record: Certificate | ParameterResult) -> dict[str, Any]:
-    """Return the fields of a record without those that only this package reads."""
+    """Return the fields of a record whose names do not begin with an underscore."""
     names = [attribute.name for attribute in fields(record)]
     return {name: getattr(record, name) for name in names if not name.startswith("_")}
 
@@ -208,7 +209,9 @@ def worst_first(parameters: Iterable[ParameterResult]) -> list[ParameterResult]:
         if has_noise:
             error = parameter.error_over_noise
         # One without a number comes after all that have one.
-        return parameter.judged, -1.0 if error is None else error
+        if error is None:
+            error = -1.0
+        return parameter.judged, error
 
     return sorted(parameters, key=badness, reverse=True)
 

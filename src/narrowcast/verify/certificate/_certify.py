@@ -64,9 +64,9 @@ def certify(
     the same weights, with the same random numbers on both sides; below 0.05 passes. ``loss_fn`` is called in
     FP32 and in mixed precision on each batch, in fp16 once more for each halving of the loss scale, and on
     the first one with every op rounded only once, which measures FP32's own rounding noise. No optimizer
-    steps. Afterwards weights, ``.grad``, buffers, modes and the random states of torch, Python and NumPy are
-    as before, also when ``loss_fn`` raises. Keeps copies of the gradients in CPU memory: nine for four
-    batches, 17 at most.
+    takes a step. Afterwards weights, ``.grad``, buffers, modes and the random states of torch, Python and
+    NumPy are as before, also when ``loss_fn`` raises. Keeps copies of the gradients in CPU memory: nine for
+    four batches, 17 at most.
 
     Args:
         model: in the mode (usually training) in which it is to be judged; on any device.
@@ -131,8 +131,9 @@ class _Passes:
     """Gradients of one model, each from the same random state and the same buffers.
 
     Attributes:
-        note: a sentence to add to the reason.
-        loss_is_finite: whether that of the last pass was.
+        restore: restores buffers and random states, as ``as_before`` yields it.
+        note: a sentence to add to the reason of the verdict.
+        loss_is_finite: whether the loss of the last pass was.
         states: the random states from which each pass of a batch begins; None: those from before ``certify``.
     """
 
@@ -159,18 +160,20 @@ class _Passes:
         sums: dict[str, Batches] = {}
         for name, parameter in self._parameters.items():
             elements = parameter.numel()
-            sums[name] = Batches(2 * elements if parameter.is_complex() else elements)
+            if parameter.is_complex():
+                elements *= 2
+            sums[name] = Batches(elements)
 
         rounding: dict[str, Sums] = {}
         cannot_tell: str | None = None
         for batch in batches:
             fp32 = self._gradients(batch)
-            # To compare with that after the mixed pass; and the states, for the next batch.
+            # The mixed pass must draw as many random numbers. The next batch goes on from here.
             fingerprint_after_fp32 = random_fingerprint()
             next_states = random_states()
             if self.draws.made_narrow:
                 cannot_tell = _NOT_FP32
-            # FP32's own rounding is the same for all batches; it is measured on the first one.
+            # FP32 rounds every batch alike, so its rounding is measured on the first one only.
             if not rounding:
                 with ExactOps():  # type: ignore[no-untyped-call]
                     exact = self._gradients(batch)
@@ -180,7 +183,7 @@ class _Passes:
                 sums[name].add(fp32[name], gradient, scale=scale or 1.0)
             if random_fingerprint() != fingerprint_after_fp32:
                 cannot_tell = cannot_tell or _OTHER_NUMBERS
-            # The mixed pass has set it; the next FP32 pass is judged anew.
+            # The mixed pass has set this, which is asked again after the next FP32 pass.
             self.draws.made_narrow = False
             # The next batch has other masks.
             self.states = next_states
@@ -221,19 +224,20 @@ class _Passes:
 
         If it ``searches``, that is the first one, from ``scale`` down, whose gradients are finite.
         """
-        if searches and scale is None:
+        if not searches:
+            return self._gradients(batch, mixed=True, scale=scale), scale
+        if scale is None:
             scale = _LARGEST_SCALE
         while True:
             gradients = self._gradients(batch, mixed=True, scale=scale)
-            # If the loss itself is not finite, no scale is to blame.
-            if not searches or not self.loss_is_finite or not _overflowed(fp32, gradients):
-                return gradients, scale
-            if scale is None or scale <= _SMALLEST_SCALE:
+            # A smaller scale helps only where the loss itself is finite.
+            scale_is_too_large = self.loss_is_finite and _overflowed(fp32, gradients)
+            if not scale_is_too_large or scale <= _SMALLEST_SCALE:
                 return gradients, scale
             scale /= 2
 
     def _gradients(self, batch: Any, *, mixed: bool = False, scale: float | None = None) -> _Gradients:
-        # Each pass begins at the same buffers and random numbers, whoever keeps the generator.
+        # Each pass begins at the same buffers and random numbers, also those of the script's own generators.
         self.draws.rewind_generators()
         self.restore()
         if self.states is not None:
@@ -249,7 +253,7 @@ class _Passes:
             self.loss_is_finite = bool(loss.detach().isfinite().all())
             if scale is not None:
                 loss = cast_floating(loss, torch.float32) * scale
-            # Not by ``backward``, which would write to the user's ``.grad``.
+            # ``backward`` would write to the user's ``.grad``.
             inputs = list(self._parameters.values())
             gradients = torch.autograd.grad(loss, inputs, torch.ones_like(loss), allow_unused=True)
         return dict(zip(self._parameters, gradients, strict=True))

@@ -33,9 +33,9 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Samples beyond 65504 are infinite in fp16.
 
     Attributes:
-        undecidable: None, or a sentence on random numbers that cannot be drawn in fp32: inside a fused kernel
-            of attention or of a recurrent layer on CUDA.
-        in_attention: whether that was attention, which torch can also compute without a fused kernel.
+        undecidable: None, or a sentence that names an op whose random numbers cannot be drawn in fp32: a
+            fused kernel of attention, or of a recurrent layer on CUDA, draws them inside.
+        in_attention: whether one of these was attention, which torch can also compute without a fused kernel.
         made_narrow: whether any op returned a bf16 or fp16 tensor.
     """
 
@@ -76,11 +76,11 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         for argument in _DROPOUT_ARGUMENTS:
             if argument in names:
-                self._see_kernel_that_drops(func, call, argument)
+                self._note_dropout_in_kernel(func, call, argument)
                 return func(*args, **kwargs)
         return _drawn_in_fp32(func, call)
 
-    def _see_kernel_that_drops(self, func: Any, call: dict[str, Any], argument: str) -> None:
+    def _note_dropout_in_kernel(self, func: Any, call: dict[str, Any], argument: str) -> None:
         """Note that a fused kernel draws its dropout, unless the probability in ``argument`` is 0."""
         drops = call.get(argument, 0.0) > 0 and call.get("train", True)
         if not drops:
@@ -205,15 +205,15 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Make ops on fp32 tensors compute in float64 and round the result to fp32 once.
 
     What differs from plain FP32 is then FP32's own rounding noise. Take a bias before a batch norm: its
-    gradient is exactly zero, and FP32 computes 1e-6 or so, depending on the order of its sums. To measure
-    that noise by changing the last bit of the weights would miss it: this changes only 1 % of such a gradient
-    (measured). Sums without rounding change 100 % of it, and 1e-5 of a meaningful gradient.
+    gradient is exactly zero, and FP32 computes 1e-6 or so, depending on the order of its sums. Sums without
+    rounding change 100 % of such a gradient, and 1e-5 of a meaningful one. To change the last bit of the
+    weights would not show this noise: it changes only 1 % of such a gradient (measured).
 
     Ops that return views, write in place, draw random numbers or have no float64 kernel run as usual; running
     statistics of a normalization are not updated. Slow: for one step, not for training.
 
     Attributes:
-        paused: whether all ops run as usual, where the mode cannot be left.
+        paused: whether all ops run as usual; to be set where the mode cannot be left.
     """
 
     paused = False
@@ -232,7 +232,7 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Fourier transforms, ``complex`` and ``polar`` make complex numbers of real ones.
             narrow = _recast(result, torch.complex128, torch.complex64)
             return _recast(narrow, torch.float64, torch.float32)
-        except (RuntimeError, TypeError):  # no kernel for float64 (NotImplementedError is a RuntimeError)
+        except (RuntimeError, TypeError):  # no kernel for float64; NotImplementedError is a RuntimeError
             return func(*args, **kwargs)
 
 

@@ -27,7 +27,7 @@ from narrowcast.verify.certificate._certificate import (
 )
 from narrowcast.verify.certificate._sums import FEWEST_BATCHES, Measured, Moments, Totals
 
-# Reasons of parameters that the verdict depends on.
+# Reasons of single parameters, by which the verdict and its notes find them again.
 _NOT_FINITE_FP32 = "its FP32 gradient is not finite"
 _NOT_FINITE_MIXED = "its gradient is not finite in mixed precision"
 _NOT_FINITE_OTHER = "the FP32 gradient of the second batch is not finite"
@@ -39,8 +39,8 @@ _MISSING_FP32 = "it has a gradient in mixed precision and none in FP32, which co
 _MISSING_MIXED = "it has a gradient in FP32 and none in mixed precision, which counts as zero"
 
 # Relative error that passes whatever the noise: two and a half roundoffs (2**-8) of bf16, by rounding alone.
-# Needed because full batches have no noise to divide by, and a large one little. Not for steps that average
-# several minibatches: their noise falls with the number, and the bias of rounding, however small, does not.
+# Needed because full batches have no noise to divide by, and large batches have little. Not for steps that
+# average several minibatches: their noise falls with the number, and the bias of rounding does not.
 ROUNDING_SIZE = 0.01
 # Relative error where both batches are the same: about ten roundoffs of bf16, what is left of them after a
 # dozen layers; a direction within 3 degrees of FP32's. Training shrinks the gradient, so the relative error
@@ -80,7 +80,7 @@ def certificate_of(
     averaged: int = 1,
     **fields: Any,
 ) -> Certificate:
-    """Judge the gradients of all parameters; the arguments that are not below are fields of the certificate.
+    """Judge the gradients of all parameters. Arguments that are not listed are fields of the certificate.
 
     Args:
         measured: each parameter.
@@ -116,12 +116,12 @@ def certificate_of(
     if judgment is None:
         of_step = None
         if minibatches > 1:
-            of_step = _of_step(results, moments, minibatches, gradients_in_step, rounding_unknown)
-        judgment = _by_total(totals, totals_with_second, totals_without_second, of_step)
+            of_step = _verdict_of_step(results, moments, minibatches, gradients_in_step, rounding_unknown)
+        judgment = _verdict_of_all(totals, totals_with_second, totals_without_second, of_step)
         # A single layer whose gradient is lost, which the total of a large model would not show. Without
         # FP32's own rounding it is only "cannot tell", which must not soften a fail.
         if lost and (rounding_unknown is None or judgment.verdict != FAIL):
-            judgment = _of_lost(lost, rounding_unknown)
+            judgment = _verdict_of_lost(lost, rounding_unknown)
 
     # If no parameter has a second batch, the verdict itself says so.
     names_without_second = []
@@ -210,11 +210,16 @@ def _result(parameter: Measured, gradients_in_step: float) -> ParameterResult:
         return ParameterResult(name=name, shape=shape, reason=_NOT_FINITE_FP32)
     if parameter.error.missing == "both":
         return ParameterResult(name=name, shape=shape, reason=_NO_GRADIENT)
-    # The exact gradient is not finite, as by an overflow, which tells nothing of how FP32 rounds.
+    # An exact gradient that is not finite, as by an overflow, tells nothing of how FP32 rounds.
     if parameter.rounding is not None and not math.isfinite(parameter.rounding.second):
         parameter = replace(parameter, rounding=None)
 
     totals = Totals.of([parameter])
+    bias_norm = rounding_norm = None
+    if parameter.moments is not None:
+        bias_norm = math.sqrt(parameter.moments.bias)
+    if parameter.rounding is not None:
+        rounding_norm = totals.rounding
     noise_norm = error_over_noise = None
     if parameter.noise is not None:
         error_over_noise = totals.error_over_noise(parameter.moments, gradients_in_step)
@@ -229,9 +234,9 @@ def _result(parameter: Measured, gradients_in_step: float) -> ParameterResult:
         shape=shape,
         gradient_norm=totals.gradient,
         error_norm=totals.error,
-        bias_norm=None if parameter.moments is None else math.sqrt(parameter.moments.bias),
+        bias_norm=bias_norm,
         noise_norm=noise_norm,
-        rounding_norm=None if parameter.rounding is None else totals.rounding,
+        rounding_norm=rounding_norm,
         error_over_noise=error_over_noise,
         relative_error=relative_error,
         cosine=totals.cosine,
@@ -253,12 +258,15 @@ def _whether_judged(totals: Totals, parameter: Measured) -> tuple[bool, str | No
 
     zero_in_all_batches = totals.gradient == 0 and totals.noise == 0
     if totals.gradient == 0 and totals.error == 0:
-        return False, _ZERO_GRADIENT if zero_in_all_batches else _ZERO_FP32
+        reason = _ZERO_FP32
+        if zero_in_all_batches:
+            reason = _ZERO_GRADIENT
+        return False, reason
     return True, _why_a_number_is_none(totals, parameter, zero_in_all_batches=zero_in_all_batches)
 
 
 def _why_a_number_is_none(totals: Totals, parameter: Measured, *, zero_in_all_batches: bool) -> str | None:
-    """Return what to know of a parameter that is judged; None: all of its numbers are defined."""
+    """Return why a number of a parameter that is judged is None or says little; None: all are defined."""
     reason = None
     if parameter.error.missing == "second":
         reason = _MISSING_MIXED
@@ -291,7 +299,7 @@ def _lost(parameters: Sequence[ParameterResult], *, has_noise: bool) -> list[_Lo
     return sorted(lost, reverse=True)
 
 
-def _of_lost(lost: Sequence[_Lost], rounding_unknown: str | None) -> _Verdict:
+def _verdict_of_lost(lost: Sequence[_Lost], rounding_unknown: str | None) -> _Verdict:
     worst = lost[0]
     names = few([parameter.name for parameter in lost])
     reason = (
@@ -299,11 +307,14 @@ def _of_lost(lost: Sequence[_Lost], rounding_unknown: str | None) -> _Verdict:
         f"size or of minibatch noise, whichever is larger, where {worst.limit} is the limit for a single "
         "parameter."
     )
-    return _by_single(reason, rounding_unknown)
+    return _verdict_of_single(reason, rounding_unknown)
 
 
-def _by_single(reason: str, rounding_unknown: str | None) -> _Verdict:
-    """Fail because of single parameters; "cannot tell" if rounding was not measured and may be their all."""
+def _verdict_of_single(reason: str, rounding_unknown: str | None) -> _Verdict:
+    """Fail because of single parameters.
+
+    If rounding was not measured, "cannot tell": their gradients may be nothing but rounding.
+    """
     if rounding_unknown:
         return _Verdict(CANNOT_TELL, f"{reason} {rounding_unknown}")
     return _Verdict(FAIL, reason)
@@ -314,7 +325,7 @@ def _by_single(reason: str, rounding_unknown: str | None) -> _Verdict:
 
 def _without_ratios(parameters: Sequence[ParameterResult], cannot_tell: str | None) -> _Verdict | None:
     """Return the verdict if it does not depend on any ratio."""
-    # What is not finite comes first: no other reason could excuse it.
+    # What is not finite comes first: it decides, whatever else is known.
     of_fp32 = few(_because(parameters, _NOT_FINITE_FP32))
     if of_fp32:
         return _Verdict(CANNOT_TELL, f"FP32 itself is not finite: the gradient of {of_fp32}.")
@@ -344,7 +355,7 @@ def _nothing_judged(parameters: Sequence[ParameterResult]) -> str:
     return f"No gradient can be judged ({few(reasons)})."
 
 
-def _by_total(
+def _verdict_of_all(
     totals: Totals,
     totals_with_second: Totals | None,
     totals_without_second: Totals,
@@ -452,7 +463,9 @@ def _without_second_batch(relative: float | None) -> _Verdict:
 # ---- a step of several minibatches
 
 
-def _in_step(parameters: Sequence[ParameterResult], gradients_in_step: float) -> list[tuple[Estimate, str]]:
+def _errors_in_step(
+    parameters: Sequence[ParameterResult], gradients_in_step: float
+) -> list[tuple[Estimate, str]]:
     """Return error over noise of each parameter that has a limit of its own in a step, worst first.
 
     Those whose error is not known are left out, as where one batch alone has noise.
@@ -471,22 +484,26 @@ def _in_step(parameters: Sequence[ParameterResult], gradients_in_step: float) ->
 def _lost_in_step(
     parameters: Sequence[ParameterResult], gradients_in_step: float
 ) -> list[tuple[Estimate, str]]:
-    """Return those of ``_in_step`` whose whole interval is above the limit, worst first.
+    """Return those of ``_errors_in_step`` whose whole interval is above the limit, worst first.
 
     The lower end counts, since a few batches know a bias badly.
     """
-    estimates = _in_step(parameters, gradients_in_step)
+    estimates = _errors_in_step(parameters, gradients_in_step)
     return [(estimate, name) for estimate, name in estimates if estimate.low > PARAMETER_LIMIT]
 
 
-def _of_step(
+def _verdict_of_step(
     parameters: Sequence[ParameterResult],
     moments: Moments | None,
     minibatches: int,
     gradients_in_step: float,
     rounding_unknown: str | None,
 ) -> _Verdict:
-    """Judge the mean of several minibatches, of ``gradients_in_step`` measured gradients, by noise alone."""
+    """Judge a step that averages several minibatches by error over noise; relative errors do not count.
+
+    Args:
+        gradients_in_step: measured gradients that the step averages, each a mean of minibatches itself.
+    """
     if moments is None:
         reason = (
             f"A step averages {minibatches} minibatches here, and it takes {FEWEST_BATCHES} batches to tell "
@@ -495,7 +512,7 @@ def _of_step(
         return _Verdict(CANNOT_TELL, reason)
 
     total = moments.at(gradients_in_step)
-    single = _in_step(parameters, gradients_in_step)
+    single = _errors_in_step(parameters, gradients_in_step)
     lost = _lost_in_step(parameters, gradients_in_step)
     measured = (
         f"In a step of {minibatches} minibatches mixed precision moves the gradient by {number(total.value)} "
@@ -511,7 +528,7 @@ def _of_step(
             f"{measured}, and the gradient of {names} by {number(worst_estimate.value)}, where "
             f"{PARAMETER_LIMIT} is the limit for a single parameter."
         )
-        return _by_single(reason, rounding_unknown)
+        return _verdict_of_single(reason, rounding_unknown)
 
     worst = ""
     if single:

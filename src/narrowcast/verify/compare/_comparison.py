@@ -37,15 +37,19 @@ from narrowcast.verify.runs._runs import (
     read_result,
 )
 
-# The optimizer's state exists from the first step on, and counts in the next backward.
+# Steps of a run that counts tensor bytes. The optimizer's state exists from the first step on, and counts in
+# the next backward.
 _STEPS_FOR_MEMORY = 3
+# If a step takes longer, such a run takes one step fewer, and two fewer from five times as long on.
 _SLOW_STEP_S = 2.0
 # Runs that are not timed, and how many steps of each format they take: 3 for memory, 7 for gradients.
 _UNTIMED_RUNS, _UNTIMED_STEPS = 5, 10
-# The last step at which gradients are compared, and in a script that is too short for two later ones.
+# The latest step at which gradients are compared, and that of a script with room for one later step only.
 _LATEST_STEP, _EARLY_STEP = 24, 8
-_MANY_STEPS_S = 0.1  # where a step takes longer, three dozen more would take the place of timed ones
-# Steps of a profile, and seconds after which its phases end, each with the step that goes on then.
+# If an FP32 step takes longer, ``_LATEST_STEP`` is not reached: three dozen more steps would leave too little
+# time for timed ones.
+_MANY_STEPS_S = 0.1
+# Steps of a profile, and after how many seconds its two phases end, each at the end of a step.
 _PROFILE_STEPS, _PROFILE_S = 7, 1.5
 _PROFILE_SHARE = 0.3  # of the time limit; what takes longer is for narrowcast doctor
 _IN_PROCESSES = "since the script computes in processes that it starts itself, which are not profiled"
@@ -71,13 +75,17 @@ def stays_in_fp32(policy: str) -> str | None:
     if wanted.compute != "auto" or not wanted.is_plain or torch.accelerator.is_available():
         return None
     choice = best_format("cpu")
-    return choice.because if choice.format == "fp32" else None
+    if choice.format != "fp32":
+        return None
+    return choice.because
 
 
 def compared_instead(policy: str) -> str | None:
     """Return the narrow format to compare where ``auto`` is fp32; None: ``policy`` itself."""
+    if as_policy(policy).compute != "auto" or not stays_in_fp32(policy):
+        return None
     # fp16 needs loss scales, and its convolutions may take hundreds of times as long on a CPU.
-    return "bf16" if as_policy(policy).compute == "auto" and stays_in_fp32(policy) else None
+    return "bf16"
 
 
 def slow_here(policy: str) -> list[str]:
@@ -85,7 +93,9 @@ def slow_here(policy: str) -> list[str]:
     wanted = as_policy(policy)
     if torch.accelerator.is_available():
         return []
-    compute = best_format("cpu").format if wanted.compute == "auto" else wanted.compute
+    compute = wanted.compute
+    if compute == "auto":
+        compute = best_format("cpu").format
     return slow_formats([compute, *(rule.compute for rule in wanted.rules)], "cpu")
 
 
@@ -143,7 +153,9 @@ class _Comparison:
         try:
             self.timed.time_all()
             first = self.timed.captures["fp32"][0].totals()
-            if first["stopped"]:
+            # A run that the time limit ended earlier has a note of its own.
+            reached_steps = 0 < settings.steps <= self.timed.spent[0].steps
+            if first["stopped"] and reached_steps:
                 unit = "optimizer steps" if first["steps"] else "calls of its modules"
                 ended = f"each run was ended after {settings.steps} {unit}"
                 self._write("note", text=f"{ended}; --steps 0 runs the whole script")
@@ -157,13 +169,15 @@ class _Comparison:
         except ScaleCollapseError as error:
             # Training that cannot go on in mixed precision is a result of the comparison.
             failed = self._no_certificate(f"Training in mixed precision came to a stop. {error}")
-            self._write("certificate", **failed | {"verdict": FAIL, "is_lost": True})
+            failed |= {"verdict": FAIL, "is_lost": True}
+            self._write("certificate", **failed)
         except ScriptError as error:
             self._write("note", text=in_short(error))
             raise
         finally:
             self.runs.close()
-            for folder in self.runs.folders:  # its tensors may be as large as the model
+            # Kept tensors may be many times as large as the model.
+            for folder in self.runs.folders:
                 shutil.rmtree(folder / TENSORS, ignore_errors=True)
             if self.runs.written:
                 text = (
@@ -177,12 +191,12 @@ class _Comparison:
         self.writer.write({"event": event, **fields})
 
     def _untimed_s(self) -> float:
-        """Return about how long the runs take that are not timed, and this process to end.
+        """Return about how long the untimed runs take, and the end of this process.
 
         The three runs that keep gradients train up to the last compared step. Their steps take about three
         times as long: exact sums, weights and gradients that are written.
         """
-        # ``step_s`` is a step in both formats, so that a step of three runs is one and a half of it.
+        # In steps of both formats, as ``step_s`` has them: a step of all three runs is one and a half of it.
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
         steps = _UNTIMED_STEPS + 1.5 * (at_steps[-1] + held_steps)
@@ -204,6 +218,7 @@ class _Comparison:
         if any(capture.totals()["peak_tensor_bytes"] is not None for capture in self.timed.all_captures()):
             return
         steps = _STEPS_FOR_MEMORY
+        # Tensors are counted at each operator, which makes slow steps much slower.
         slowest_s = max(self.timed.step_times("mixed"), default=0.0)
         if slowest_s > _SLOW_STEP_S:
             steps -= 1
@@ -211,7 +226,7 @@ class _Comparison:
             steps -= 1
         if self.settings.steps:
             steps = min(self.settings.steps, steps)
-        # A model may be called before training, as by a parametrization when it is made.
+        # Calls of the model before training, as by a parametrization when it is made, are no steps.
         more = {"steps": steps, "is_training": self.timed.kind() == "training"}
         self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, **more)
         for format_ in ("fp32", "mixed"):
@@ -271,15 +286,18 @@ class _Comparison:
         """Return the certificate of each step at which gradients are compared."""
         if not self.timed.spawns:
             return certify_script(self.runs, format=self.timed.format(), at_steps=self._at_steps())
-        why = "The script trains in processes that it starts itself, where updates cannot be held back: use "
-        return [self._no_certificate(f"{why}narrowcast.certify on its model.")]
+        why = (
+            "The script trains in processes that it starts itself, where updates cannot be held back: use "
+            "narrowcast.certify on its model."
+        )
+        return [self._no_certificate(why)]
 
     def _at_steps(self) -> list[int]:
         """Return the steps at which gradients are compared, in their order.
 
         Where training begins, errors may be larger than later, so two later steps follow, or one in a short
-        or slow script, or none in a very short one. The runs take more steps than those: batches whose
-        updates are held back, and moves.
+        or slow script, or none in a very short one. The script must have still more steps, for batches whose
+        updates are held back, and for moves.
         """
         if self.settings.at_step is not None:
             return [self.settings.at_step]
@@ -295,7 +313,9 @@ class _Comparison:
         latest = min(_EARLY_STEP, taken // 2)
         if ends_by_itself:
             latest = min(latest, taken - _steps_besides(2))
-        return [0, latest] if latest >= _EARLY_STEP // 2 else [0]
+        if latest >= _EARLY_STEP // 2:
+            return [0, latest]
+        return [0]
 
     def _no_certificate(self, why: str) -> dict[str, Any]:
         fields = {"policy": self.settings.policy, "at_step": self.settings.at_step or 0}

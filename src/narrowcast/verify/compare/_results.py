@@ -33,15 +33,15 @@ from narrowcast.verify.runs._runs import (
 )
 
 _MOST_TRIES = 8
-# Every run that keeps gradients trains in mixed precision between the compared steps, FP32's too; at those
-# steps ``GradientProbe`` switches it to FP32.
+# Between the compared steps every run that keeps gradients trains in mixed precision, so that all are at the
+# same weights. At the compared steps ``GradientProbe`` switches the FP32 runs to FP32.
 _TRAINS_IN = "mixed"
 # How far the inputs of two runs may differ, as a share of how far they vary: a state that is carried in bf16
 # differs by 0.004 to 0.02, and another batch by 1.4.
 _CARRIED_STATE_LIMIT = 0.1
-# How much nearer or farther than in FP32 steps may move the weights, as a share. Beyond the first, for all
-# weights together, nobody can tell; beyond the second, for all or for one parameter, it fails. Measured in
-# bf16: 0.04 for all and 0.1 for one at most, with Adam, which follows signs.
+# By which share steps may move weights less or more far than in FP32. Beyond the first, for all weights
+# together, the verdict is "cannot tell"; beyond the second, for all or for one parameter, it is "fail".
+# Measured in bf16: 0.04 for all and 0.1 for one at most, with Adam, which follows signs.
 _MOVE_LIMIT, _MOVE_FAILS = 0.15, 0.5
 
 
@@ -53,9 +53,9 @@ def certify_script(runs: ScriptRuns, *, format: str, at_steps: Sequence[int] = (
     Updates are held back, so that all are at the same weights. If a dynamic loss scale still overflows, the
     mixed run is made again with the scale that it reached.
 
-    The first step is always there; of the others, those that the script reaches. ``is_lost``: whether it
-    fails because something is lost, as a parameter's gradient, and not only rounded: then losses that agree
-    do not matter.
+    The first step always has a certificate, and the others if the script reaches them. ``is_lost`` tells
+    whether it fails because something is lost, as a parameter's gradient, and not only rounded. Losses that
+    agree do not outweigh that.
     """
     asked = {"at_steps": tuple(at_steps)}
     try:
@@ -76,15 +76,16 @@ def certify_script(runs: ScriptRuns, *, format: str, at_steps: Sequence[int] = (
     kept = _KeptRuns(reference, mixed, exact, exact_failed)
     certificates: list[dict[str, Any]] = []
     for at_step in at_steps:
+        is_first = not certificates
         is_reached = bool(_facts(reference, at_step).random)
-        if is_reached or not certificates:
+        if is_first or is_reached:
             certificates.append(_certificate_at(at_step, kept, policy=runs.settings.policy, format=format))
     return certificates
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptRuns:
-    """The folders of the runs that kept gradients; ``exact_failed``: why there is none by exact sums."""
+    """The folders of the runs that kept gradients; ``exact_failed``: why ``exact`` is None."""
 
     reference: Path
     mixed: Path
@@ -92,19 +93,19 @@ class _KeptRuns:
     exact_failed: str | None
 
 
-def _certificate_at(at_step: int, runs: _KeptRuns, *, policy: str, format: str) -> dict[str, Any]:
+def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) -> dict[str, Any]:
     """Return the certificate of one step, from what the runs kept."""
-    fp32, mixed = _facts(runs.reference, at_step), _facts(runs.mixed, at_step)
-    cannot_tell = _difference(fp32, mixed, at_step)
-    rounding_unknown = runs.exact_failed
+    fp32, mixed = _facts(kept.reference, at_step), _facts(kept.mixed, at_step)
+    cannot_tell = _why_not_alike(fp32, mixed, at_step)
+    rounding_unknown = kept.exact_failed
     exact_folder: Path | None = None
-    if runs.exact is not None:
-        rounding_unknown = _difference(fp32, _facts(runs.exact, at_step), at_step)
+    if kept.exact is not None:
+        rounding_unknown = _why_not_alike(fp32, _facts(kept.exact, at_step), at_step)
         if not rounding_unknown:
-            exact_folder = tensors_at(runs.exact, at_step)
-    fp32_folder, mixed_folder = tensors_at(runs.reference, at_step), tensors_at(runs.mixed, at_step)
+            exact_folder = tensors_at(kept.exact, at_step)
+    fp32_folder, mixed_folder = tensors_at(kept.reference, at_step), tensors_at(kept.mixed, at_step)
 
-    # Where runs cannot be compared the numbers are shown all the same.
+    # Numbers are shown even where the runs cannot be compared.
     measured: list[Measured] = []
     for place in range(len(fp32.random)):
         batches = _batches_alike(fp32, mixed, place)
@@ -147,18 +148,21 @@ def _certificate_at(at_step: int, runs: _KeptRuns, *, policy: str, format: str) 
 
 def _rounded_column(fp32: GradientFacts, format: str) -> RoundedColumn | None:
     """Return the column of the input that loses most of its spread in the formats of mixed runs."""
+    # ``format`` may name several, as "bf16, fp32".
     columns = [column for name, column in fp32.rounded_columns.items() if name in format]
     return max(columns, key=lambda column: column.share, default=None)
 
 
 def _of_column(column: RoundedColumn, format: str) -> str:
     """Say how much of the input is lost, and what standardizing it would leave of that."""
-    return (
+    text = (
         f"{format} would round the input: column {column.column} of {column.columns} ({column.mean:.4g}, "
         f"give or take {column.spread:.3g}) loses {column.share:.0%} of its spread; standardized, it would "
         f"lose {column.share_standardized:.1%}. Unless the model normalizes it, standardize it and compare "
         "again."
-    ).replace("%", " %")
+    )
+    # Python's format for shares has no space before the sign.
+    return text.replace("%", " %")
 
 
 def _batches_alike(fp32: GradientFacts, mixed: GradientFacts, place: int) -> int:
@@ -179,8 +183,8 @@ def no_certificate(reason: str, **fields: Any) -> dict[str, Any]:
 
 
 def _run_mixed(runs: ScriptRuns, asked: dict[str, Any]) -> Path:
-    """Make the mixed run, again while a compared batch overflows, as at a dynamic scale's start."""
-    # Training under a fixed scale goes on at that scale, and is judged by it.
+    """Make the mixed run; make it again while a compared batch overflows, as at a dynamic scale's start."""
+    # Training under a fixed scale goes on at that scale, so it is judged at that scale, too.
     given = runs.settings.loss_scale
     is_fixed = given is not None and isinstance(parse(given), Static)
     scale: float | None = None
@@ -189,13 +193,14 @@ def _run_mixed(runs: ScriptRuns, asked: dict[str, Any]) -> Path:
         good_scales = [facts.good_scale for facts in _all_facts(folder) if facts.good_scale is not None]
         if not good_scales:
             break
-        # A later batch was finite at it; if the compared ones need a lower scale, go down faster each time.
+        # A later batch was finite at this scale. The compared ones may need a lower one: divide it by 1, then
+        # by 4, then by 16, and so on.
         scale = min(good_scales) / 4.0**tried
     return folder
 
 
 def _all_facts(folder: Path) -> list[GradientFacts]:
-    """Read what a run that keeps gradients noted, for each step that it reached or waited for."""
+    """Return the facts of a run that keeps gradients, for each step that it reached or waited for."""
     result = read_result(folder)
     if not result:
         return []
@@ -210,7 +215,7 @@ def _facts(folder: Path, at_step: int) -> GradientFacts:
 
 
 class _KeptGradient(NamedTuple):
-    """A parameter's gradient as a probe kept it; None: it had none."""
+    """A parameter and its gradient, as a probe kept them; None: it had no gradient."""
 
     name: str
     shape: tuple[int, ...]
@@ -231,7 +236,7 @@ def _add_optimizer(
     The folders are those of one step; ``batches``: how many of the mixed gradients, from the first on, can be
     compared. The first is used in any case.
     """
-    # FP32's batches are good for the noise even where the mixed run saw others later on.
+    # All of FP32's batches measure the noise, even where the mixed run saw others later on.
     of_fp32, of_mixed = _kept(reference, place), _kept(mixed, place)
     of_exact: list[list[_KeptGradient]] = []
     if exact is not None:
@@ -292,29 +297,35 @@ def _judge_steps(
     fp32: Mapping[str, torch.Tensor], mixed: Mapping[str, torch.Tensor], judged: Mapping[str, bool]
 ) -> dict[str, str]:
     """Return a verdict where gradients agree, and steps move weights or buffers otherwise than in FP32."""
-    along, size = 0.0, 0.0
+    projected_of_all = squared_of_all = 0.0
     otherwise: dict[str, float] = {}
     for name, move in fp32.items():
+        # ``judged`` has no buffers, which all count.
+        if name not in mixed or not judged.get(name, True):
+            continue
+        # What does not move in FP32, or to infinity, as a mask, has no direction to compare with.
         squared = float(move.square().sum())
-        if not judged.get(name, True) or name not in mixed or not squared:
+        if squared == 0 or not math.isfinite(squared):
             continue
         projected = float((move * mixed[name]).sum())
-        if name in judged:  # a parameter, and not a buffer
-            along += projected
-            size += squared
+        is_parameter = name in judged
+        if is_parameter:
+            projected_of_all += projected
+            squared_of_all += squared
         if move.numel() >= ENOUGH_ELEMENTS and _moves_otherwise(projected / squared, move, mixed[name]):
             otherwise[name] = projected / squared
 
     # How far steps move all weights along their way in FP32.
     share = 1.0
-    if size:
-        share = along / size
+    if squared_of_all:
+        share = projected_of_all / squared_of_all
     where = ""
     if otherwise:
         first = next(iter(otherwise.values()))
         where = f", {few([*otherwise])} {first:.3g} times"
     reason = f"The gradients agree, but steps move the weights {share:.3g} times as far as in FP32{where}."
-    if otherwise or abs(share - 1) > _MOVE_FAILS:
+    # Weights that are not finite in mixed precision make the share NaN, which must fail: hence ``not``.
+    if otherwise or not abs(share - 1) <= _MOVE_FAILS:
         return {"verdict": FAIL, "reason": reason}
     if abs(share - 1) > _MOVE_LIMIT:
         return {"verdict": CANNOT_TELL, "reason": reason}
@@ -326,13 +337,14 @@ def _moves_otherwise(share: float, fp32: torch.Tensor, mixed: torch.Tensor) -> b
 
     Adam moves what has no gradient but rounding as far as the rest, in another direction each time: half of
     a bias of keys and values, where attention ignores a shift of all keys. So one that moves as far as in
-    FP32 passes, whatever its direction, if it does not turn round.
+    FP32 passes, whatever its direction, if it does not turn round. One that is not finite does not pass.
     """
     if abs(share - 1) <= _MOVE_FAILS:
         return False
     length = float(mixed.norm() / fp32.norm())
     turns_round = share < -_MOVE_FAILS
-    return turns_round or abs(length - 1) > _MOVE_FAILS
+    # NaN is otherwise, too.
+    return turns_round or not abs(length - 1) <= _MOVE_FAILS
 
 
 def _kept(folder: Path, place: int) -> list[list[_KeptGradient]]:
@@ -354,7 +366,7 @@ def _load(path: Path) -> Any:
     return None
 
 
-def _difference(fp32: GradientFacts, mixed: GradientFacts, at_step: int) -> str | None:
+def _why_not_alike(fp32: GradientFacts, mixed: GradientFacts, at_step: int) -> str | None:
     """Return why two runs did not see the same batch at the same weights; None: they did."""
     taken = min(fp32.steps_before, mixed.steps_before)
     if taken < at_step:
@@ -363,7 +375,7 @@ def _difference(fp32: GradientFacts, mixed: GradientFacts, at_step: int) -> str 
         where = "in the runs that keep gradients"
         return f"No torch.optim.Optimizer stepped {where}: updates, if any, are made by hand."
 
-    # What a run noted itself says most.
+    # What a probe noted itself is the most exact reason.
     reason = fp32.problem or mixed.problem
     if reason:
         return reason
@@ -438,24 +450,29 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
     nothing: dict[str, Any] = {"inputs": [], "problem": None}
     facts, mixed_facts = read_result(fp32) or nothing, read_result(mixed) or nothing
     alike = []
-    for call, inputs in enumerate(zip(facts["inputs"], mixed_facts["inputs"], strict=False)):
-        if inputs[0] == inputs[1]:
+    both_inputs = zip(facts["inputs"], mixed_facts["inputs"], strict=False)
+    for call, (fingerprint, mixed_fingerprint) in enumerate(both_inputs):
+        if fingerprint == mixed_fingerprint:
             alike.append(call)
 
+    # The squared norms of error and signal, by place in the outputs, summed over calls.
     problem = facts["problem"] or mixed_facts["problem"]
-    errors, signals = defaultdict[int, float](float), defaultdict[int, float](float)
+    errors = defaultdict[int, float](float)
+    signals = defaultdict[int, float](float)
     for call in alike:
         outputs = _load(fp32 / TENSORS / f"outputs-{call}.pt")
         mixed_outputs = _load(mixed / TENSORS / f"outputs-{call}.pt")
         if outputs is None or mixed_outputs is None:
             problem = problem or "the outputs of a run cannot be read"
-        elif [output.shape for output in outputs] != [output.shape for output in mixed_outputs]:
+            continue
+        if [output.shape for output in outputs] != [output.shape for output in mixed_outputs]:
             problem = problem or "outputs of the same inputs have other shapes in mixed precision"
-        else:
-            for place, pair in enumerate(zip(outputs, mixed_outputs, strict=True)):
-                error, signal = _error_and_signal(*pair)
-                errors[place] += error
-                signals[place] += signal
+            continue
+        for place, (wide, narrow) in enumerate(zip(outputs, mixed_outputs, strict=True)):
+            error, signal = _error_and_signal(wide, narrow)
+            errors[place] += error
+            signals[place] += signal
+
     relative_errors = _ratios(errors, signals)
     if problem:
         return _output(CANNOT_TELL, problem, len(alike))
@@ -496,7 +513,8 @@ def _judge_outputs(relative_errors: Mapping[int, float], *, places: int, calls: 
 
 def _error_and_signal(wide: torch.Tensor, narrow: torch.Tensor) -> tuple[float, float]:
     """Return the squared norms of the error and of the FP32 output, where that is finite."""
-    wide, finite = wide.double(), torch.isfinite(wide)
+    finite = torch.isfinite(wide)
+    wide = wide.double()
     signal = float(torch.where(finite, wide, 0.0).square().sum())
     error = torch.where(finite, narrow.double() - wide, 0.0)
     if not bool(torch.isfinite(error).all()):

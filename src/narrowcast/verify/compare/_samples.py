@@ -24,7 +24,7 @@ _CALL = "narrowcast: call"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gradient:
-    """What a parameter's ``.grad`` was; its version grows when it is added to in place."""
+    """A parameter's ``.grad`` at one moment; its version grows when it is added to in place."""
 
     tensor: torch.Tensor | None
     version: int
@@ -131,9 +131,10 @@ class Minibatches:
             if passes and not _holds_gradients(optimizer):
                 passes.clear()  # the script has dropped them
             parameters = set(map(id, parameters_of(optimizer)))
+            # The calls of modules whose parameters this optimizer updates.
             own: dict[_Call, list[Any]] = {}
             for call, nodes in nodes_of_calls.items():
-                if _uses(call.module, parameters):
+                if _has_one_of(call.module, parameters):
                     own[call] = nodes
             before.append(_BeforePass(optimizer, _gradients(optimizer), _outermost(own)))
         self._thread.before = before
@@ -154,16 +155,16 @@ class Minibatches:
         """
         step = self._count(optimizer)
         largest = self._largest_steps.get(optimizer, _StepCounts(0, None))
-        # As large, and its samples may be known: the calls of a script's first step may have been made before
-        # we watched.
+        # A step as large may have samples that are known: the calls of a script's first step may have been
+        # made before we watched.
         tells_more = step.minibatches == largest.minibatches and largest.samples is None
         if step.minibatches > largest.minibatches or tells_more:
             self._largest_steps[optimizer] = step
 
-        steps = self._largest_steps.values()
-        most = max(step.minibatches for step in steps)
-        samples = [step.samples for step in steps if step.samples is not None]
-        if len(samples) < len(steps):
+        largest_steps = self._largest_steps.values()
+        most = max(counts.minibatches for counts in largest_steps)
+        samples = [counts.samples for counts in largest_steps if counts.samples is not None]
+        if len(samples) < len(largest_steps):
             return most, None
         # A certificate multiplies both numbers, for every optimizer alike. The product must be no more
         # samples than the step of any optimizer averaged.
@@ -208,7 +209,9 @@ def _count_samples(passes: Sequence[Sequence[_Call]]) -> int | None:
                 return None
             total += samples
         totals.add(total)
-    return totals.pop() if len(totals) == 1 else None
+    if len(totals) != 1:
+        return None
+    return totals.pop()
 
 
 def _nodes_of_calls(roots: Sequence[Any]) -> dict[_Call, list[Any]]:
@@ -256,7 +259,8 @@ def _outermost(nodes_of_calls: dict[_Call, list[Any]]) -> list[_Call]:
     return outermost
 
 
-def _uses(module: torch.nn.Module, parameters: set[int]) -> bool:
+def _has_one_of(module: torch.nn.Module, parameters: set[int]) -> bool:
+    """Return whether a parameter of ``module`` is among those with these ``id``."""
     return not parameters.isdisjoint(map(id, module.parameters()))
 
 

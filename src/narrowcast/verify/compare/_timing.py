@@ -49,17 +49,19 @@ from narrowcast.verify.runs._runs import (
 )
 
 MOST_PAIRS = 8
+# The default time limit of all runs: the first number, or so many times the first pair if that is longer.
+# Runs that take turns take about 5 % longer than alone, so this is 1.5 times what the pair takes alone.
 _LEAST_S = 25.0
-# Of the first pair, whose runs take turns. Alone they take about 5 % less, so this is 1.5 times that time.
 _TIMES_THE_PAIR = 1.42
+# ``compare`` ends no mixed run before it has taken steps for so long.
 _LEAST_MIXED_S = 15.0
 # A run of a later pair has at least the three steps of the warm-up and nine more. It has at most 40 steps, or
-# as many as take two seconds if those are more.
+# as many as take both runs of the pair two seconds, if those are more.
 _FEWEST_STEPS = 12
 _ENOUGH_STEPS, _ENOUGH_S = 40, 2.0
-# Where gradients take all of the time limit, short pairs are timed all the same, with steps for so long ...
+# If the untimed runs leave no time, as many short pairs as an interval needs are timed all the same. Each has
+# steps for ``_SHORT_S``. None is timed if they would take more than ``_SHORT_PAIRS_SHARE`` of the time limit.
 _SHORT_S = 1.0
-# ... unless together they take more than this share of the limit.
 _SHORT_PAIRS_SHARE = 0.4
 # For how long to watch whether other programs use the CPUs, before each pair and after the last. The system
 # counts in ticks of 10 ms, so this is ten of them.
@@ -87,7 +89,7 @@ class TimingSettings(ScriptSettings, frozen=True, kw_only=True):
 
 
 class Spent(NamedTuple):
-    """What a timed run took, without pauses: until its first step, from there on, and for how many steps."""
+    """The time of a timed run without pauses, until its first step and from there on, and its steps."""
 
     startup_s: float
     stepping_s: float
@@ -103,12 +105,12 @@ class TimedPairs:
         untimed_runs: how many runs follow that are not timed.
         untimed_s: returns about how long those take.
         captures: of each format, those of the runs that ended.
-        spent: what each timed run took.
+        spent: the time and steps of each timed run.
         spawns: whether the script trains in processes that it starts itself.
         began: when, by ``time.monotonic``.
-        memory: the most that a timed run claimed, in thousandths of what there is.
-        changes_files: whether one changed files of the user before a pause.
-        shares_of_others: of the CPUs, what other programs used each time one looked.
+        memory: the most that a timed run claimed, in thousandths of the machine's memory.
+        changes_files: whether a timed run changed files of the user before a pause.
+        shares_of_others: the share of the CPUs that other programs used, at each look.
     """
 
     settings: TimingSettings
@@ -186,7 +188,7 @@ class TimedPairs:
         }
 
     def used_by_others(self) -> float:
-        """Return which share of the CPUs other programs used meanwhile, 0 where that does not matter."""
+        """Return which share of the CPUs other programs used meanwhile; 0 where that does not matter."""
         return used_by_others(self.shares_of_others, self.all_captures())
 
     def is_too_slow(self) -> bool:
@@ -215,7 +217,7 @@ class TimedPairs:
     def limit_s(self) -> float:
         """Return how long all runs may take; the default depends on the first pair.
 
-        Without a limit (0) it is the default too, by which progress tells the time left.
+        If the user set no limit (0), it is the default all the same: progress needs an end to expect.
         """
         return self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * self._first_pair_s())
 
@@ -237,7 +239,8 @@ class TimedPairs:
             self._time_pair(repeat, self.settings.steps)
             self._plan_untimed_runs()
 
-        # Each shorter pair shows once more how far two processes differ. What fits is known anew after each.
+        # Each shorter pair shows once more how far two processes differ. How many more fit is computed again
+        # after each one.
         pairs = self.settings.repeats
         while pairs < MOST_PAIRS and self.has_times():
             fitting, steps = self._pairs_that_fit(MOST_PAIRS - pairs)
@@ -253,14 +256,14 @@ class TimedPairs:
         self._note_how(pairs)
 
     def _look_for_others(self) -> None:
-        """Note what other programs use of the CPUs, while no run goes on."""
+        """Note which share of the CPUs other programs use, while no run goes on."""
         share = cpu_share_in_use(_LOOK_S)
         if share is not None:
             self.shares_of_others.append(share)
             self.write({"event": "busy", "share": share})
 
     def _plan_untimed_runs(self) -> None:
-        """Decide whether two of the runs that are not timed may go on at once; tell progress the end.
+        """Decide whether two of the untimed runs may go on at once, and tell progress when all will end.
 
         The run with exact sums takes twice the memory of a timed one, and two runs at once would see each
         other's files.
@@ -309,27 +312,27 @@ class TimedPairs:
         for pairs in range(most, 0, -1):
             fitting = (left_s / pairs - self.pair_besides_s()) / step_s
             if fitting >= fewest:
-                return pairs, self._or_whole(int(min(fitting, enough)))
+                return pairs, self._steps_setting(int(min(fitting, enough)))
         return 0, 0
 
     def _short_pairs(self, pairs: int) -> tuple[int, int]:
-        """Return ``pairs`` and the steps of their runs; zeros if they take too long."""
+        """Return ``pairs`` and the steps of their short runs; zeros if these take too long."""
         steps = self._steps_of_a_run(max(_FEWEST_STEPS, math.ceil(_SHORT_S / self.step_s())))
         needed_s = pairs * (steps * self.step_s() + self.pair_besides_s())
         if needed_s > _SHORT_PAIRS_SHARE * self.limit_s():
             return 0, 0
-        return pairs, self._or_whole(steps)
+        return pairs, self._steps_setting(steps)
 
     def _steps_of_a_run(self, timed: int) -> int:
-        """Return how many steps a run takes that times so many, if the script has them."""
+        """Return how many steps a run must take to time so many; at most those that the script has."""
         return min(self._steps_taken(), self._steps_before_timed() + timed)
 
     def _steps_taken(self) -> int:
         """Return how many steps the first pair of runs took."""
         return max(run.steps for run in self.spent[:2])
 
-    def _or_whole(self, steps: int) -> int:
-        """Return ``steps``, or the setting of the first pair if that took no more."""
+    def _steps_setting(self, steps: int) -> int:
+        """Return ``steps`` as a setting; if the first pair took no more, the setting of that."""
         if steps < self._steps_taken():
             return steps
         return self.settings.steps
@@ -359,7 +362,7 @@ class TimedPairs:
             begun.append(time.monotonic())
             return live
 
-        # AB, BA, AB, so that a machine that slows down slows both alike.
+        # Each pair begins with the other format, so that a machine that slows down slows both alike.
         formats = ["fp32", "mixed"]
         if len(self.captures["fp32"]) % 2 == 1:
             formats.reverse()
@@ -388,8 +391,9 @@ class TimedPairs:
             return self.settings.longest_run_s
         if self.settings.time_limit_s == 0 or (run.format == "fp32" and not self.settings.fp32_because):
             return math.inf
+        # Where ``auto`` is fp32, even FP32 may be slow.
         if self.settings.fp32_because:
-            return _LEAST_MIXED_S  # both: even FP32 may be slow there
+            return _LEAST_MIXED_S
         # A mixed run that takes twice as long as FP32's has shown what it can show.
         first_s = first.active_s
         if self.spent:
@@ -422,8 +426,8 @@ class TimedPairs:
         totals = capture.totals()
         reached = len(capture.of("step")) or totals["backwards"] or totals["forwards"]
         stepping_s = run.stepping_s
+        # The steps of a process that the script starts are in its capture alone.
         if not run.steps:
-            # The steps of a process that the script starts are in its capture alone.
             stepping_s = sum(times_s(capture, kind_of([capture])))
         self.spent.append(Spent(run.active_s - stepping_s, stepping_s, max(reached, 1)))
 

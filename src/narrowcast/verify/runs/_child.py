@@ -25,7 +25,7 @@ from narrowcast.verify.runs._runs import Purpose, RunSettings, write_result
 
 _PR_SET_PDEATHSIG = 1
 _LAST_PORT = 65_535
-# By name, since those of ``doctor`` and ``explain`` stand beside what they are for, above this package.
+# Named by strings, since the probes of ``doctor`` and ``explain`` are in modules that import this package.
 _GRADIENTS = "narrowcast.verify.runs._probes:GradientProbe"
 _PROFILE = "narrowcast.verify._diagnosis:ProfileProbe"
 _PROBES: dict[str, str] = {
@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     _take_own_port(settings.number)
     scale_rule = None if scale is None else parse(scale)
     if settings.start_scale is not None and not settings.at_steps[0]:
-        # Gradients are kept from the first step on, at a scale that an earlier run has found.
+        # Gradients are kept from the first step on, so it starts at the scale that an earlier run has found.
         scale_rule = Dynamic(scale=settings.start_scale)
     probe_class: type[Probe] = pkgutil.resolve_name(_PROBES[settings.purpose])
     probe = probe_class(settings, script.argv)
@@ -92,7 +92,7 @@ def _take_own_port(number: int) -> None:
     if own_port > _LAST_PORT:
         own_port = int(port) - number
     os.environ["MASTER_PORT"] = str(own_port)
-    # The store that ``torchrun`` keeps at its port is of the job; rank 0 of the run serves this one.
+    # The store of ``torchrun`` at the old port belongs to the job. Rank 0 serves the store of this run.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 

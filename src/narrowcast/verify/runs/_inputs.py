@@ -12,14 +12,14 @@ from narrowcast.attach import is_functorch_wrapped
 from narrowcast.casting import tensors_inside
 
 _MOST_ROWS = 4096
-# Of so few rows the spread of a column says nothing.
+# Fewer rows do not tell the spread of a column.
 _FEWEST_ROWS = 8
-# A smaller share is within what training tolerates: it is the limit of the gradients' error, too.
+# Training tolerates a smaller share: it is the limit of the gradients' error, too.
 _SHARE_LIMIT = 0.05
 
 
 class RoundedColumn(msgspec.Struct, frozen=True):
-    """A column of an input: its mean, its spread, and how much of the spread rounding takes.
+    """A column of an input: its mean, its spread, and how large the rounding error is beside the spread.
 
     Attributes:
         column: from 0; ``columns``: how many the input has.
@@ -49,7 +49,7 @@ def most_rounded_column(inputs: Any, dtype: torch.dtype) -> RoundedColumn | None
         if type(tensor) is not torch.Tensor or tensor.is_meta or is_functorch_wrapped(tensor):
             continue
         rows = tensor.detach().flatten(0, -2)
-        # Evenly spaced ones of very many.
+        # Of very many rows, evenly spaced ones are enough.
         rows = rows[:: max(1, math.ceil(len(rows) / _MOST_ROWS))]
         if len(rows) < _FEWEST_ROWS or not rows.shape[1]:
             continue
@@ -60,6 +60,7 @@ def most_rounded_column(inputs: Any, dtype: torch.dtype) -> RoundedColumn | None
 
 
 def _most_rounded(rows: torch.Tensor, dtype: torch.dtype) -> RoundedColumn | None:
+    """Return the column of a float64 matrix that loses most of its spread; None: none loses much."""
     mean, spread = rows.mean(0), rows.std(0)
     share = _rounding(rows, dtype) / spread
     # A constant column has nothing to lose, and one with a NaN or an overflow fails in other ways.

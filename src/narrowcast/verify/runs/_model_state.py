@@ -21,7 +21,10 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` if a bit differs, hidden from autograd: a backward that saved it would raise."""
+    """Write ``value`` to ``tensor`` if a bit differs, hidden from autograd.
+
+    Else a backward pass that has saved the tensor would raise.
+    """
     if tensor.layout != torch.strided or not _have_same_bits(tensor.detach(), value):
         tensor.data.copy_(value)
 
@@ -131,7 +134,7 @@ def as_before(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
                 each_once(buffer.data).copy_(value)
         set_random_states(random)
 
-    # The user's gradients are taken away meanwhile, so that nothing is added to them.
+    # The parameters have no gradients during the block, so that nothing is added to those of the user.
     try:
         for parameter, _, _ in parameters:
             parameter.grad = None

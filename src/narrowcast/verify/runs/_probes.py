@@ -54,16 +54,21 @@ from narrowcast.verify.runs._runs import (
     write_result,
 )
 
-# After so many steps of one optimizer the probe no longer waits for the others.
+# After so many held-back steps of one optimizer the probe no longer waits for the others.
 _MOST_STEPS = 64
-# Fewer than the skips in a row that raise ScaleCollapseError, so that a probe ends before.
+# For so many held-back steps the probe waits until the loss scale no longer overflows. They are fewer than
+# the skips in a row that raise ScaleCollapseError.
 _MOST_OVERFLOWS = 20
+# After so many calls of modules the probe no longer waits for a step.
 _MOST_CALLS = 4096
+# Calls whose outputs are kept.
 _OUTPUTS = 3
+# A timed run that is told to end takes at least so many steps.
 _FEWEST_STEPS = 3
 # A weight whose relative change in a few steps is larger has moved by more than fp32's rounding.
 _MOVES_CLEARLY = 1e-6
-_until_the_end = ExitStack()  # never closed
+# Never closed: dispatch modes that are entered here hold until the process ends.
+_until_the_end = ExitStack()
 
 
 class Probe(Observer):
@@ -101,6 +106,7 @@ class StepProbe(Probe):
         self.done = False
         self.unit = "step"
         self.pace: torch.optim.Optimizer | None = None
+        # Of other optimizers, since the last step of ``pace``.
         self._steps_of_others: dict[torch.optim.Optimizer, int] = {}
         self._pacing_module: weakref.ref[torch.nn.Module] | None = None
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -118,7 +124,8 @@ class StepProbe(Probe):
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self.done:
             return
-        if self.unit == "call":  # it called modules before it made its optimizer
+        # The script called modules before it made its optimizer.
+        if self.unit == "call":
             self.unit = "step"
             self.restart()
         if self.pace is None:
@@ -140,7 +147,7 @@ class StepProbe(Probe):
         """Drop what was seen, since the calls so far were not steps."""
 
     def pace_changed(self) -> None:
-        """Start over with the optimizer whose steps count from now on."""
+        """Handle that the steps of another optimizer are counted from now on."""
 
 
 class TimedProbe(StepProbe):
@@ -155,7 +162,7 @@ class TimedProbe(StepProbe):
 
     def boundary(self) -> None:
         self._numbers[STEPS] += 1
-        # 0: go on to the end of the script. Below 0: end now, but not before there are a few steps.
+        # 0: go on to the end of the script. Below 0: end now, but not before a few steps are taken.
         until = self._numbers[UNTIL]
         if until < 0 and self._numbers[STEPS] >= _FEWEST_STEPS:
             self.attachment.stop()
@@ -179,7 +186,7 @@ class TimedProbe(StepProbe):
         self._numbers[PAUSED] = 1
 
         stopped = time.perf_counter()
-        # The parent may have sent SIGCONT too early, so it repeats it.
+        # The parent repeats SIGCONT, which may come before this process has stopped itself.
         while 0 < self._numbers[UNTIL] <= self._numbers[STEPS]:
             os.killpg(os.getpgrp(), signal.SIGSTOP)
         self._numbers[PAUSED] = 0
@@ -242,32 +249,37 @@ class GradientProbe(Probe):
         super().__init__(settings, argv)
         self._role = settings.purpose
         self._process = os.getpid()
-        self._first: torch.optim.Optimizer | None = None
+        self._first_to_step: torch.optim.Optimizer | None = None
         self._draws: Fp32Draws | None = None
         self._exact = ExactOps()  # type: ignore[no-untyped-call]
         self._steps = 0  # that updated weights
-        self._later = list(settings.at_steps)
+        self._later_at_steps = list(settings.at_steps)
         self._all_facts: list[GradientFacts] = []
         self._wait_for_next()
 
     def _wait_for_next(self) -> None:
         """Wait for the next step at which updates are held back; forget what belongs to the one before."""
-        self._at_step = self._later.pop(0)
+        self._at_step = self._later_at_steps.pop(0)
         self._is_holding = False
         self._calls = 0
         self._minibatches = Minibatches(lambda: self.attachment.optimizers)
         self._modules: list[torch.nn.Module] = []
+        # Weights and buffers of these modules, by ``id``, with the name in the module.
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        self._before: dict[str, torch.Tensor] | None = None  # weights when updates go on; None before
-        self._moves = 0
+        # Each buffer with its values before the first batch.
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._counts: dict[torch.optim.Optimizer, int] = {}  # steps of each that were held back
+        # Held-back steps of each optimizer, in the order in which they first stepped.
+        self._held_steps: dict[torch.optim.Optimizer, int] = {}
+        # Optimizers whose gradients overflowed in a compared batch, and have not been finite since.
         self._overflowed: set[torch.optim.Optimizer] = set()
+        # Weights when updates go on at the end, to keep how far they move; None until then.
+        self._weights_before: dict[str, torch.Tensor] | None = None
+        self._moves = 0
         self._facts = GradientFacts(at_step=self._at_step, steps_before=self._steps)
         self._all_facts.append(self._facts)
-        self._kept = tensors_at(self.folder, self._at_step)
-        self._kept.mkdir(parents=True, exist_ok=True)
-        self._reference = tensors_at(self.folder.parent / Purpose.REFERENCE, self._at_step)
+        self._kept_folder = tensors_at(self.folder, self._at_step)
+        self._kept_folder.mkdir(parents=True, exist_ok=True)
+        self._reference_folder = tensors_at(self.folder.parent / Purpose.REFERENCE, self._at_step)
 
     def attached(self, attachment: Attachment) -> None:
         super().attached(attachment)
@@ -288,8 +300,8 @@ class GradientProbe(Probe):
                 parameter.grad = None
 
         self._exact.paused = False
-        # For the FP32 runs, which ``_train_on`` sets back to the scale that training has reached. The mixed
-        # run goes on at the scale that it has then.
+        # FP32 runs have no scale while they hold updates back, and train on at this one (``_train_on``). The
+        # mixed run keeps its scale, and trains on at what that is then.
         self._scale = self.attachment.scale.value
         if self._role != Purpose.MIXED:
             self.attachment.continue_in_fp32()
@@ -323,9 +335,10 @@ class GradientProbe(Probe):
         if module not in self._modules:
             self._first_call(module)
         # A script that trains without torch.optim would go on to its end.
-        self._calls += torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._calls += 1
         if self._calls > _MOST_CALLS:
-            if self._before is None:
+            if self._weights_before is None:
                 reason = f"No optimizer stepped within {_MOST_CALLS} calls of the script's modules."
                 self._facts.problem = reason
             self.finish()
@@ -344,7 +357,7 @@ class GradientProbe(Probe):
         Tensors that it shares with an earlier module are left out: they were saved or loaded then, and may be
         in use.
         """
-        file = self._reference / f"weights-{len(self._modules)}.pt"
+        file = self._reference_folder / f"weights-{len(self._modules)}.pt"
         self._modules.append(module)
         buffers = dict(module.named_buffers())
         parameters = dict(module.named_parameters())
@@ -383,19 +396,20 @@ class GradientProbe(Probe):
             put_back(tensor, kept[name].to(tensor.device))
 
     def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._is_holding and self._before is None
+        return self._is_holding and self._weights_before is None
 
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._counts:
-            if self._first not in (None, optimizer):
-                return  # belongs to an iteration that began before updates were held back
+        if not self._held_steps:
+            # Another optimizer than the first ends an iteration that began before updates were held back.
+            if self._first_to_step not in (None, optimizer):
+                return
             self._facts.scale = self.attachment.scale_of_gradients
-        batch = self._counts.get(optimizer, 0)
+        batch = self._held_steps.get(optimizer, 0)
         if batch == 0:
             self._facts.random.append([])
-        self._counts[optimizer] = batch + 1
+        self._held_steps[optimizer] = batch + 1
         if batch < self._batches_kept:
-            place = list(self._counts).index(optimizer)
+            place = list(self._held_steps).index(optimizer)
             self._facts.random[place].append(random_fingerprint())
             self._keep_gradients(optimizer, place, batch)
             self._count_minibatches(optimizer)
@@ -413,8 +427,10 @@ class GradientProbe(Probe):
 
     @property
     def _batches_held(self) -> int:
-        """How many batches updates are held back for; equal in all runs that train on."""
-        return FEWEST_BATCHES if self._later else self._batches_kept
+        """For how many batches updates are held back; as many in all runs, if they train on after these."""
+        if self._later_at_steps:
+            return FEWEST_BATCHES
+        return self._batches_kept
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         if self._is_holding:
@@ -447,7 +463,7 @@ class GradientProbe(Probe):
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
         if any(nonfinite_flags(gradients).read()):
-            if self._counts[optimizer] <= FEWEST_BATCHES:
+            if self._held_steps[optimizer] <= FEWEST_BATCHES:
                 self._overflowed.add(optimizer)
         elif optimizer in self._overflowed:
             self._overflowed.remove(optimizer)
@@ -466,38 +482,40 @@ class GradientProbe(Probe):
                 name = names.get(id(parameter), unnamed)
                 gradient = None if parameter.grad is None else parameter.grad.detach().cpu()
                 rows.append((name, tuple(parameter.shape), gradient))
-        torch.save(rows, self._kept / f"gradients-{place}-{batch}.pt")
+        torch.save(rows, self._kept_folder / f"gradients-{place}-{batch}.pt")
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._first is None:
-            self._first = optimizer
+        if self._first_to_step is None:
+            self._first_to_step = optimizer
         if not self._is_holding:
             self._steps += 1
             self._facts.steps_before = self._steps
             if self._steps >= self._at_step:
                 self._begin_to_hold()
-        elif self._before is not None:
-            held_back_first = next(iter(self._counts))
+        elif self._weights_before is not None:
+            held_back_first = next(iter(self._held_steps))
             if optimizer is held_back_first:
                 self._moves += 1
             if self._moves == MOVES:
-                self._keep_moves(self._before)
+                self._keep_moves(self._weights_before)
                 self.attachment.stop()
         elif self._is_complete():
+            # After an overflow more batches were held back than in the reference, so later steps cannot be
+            # compared.
             if self._overflowed or self._facts.good_scale is not None:
-                # More batches were held back than in the reference, so later steps cannot be compared.
-                self._later.clear()
-            if self._later:
+                self._later_at_steps.clear()
+            if self._later_at_steps:
                 self._train_on()
                 return
             # Any rounding sends a line search another way, so its moves cannot be compared.
-            searches = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._counts)
+            searches = any(isinstance(held, torch.optim.LBFGS) for held in self._held_steps)
             if self._role == Purpose.EXACT or searches:
                 self.attachment.stop()
                 return
-            self._before = self._weights()
+            # From here on ``holds_back`` lets updates through.
+            self._weights_before = self._weights()
             self._calls = 0
-            self._skipped = self.attachment.recorder.skipped_steps
+            self._skipped_before = self.attachment.recorder.skipped_steps
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Copy floating parameters and buffers, by the names that the script's model gives them."""
@@ -510,8 +528,9 @@ class GradientProbe(Probe):
         return weights
 
     def _keep_moves(self, before: dict[str, torch.Tensor]) -> None:
-        if self.attachment.recorder.skipped_steps != self._skipped:
-            return  # a step was skipped here only, so the runs are at different weights
+        # A step may have been skipped in this run only, so the runs may be at different weights.
+        if self.attachment.recorder.skipped_steps != self._skipped_before:
+            return
         moves = {}
         for name, weight in self._weights().items():
             if name not in before:
@@ -521,30 +540,39 @@ class GradientProbe(Probe):
             if self._role != Purpose.REFERENCE or move.norm() > _MOVES_CLEARLY * before[name].norm():
                 moves[name] = move
         self._facts.passes = self.attachment.recorder.backwards - self._backwards_before
-        torch.save(moves, self._kept / MOVES_FILE)
+        torch.save(moves, self._kept_folder / MOVES_FILE)
         self.finish()
 
     def _is_complete(self) -> bool:
-        if not self._counts:
+        """Return whether no more steps must be held back here."""
+        if not self._held_steps:
             return False
-        most = max(self._counts.values())
-        scale_moves = self.attachment.loss_scale not in (None, self._facts.scale)
-        if self._overflowed and scale_moves and most < _MOST_OVERFLOWS:
+        most = max(self._held_steps.values())
+        # A dynamic scale that has moved since the first batch may still fall to one that does not overflow.
+        scale_has_moved = self.attachment.loss_scale not in (None, self._facts.scale)
+        if self._overflowed and scale_has_moved and most < _MOST_OVERFLOWS:
             return False
         return most >= _MOST_STEPS or not self._waiting_for(self._batches_held)
 
     def _waiting_for(self, batches: int) -> int:
-        """Return how many optimizers have stepped fewer than ``batches`` times."""
-        # One without parameters may never step.
+        """Return for how many optimizers fewer than ``batches`` steps were held back."""
+        # One without parameters may never step. If none is known, those that stepped are all.
         expected = [optimizer for optimizer in self.attachment.optimizers if parameters_of(optimizer)]
-        return sum(self._counts.get(optimizer, 0) < batches for optimizer in expected or self._counts)
+        waiting = 0
+        for optimizer in expected or self._held_steps:
+            if self._held_steps.get(optimizer, 0) < batches:
+                waiting += 1
+        return waiting
 
     def finish(self) -> None:
         """Write what is known so far: the script may end at any moment."""
+        # A process that the script forked must not overwrite it.
         if os.getpid() != self._process:
             return
         facts = self._facts
-        facts.never_stepped = self._waiting_for(1) if self._is_holding else 0
+        facts.never_stepped = 0
+        if self._is_holding:
+            facts.never_stepped = self._waiting_for(1)
         if self._draws is not None:
             facts.problem = facts.problem or self._draws.undecidable
         write_result(self.folder, {"steps": msgspec.to_builtins(self._all_facts)})
@@ -559,20 +587,20 @@ class OutputProbe(Probe):
 
     def attached(self, attachment: Attachment) -> None:
         super().attached(attachment)
-        self._inputs: list[str] = []
-        self._pending = ""
+        self._fingerprints: list[str] = []  # of the inputs of each call
+        self._fingerprint = ""  # of the call that goes on
         (self.folder / TENSORS).mkdir(exist_ok=True)
         torch.compiler.set_stance("force_eager")
         self._draws = Fp32Draws()
         _until_the_end.enter_context(self._draws)
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._pending = fingerprint([args, kwargs])
+        self._fingerprint = fingerprint([args, kwargs])
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         floating = [tensor.detach().cpu() for tensor in tensors_inside(output) if tensor.is_floating_point()]
-        torch.save(floating, self.folder / TENSORS / f"outputs-{len(self._inputs)}.pt")
-        self._inputs.append(self._pending)
-        write_result(self.folder, {"inputs": self._inputs, "problem": self._draws.undecidable})
-        if len(self._inputs) >= _OUTPUTS:
+        torch.save(floating, self.folder / TENSORS / f"outputs-{len(self._fingerprints)}.pt")
+        self._fingerprints.append(self._fingerprint)
+        write_result(self.folder, {"inputs": self._fingerprints, "problem": self._draws.undecidable})
+        if len(self._fingerprints) >= _OUTPUTS:
             self.attachment.stop()

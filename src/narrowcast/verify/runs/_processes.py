@@ -24,11 +24,12 @@ _LINE_BYTES = 4096
 # After so long without a line from the server, see whether the process still exists.
 _CHECK_AFTER_S = 1.0
 
-# OpenMP threads spin for about 50 us and then sleep: those that spin on make a step take sixty times as long
-# as soon as something else needs a core, and those that sleep at once make one of many small operators take
-# 2.5 times as long. Sets of strings have the same order in each run: vocabularies are made of them.
+# OpenMP threads spin for about 50 us and then sleep. If they never slept, a step would take sixty times as
+# long as soon as something else needs a core. If they slept at once, a step of many small operators would
+# take 2.5 times as long. With one hash seed, sets of strings have the same order in all runs: scripts make
+# vocabularies of them.
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000", "PYTHONHASHSEED": "0"}
-# Output is not buffered, to show its progress.
+# The parent shows the last line of the output while the run goes on.
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 
 
@@ -47,7 +48,7 @@ class RunProcess(Protocol):
 
 
 class Processes:
-    """Starts the processes of runs, each in a session of its own; ``close`` ends what forks them."""
+    """Starts the processes of runs, each in a session of its own; ``close`` ends the server."""
 
     def __init__(self) -> None:
         self._server: _Server | None = None
@@ -105,7 +106,11 @@ class _Server:
             self._process = _start_fresh(words, folder, inherited=(theirs.fileno(),))
 
     def fork(self, settings_file: Path) -> RunProcess:
-        """Fork the process of a run. If the server has ended, as when torch fails to load, so has the run."""
+        """Fork the process of a run.
+
+        If the server has ended, as when torch fails to load, return its process, whose exit code and output
+        are then those of the run.
+        """
         with suppress(OSError):
             self._socket.sendall(json.dumps(str(settings_file)).encode() + b"\n")
         started = self._next_started()
@@ -182,8 +187,8 @@ class _ForkedProcess:
             except TimeoutError:
                 if left_s <= _CHECK_AFTER_S:
                     raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
-                # The line with its exit code may come just after it is gone. If it does not come, an
-                # interrupt lost it.
+                # The line with the exit code may come just after the process is gone. If it has not come at
+                # the next check, an interrupt lost it.
                 if was_gone:
                     return -signal.SIGKILL
                 was_gone = self._is_gone()

@@ -35,6 +35,7 @@ from narrowcast.scripts import (
 from narrowcast.verify.runs._inputs import RoundedColumn
 from narrowcast.verify.runs._processes import Processes
 
+# Files and folders in that of a run.
 SETTINGS = "narrowcast-run.json"
 RESULT = "result.json"
 TENSORS = "narrowcast-tensors"
@@ -55,21 +56,30 @@ _TURNS = "narrowcast-turns"
 UNTIL, STEPS, PAUSED, MEMORY = range(4)
 """Places in ``shared_numbers``."""
 
+# How often to look at a run that goes on to its end, and at one that will pause.
 _POLL_S = 0.1
 _TURN_POLL_S = 0.002
+# A disk with less space is full.
 _FULL_BYTES = 65_536
+# How much of stderr the message of a failed run shows.
 _ERROR_BYTES = 65_536
 _ERROR_LINES = 15
 _LONGEST_LINE = 500
 
+# Runs take ``_WARM_UP`` steps before their turns begin. The steps of one turn are a block. The first block
+# has ``_FIRST_BLOCK`` steps, or fewer in a short run, so that it has ``_FEWEST_BLOCKS``, two more than an
+# interval takes. Later blocks last ``_BLOCK_S``, or less where a run would have fewer than ``_BLOCKS``.
 _WARM_UP = 3
 _BLOCK_S = 0.1
 _BLOCKS = 30
 _FIRST_BLOCK = 5
-_FEWEST_BLOCKS = 6  # two more than an interval takes
-_MOST_MEMORY = 450  # thousandths
+_FEWEST_BLOCKS = 6
+# In thousandths of the machine's memory. A run that takes more than the first takes no turns with another
+# one; only if timed runs take less than the second may two untimed ones go on at once.
+_MOST_MEMORY = 450
 LITTLE_MEMORY = 200
-# A run that makes no progress for so long may wait for what the other one holds, as a lock or a port.
+# A run whose turn takes so long, and so many times as long as the other run's, may wait for what that one
+# holds, as a lock or a port.
 _PATIENCE_S = 10.0
 _PATIENCE = 10
 _STOPPED = "TtZXx"  # stopped, traced, or dead: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
@@ -91,7 +101,7 @@ class Purpose(StrEnum):
     MIXED = "gradients-mixed"
 
 
-# What progress calls them.
+# How progress names these purposes.
 _PHASES = {
     Purpose.TIMED: "timing",
     Purpose.MEMORY: "counting tensors",
@@ -202,9 +212,11 @@ class ScriptRuns:
             ScriptError: the script failed.
             FileError: a file of the user cannot be put back.
         """
-        begun = self._ahead.pop(name, None)
-        with only_run_in_folder(self.progress), begun or self.begin(name, trains_in, purpose, **more) as run:
-            run.go()
+        # An interrupt while this waits for the folder leaves a run that ``ahead`` began to ``close``.
+        with only_run_in_folder(self.progress):
+            begun = self._ahead.pop(name, None)
+            with begun or self.begin(name, trains_in, purpose, **more) as run:
+                run.go()
         return run.checked()
 
     def ahead(self, name: str, trains_in: str, purpose: Purpose, **more: Any) -> None:
@@ -243,7 +255,7 @@ class ScriptRuns:
             self.progress(text)
 
         tell()
-        # An error of a script that ran in FP32 may be one of the format.
+        # If the script ran in FP32, the low format may be the cause of an error. The message says so.
         ran = title
         if trains_in == "mixed" and purpose in (Purpose.TIMED, Purpose.PROFILE, Purpose.SHARES):
             ran = f"{title}, after its FP32 run had succeeded"
@@ -255,8 +267,9 @@ class ScriptRuns:
         if Path.cwd().is_relative_to(folder.resolve()):
             raise FileError(f"{folder} holds the working folder; name another one with --run-dir")
         restore_files(folder)  # of a run that was killed
+        # Pictures and results of an earlier run would pass for those of this one.
         if name and (folder / SETTINGS).exists():
-            try:  # pictures and results of an earlier run would pass for those of this one
+            try:
                 shutil.rmtree(folder)
             except OSError as error:
                 why = f"cannot delete what an earlier run left, {folder}: {error.strerror}"
@@ -364,6 +377,7 @@ def shared_numbers(folder: Path) -> memoryview[int]:
     ``UNTIL``: the step at which it pauses; 0: it goes on; negative: it ends. ``STEPS``: how many it took.
     ``PAUSED``: whether it pauses. ``MEMORY``: the most that it claimed, in thousandths of what there is.
     """
+    # Four integers of eight bytes.
     with (folder / _TURNS).open("a+b") as file:
         file.truncate(32)
         return memoryview(mmap.mmap(file.fileno(), 32)).cast("q")
@@ -421,8 +435,8 @@ class LiveRun(ExitStack):
 
         Args:
             until: number of the step.
-            patience_s: after which to return all the same; the run is stopped wherever it is.
-            limit_s: of steps, after which the run is told to end.
+            patience_s: after how many seconds to return in any case; the run is stopped wherever it is.
+            limit_s: after how many seconds of steps the run is told to end.
         """
         if self._files_made_way:
             bring_back(self.folder)
@@ -451,10 +465,10 @@ class LiveRun(ExitStack):
         return False
 
     def make_way(self) -> str | None:
-        """Put the user's files back as they were before this run, until it goes on; it stands still.
+        """Put the user's files back as they were before this run, which is paused, until it goes on.
 
         Returns:
-            Why that cannot be; then they stay as they are.
+            Why that is not possible; then the files stay as they are.
         """
         if not has_files_to_move(self.folder):
             return None
@@ -466,14 +480,14 @@ class LiveRun(ExitStack):
         return None
 
     def _why_not_still(self) -> str | None:
-        """Wait until every thread of the run stands still, which takes a moment; else return why it does not.
+        """Wait a moment until every thread of the run stands still; return why that cannot be told, if so.
 
-        A thread or a loader that still writes would do so to the files of the other run.
+        A thread or a loader that still writes would write to the files of the other run.
         """
         if not os.path.isdir("/proc/self/task"):
             return "the script changes files, and this system has no /proc to tell when a run stands still"
         began = time.monotonic()
-        while _moves(self._process.pid):
+        while _is_any_thread_running(self._process.pid):
             if time.monotonic() - began > _PATIENCE_S:
                 return f"the script changes files, and a process of {self.name} does not stand still"
             time.sleep(_TURN_POLL_S)
@@ -503,7 +517,7 @@ class LiveRun(ExitStack):
             return self.folder
         ended = f"failed with exit code {self.code}"
         if self.code < 0:
-            # A kill that nobody asked for is most often the system's, for want of memory.
+            # A kill that nobody asked for comes most often from the system, when memory runs out.
             names = {known.value: known.name for known in signal.Signals}
             ended = f"was killed by {names.get(-self.code, f'signal {-self.code}')}"
             if self.code == -signal.SIGKILL:
@@ -521,7 +535,7 @@ def _printable(line: str) -> str:
     return "".join(character if character.isprintable() else " " for character in line[:_LONGEST_LINE])
 
 
-def _moves(group: int) -> bool:
+def _is_any_thread_running(group: int) -> bool:
     """Return whether a thread of a process group is not stopped, by the system's ``/proc``."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile
@@ -592,8 +606,8 @@ def take_turns(
 ) -> str | None:
     """Make a run of each of two formats, their steps in turns; return why they did not take turns, if so.
 
-    They pause at the end of a step, and all processes of a run stand still then. What one of them has changed
-    of the user's files makes way for the other one, and is back when it goes on.
+    A run pauses at the end of a step, with all of its processes. What it has changed of the user's files is
+    set aside before the other one goes on, and brought back when it goes on itself.
 
     Args:
         formats: that of the first run, and that of the second.
@@ -609,7 +623,9 @@ def take_turns(
         if why is None:
             with begin(second_format) as second_run:
                 to_end_first, why = _alternate(first_run, second_run, steps, limit_s)
-                to_end_last = first_run if to_end_first is second_run else second_run
+                to_end_last = first_run
+                if to_end_first is first_run:
+                    to_end_last = second_run
                 for run in (to_end_first, to_end_last):
                     run.go(limit_s=limit_s(run, first_run))
                     run.close()
@@ -619,6 +635,7 @@ def take_turns(
                 for run in sorted((first_run, second_run), key=lambda run: run.code or 0):
                     ended(run)
                 return why
+            # They may have been in each other's way, so both are made again.
             why = f"{failed[0].name} failed beside the other run"
             again = [first_format, second_format]
         else:
@@ -627,7 +644,7 @@ def take_turns(
             ended(first_run)
             again = [second_format]
 
-    # One after the other, from the start for a pair that failed together.
+    # The runs that are left, one after the other.
     for format_ in again:
         with begin(format_) as run:
             run.go(limit_s=limit_s(run, first_run))
@@ -639,7 +656,7 @@ def _why_no_turns(run: LiveRun) -> str | None:
     """Let the first run warm up; return why no other one can take turns with it, if so."""
     if not run.go(_WARM_UP):
         return _TOO_SHORT
-    return _why_not(run) or run.make_way()
+    return _why_alone(run) or run.make_way()
 
 
 def _alternate(
@@ -649,29 +666,34 @@ def _alternate(
 
     Returns:
         The run that goes on to its end first, while the files of the other one have made way; and why they
-        stopped taking turns, None if a run has ended or its time is over.
+        stopped taking turns, None if a run has ended or has reached its time limit.
     """
     order = [second_run, first_run]
     block = 0  # steps of a turn; 0: the warm-up
     first_block = _FIRST_BLOCK
-    if steps:  # runs of a few steps take shorter turns
+    # Runs of a few steps take shorter turns.
+    if steps:
         first_block = max(1, min(_FIRST_BLOCK, (steps - _WARM_UP) // _FEWEST_BLOCKS))
     while True:
         spent_s: list[float] = []
         for run, other in (order, order[::-1]):
-            # The second one warms up first, as the other has done.
+            # The first run has warmed up before.
             if not block and run is first_run:
                 continue
-            # What takes far longer than the other run's turn may wait for something that the other one holds.
-            usual_s = spent_s[0] if spent_s else first_run.active_s
+            until = _WARM_UP
+            if block:
+                until = run.steps + block
+            # A turn that takes far longer than the other run's may wait for what that one holds.
+            usual_s = first_run.active_s
+            if spent_s:
+                usual_s = spent_s[0]
             patience_s = max(_PATIENCE_S, _PATIENCE * usual_s)
-            until = run.steps + block if block else _WARM_UP
             before_s = run.active_s
             paused = run.go(until, patience_s=patience_s)
             spent_s.append(run.active_s - before_s)
             if run.code is not None:
                 return run, None
-            why = _why_not(run) or run.make_way()
+            why = _why_alone(run) or run.make_way()
             if why:
                 return run, why
             if not paused:
@@ -684,7 +706,8 @@ def _alternate(
 
 def _next_block(block: int, spent_s: float, first_run: LiveRun, steps: int, first_block: int) -> int:
     """Return how many steps the next turns have, so that they last as long as a block should."""
-    if not block:  # the warm-up showed how long a step takes
+    # The warm-up has shown how long a step takes.
+    if not block:
         is_fast = first_run.stepping_s < (_WARM_UP - 1) * _BLOCK_S
         return first_block if is_fast else 1
     fitting = max(1, math.ceil(block * _BLOCK_S / max(spent_s, 1e-6)))
@@ -693,8 +716,8 @@ def _next_block(block: int, spent_s: float, first_run: LiveRun, steps: int, firs
     return min(fitting, max(first_block, steps // _BLOCKS))
 
 
-def _why_not(run: LiveRun) -> str | None:
-    """Return why another process of the script must not run beside this one."""
+def _why_alone(run: LiveRun) -> str | None:
+    """Return why no other process of the script can run beside this one; None: it can."""
     if "RANK" in os.environ:
         return "it is one of the ranks of a job, which wait for each other"
     if run.numbers[MEMORY] > _MOST_MEMORY:

@@ -43,11 +43,11 @@ def _serve(connection: socket.socket) -> str | None:
                 sys.stderr.write(f"{error}\n")
                 connection.sendall(f"{os.getpid()} 1\n".encode())
                 os._exit(1)
-            if pid != 0:  # in the parent, which ends there
+            if pid != 0:  # in the run's parent, which never returns from this
                 _tell_end(connection, pid)
             settings_file: str = json.loads(line)
             _become_run(Path(settings_file).parent)
-            # Only now may it be stopped or killed, with all of its session.
+            # From this line on it may be stopped or killed, since its session is its own.
             connection.sendall(f"{os.getpid()}\n".encode())
             return settings_file
     return None
