@@ -247,3 +247,16 @@ def test_gradients_infinite_after_unscaling_skip_the_step():
             torch.nn.utils.clip_grad_norm_([weight], 1.0)
         scaler.step(optimizer)
         assert bool(weight.isnan().any()) == (scaler_of is not nc.GradScaler)
+
+
+def test_a_gradient_removed_before_clipping_is_not_named(make_optimizer):
+    """As scripts do that freeze a layer for some steps. The squares of the gradient that is left overflow."""
+    parameters, loss = parameters_with([torch.ones(2), torch.full((2,), 1e30)])
+    optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu", 1.0)
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    parameters[0].grad = None
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    result = scaler.step(optimizer)
+    assert result.skipped
+    assert result.nonfinite == ()

@@ -102,3 +102,13 @@ def test_an_interval_set_below_the_good_steps_grows_at_the_next():
         scaler.set_growth_interval(3)
     assert train(theirs, [1.0] * 4) == [8.0] * 4  # torch waits for a count that has passed
     assert train(ours, [1.0] * 4) == [16.0, 16.0, 16.0, 32.0]
+
+
+def test_a_factor_learned_late_does_not_hide_one_that_was_set():
+    """On a GPU the factor of an earlier step may arrive after the script has set another."""
+    scale = DeviceScale(Dynamic(scale=1024.0))
+    scale.place(torch.device("meta"))  # as on a GPU, the host cannot read it
+    moves_of_step = scale.moves
+    scale.set(Dynamic(scale=0.5))
+    scale.learn(1024.0, moves_of_step)
+    assert scale.may_be_below(1.0)

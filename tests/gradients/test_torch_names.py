@@ -41,6 +41,41 @@ def test_a_flag_that_somebody_wrote_skips_the_step(scaler_of, fused):
     assert scaler.get_scale() == 4.0
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scaler_of", SCALERS)
+def test_a_flag_that_is_written_in_place_skips_the_step(scaler_of, fused):
+    """As ``all_reduce`` writes it."""
+    layer, optimizer, scaler = made(scaler_of, fused=fused)
+    before = layer.weight.detach().clone()
+    scaler.unscale_(optimizer)
+    for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        flag.fill_(1.0)
+    result = scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(layer.weight, before)
+    assert scaler.get_scale() == 4.0
+    if result is not None:
+        assert result.skipped
+        assert result.nonfinite == ()
+
+
+def test_a_flag_that_a_closure_writes_in_place_skips_the_step():
+    layer, optimizer, scaler = made(nc.GradScaler)
+    before = layer.weight.detach().clone()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = layer(torch.ones(2, 3)).mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        for flag in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            flag.fill_(1.0)
+        return loss
+
+    assert scaler.step(optimizer, closure).skipped
+    assert torch.equal(layer.weight, before)
+
+
 @pytest.mark.parametrize("scaler_of", SCALERS)
 def test_a_check_by_hand_is_obeyed(scaler_of):
     """As scripts do that look again after they have clipped."""

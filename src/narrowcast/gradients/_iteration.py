@@ -274,7 +274,10 @@ class Iteration:
 
         # A gradient that was not finite before clipping counts as such, even if clipping made it finite.
         check.norm = total.norm
-        check.flags = check.flags or total.flags
+        if check.flags is None and total.flags is not None:
+            # These flags are of the gradients that there are now: a script may have removed some.
+            check.flags = total.flags
+            check.gradients = gradients
         if check.ranks_differ is None:
             check.ranks_differ = total.ranks_differ
         elif total.ranks_differ is not None:
@@ -372,11 +375,14 @@ class Iteration:
             else:
                 check = self._unscaled(gradients, scaling)
                 self._set_check(state, check)
-        elif check is None:
-            check = self._unscaled_check(state, optimizer)
+        else:
+            if check is None:
+                check = self._unscaled_check(state, optimizer)
+            # A script may have written to the flag since, as an all_reduce over ranks does.
+            check.overflowed = _check.known_on_host(check.found_inf)
         assert check is not None
 
-        # A script may have written flags into torch's own entries.
+        # A script may have written other flags into torch's own entries.
         flags = list(state["found_inf_per_device"].values())
         if flags and (len(flags) > 1 or flags[0] is not check.found_inf):
             on_one_device = [flag.to(check.found_inf.device) for flag in flags]
@@ -525,10 +531,8 @@ class Iteration:
             else:
                 self._handle_missing_gradients(optimizer, may_lack_at_first=False)
             checks.append(check)
-            overflowed = check.overflowed
-            if overflowed is None:
-                overflowed = bool(check.found_inf.item())
-            if overflowed:
+            # Read again, since the closure may have written to the flag.
+            if check.found_inf.item():
                 raise SkipStep(loss)
             return loss
 

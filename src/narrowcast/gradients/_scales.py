@@ -28,7 +28,7 @@ class DeviceScale:
         settings: the value that was last set or read, whose rule and limits hold; needs no host sync.
         factor: the factor of the loss, float32; None until there is a device.
         good_steps: good steps since the last growth or overflow, int32; None until there is a device.
-        moves: how often it was updated.
+        moves: how often it was updated or replaced.
     """
 
     def __init__(self, value: LossScale) -> None:
@@ -127,8 +127,10 @@ class DeviceScale:
         return value
 
     def learn(self, scale: float, moves: int) -> None:
-        """Remember that the factor was ``scale`` after so many ``moves``."""
-        self._last_known = (scale, moves)
+        """Remember that the factor was ``scale`` after so many ``moves``, unless a later one is known."""
+        _, last_moves = self._last_known
+        if moves >= last_moves:
+            self._last_known = (scale, moves)
 
     def may_be_below(self, limit: float) -> bool:
         """Return whether the factor may be below ``limit``, without a host sync."""
@@ -147,6 +149,7 @@ class DeviceScale:
         factor_before = self.factor
         self.settings = value
         self.factor = None
+        self.moves += 1  # so that ``learn`` leaves out factors from before
         self._last_known = (value.scale, self.moves)
         if factor_before is not None:
             self.place(factor_before.device)
