@@ -158,7 +158,7 @@ class Attachment:
         for part in undo:
             try:
                 part()
-            except Exception as error:  # one failure must keep neither the other parts nor the report back
+            except Exception as error:  # the other parts still have to be undone, and the report written
                 self.recorder.note(f"on leaving, {part.__name__} failed: {first_line(error)}")
         self.facts = self.recorder.close(
             exit_code=self.exit_code,
@@ -199,7 +199,7 @@ class Attachment:
     def pause_regions(self, paused: bool) -> None:
         """Open no region while ``paused``.
 
-        A module whose first call comes during the pause gets its rules from ``continue_by_policy``.
+        A module whose first call comes during the pause gets its rules only by ``continue_by_policy``.
         """
         self._regions.in_fp32 = paused
 

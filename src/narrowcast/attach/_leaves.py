@@ -362,7 +362,8 @@ class Leaves:
     def backward_begins(self, leaves: Sequence[torch.Tensor]) -> None:
         """Forget overflows of gradients that the script dropped; refuse updates that it made by hand."""
         self.forget_gradients()
-        # Read the overflow of a gradient that was dropped before this pass leaves another one in its leaf.
+        # Read now, before the pass leaves new gradients: later, the overflow of a gradient that was dropped
+        # would be taken for one of the new gradient.
         if self._unread and any(leaf.grad is None for leaf in leaves):
             self.read()
         if self._watched:

@@ -101,8 +101,8 @@ class Observer:
 class RunningScale:
     """Hold the loss scale of the process, and move it once for each backward that an optimizer used.
 
-    Backwards are numbered. Several optimizers may step on the gradients of one backward: the scale moves once
-    for it, as ``torch.amp.GradScaler.update`` moves it once in an iteration.
+    Backwards are numbered. Several optimizers may step on the gradients of one backward: it counts as good at
+    most once and lowers the scale at most once, as with ``torch.amp.GradScaler.update`` in an iteration.
 
     Attributes:
         value: the scale and its rule.
