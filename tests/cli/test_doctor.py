@@ -85,6 +85,20 @@ def test_a_script_is_profiled_in_bf16_where_auto_is_fp32(measured, here, monkeyp
     assert "auto computes in fp32 here, since measured on " in capsys.readouterr().err
 
 
+def test_the_folder_of_a_module_has_its_whole_name(measured, here, monkeypatch):
+    folders = []
+
+    def diagnose(settings, *_, **__):
+        folders.append(settings.folder.name)
+        return {"target": ["tools.train"], "problem": "nothing to profile", "mixed": None}
+
+    monkeypatch.setattr("narrowcast.verify.diagnose", diagnose)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    here.write("tools/train.py", "pass\n")
+    assert main(["doctor", "-m", "tools.train"]) == 0
+    assert folders[0].startswith("doctor-tools.train-")
+
+
 def test_a_real_measurement_as_a_process(workshop):
     ended = workshop.narrowcast(*SHORT, environment={"PYTHONIOENCODING": "ascii"})
     assert ended.code == 0

@@ -69,12 +69,13 @@ def doctor(
 
     require_torch()
     check_policy(policy)
+    name = ""
     if script is not None:
         from narrowcast.scripts import restore_killed
 
         restore_killed(tell)
         # Refuse a missing script before anything is measured.
-        find_script(script, arguments, module=module)
+        name = find_script(script, arguments, module=module).name
 
     began_s = time.monotonic()
     cache = cache_folder()
@@ -90,7 +91,7 @@ def doctor(
         target=(script, *(arguments or [])),
         is_module=module,
         policy=_profiled_policy(policy),
-        folder=make_run_folder(f"doctor-{Path(script).stem}", asked=run_dir, tell=tell),
+        folder=make_run_folder(f"doctor-{name}", asked=run_dir, tell=tell),
         time_limit_s=time_limit,
     )
     return _diagnose(examination, settings, spent_s=measuring_s, as_json=as_json)
