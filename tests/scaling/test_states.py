@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from narrowcast.errors import ScaleError
-from narrowcast.scaling import Dynamic, Off, Static, from_apex, from_state, from_torch
+from narrowcast.scaling import Dynamic, Off, Static, from_apex, from_state, from_torch, scale_in
 
 TORCH = {
     "scale": 8.0,
@@ -81,3 +81,8 @@ def test_a_malformed_state_is_refused_by_its_key(source, state, message):
 def test_an_unknown_state_is_refused(state, got):
     with pytest.raises(ScaleError, match=f"saved by torch or apex, got {got}"):
         from_state(state)
+
+
+def test_a_state_of_apex_for_one_loss_is_refused_by_a_scaler():
+    with pytest.raises(ScaleError, match="missing required field"):
+        scale_in(APEX["loss_scaler0"], Dynamic(), in_force=True)

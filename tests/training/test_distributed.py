@@ -34,8 +34,12 @@ class World(NamedTuple):
 
 
 FEW = World(
-    2, ("skip: ddp, grad", "skip: fsdp2, loss", "flush", "left alone", "resume", "auto", "checkpoints")
-)
+    2,
+    (
+        "skip: ddp, grad", "skip: fsdp2, loss", "function", "flush", "left alone", "resume", "auto",
+        "checkpoints",
+    ),
+)  # fmt: skip
 CUDA = World(1, ("cuda",))
 SIZES = [pytest.param(World(count), marks=pytest.mark.long, id=str(count)) for count in (2, 4)]
 long_sizes = pytest.mark.parametrize("world", SIZES, indirect=True)
@@ -128,6 +132,15 @@ def check_skip(kind, where, world):
             assert not facts["norm_finite"], case
             names = [name.removeprefix("module.") for name in facts["names"]]
             assert names == names_expected(kind, where, rank, world), (case, rank)
+
+
+@every_size
+def test_an_infinite_loss_of_one_rank_is_tried_again_by_none(world):
+    for case, ranks in cases_of(world, "function"):
+        assert_copies(case, ranks)
+        for facts in ranks:
+            assert facts["calls"] == [0, 1, 2], case
+            assert facts["skipped"] == [False, True, False], case
 
 
 @long_sizes

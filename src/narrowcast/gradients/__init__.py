@@ -1,4 +1,4 @@
-"""Gradients: scaled, unscaled, checked, clipped, and stepped on if they are finite."""
+"""Scale losses; unscale, check and clip gradients; and step optimizers if the gradients are finite."""
 
 from narrowcast.gradients._check import GradientCheck, check_gradients, known_to_be_finite, unscale_by
 from narrowcast.gradients._devices import on_device

@@ -1,7 +1,7 @@
 """The gradient check: unscale, check and clip the gradients of an optimizer, on one rank or on many.
 
-On a CPU the host knows at once whether any gradient is not finite; only then does it look for which. If the
-optimizer's step can divide by itself (``fused=True``), the division is deferred to the step.
+On a CPU the host knows at once whether any gradient is not finite, and finds out which ones only if so. If
+the optimizer's step can divide by itself (``fused=True``), the division is deferred to the step.
 
 Ranks agree in one collective for each process group. If only one rank skipped its step, the others would
 diverge or wait for ever in the next collective.
@@ -36,11 +36,11 @@ _GRAD, _VERSION, _NBYTES = attrgetter("grad"), attrgetter("_version"), attrgette
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-_LARGEST_DIVISOR = 2.0**127  # of a deferred division: to divide by infinity would train on zeros
+_LARGEST_DIVISOR = 2.0**127  # of a deferred division: dividing by infinity would train on zeros
 
 _IN_PLACE_BYTES = 64 * 2**20
-"""Gradients on an accelerator of at most this size together are checked in place, and may be held after the
-step until their flag is read."""
+"""Up to this total size, gradients on an accelerator are checked in place, and may be held after the step
+until their flag is read."""
 
 
 @dataclass(slots=True)  # one is made at each step, and a frozen one takes several times as long
@@ -50,9 +50,10 @@ class Scaling:
     Attributes:
         factor: the loss scale, 0-dim float32.
         below_one: whether it may be below 1, so that unscaling finite gradients may overflow.
-        process_group: ranks that decide together; ``sharded``: each of them holds different gradients.
+        process_group: ranks that decide together.
+        sharded: whether each of these ranks holds different gradients.
         scales: False without a loss scale (``Off``).
-        on_host: the factor, if the host knows it; read if it is None.
+        on_host: the factor as a number, if the host knows it; else None.
     """
 
     factor: torch.Tensor
@@ -69,12 +70,14 @@ class Scaling:
         return float(self.factor)
 
     def inverse(self) -> torch.Tensor:
+        """Return what gradients are multiplied by to unscale them: 0-dim float32 on the factor's device."""
         factor, device_type = self.factor, self.factor.device.type
         if not self.scales:
             return factor
         if device_type == "mps":
             return factor.reciprocal()  # MPS has no fp64
-        # On a CPU Python divides in fp64, without a kernel. Of a smaller scale torch.full would raise.
+        # On a CPU Python divides in fp64, without a kernel. A script may have written a smaller scale, whose
+        # inverse overflows float32: torch.full would raise.
         if device_type == "cpu" and self.number() >= 2.0**-126:
             return torch.full((), 1.0 / self.number(), dtype=torch.float32, device="cpu")
         # The reciprocal in fp64, as in torch/amp/grad_scaler.py.
@@ -93,7 +96,8 @@ class GradientCheck:
         one_rank: whether no other rank decides on these gradients too.
         flags: which gradients are not finite, if that is already known.
         norm: norm of the unscaled gradients before clipping, 0-dim; None without clipping.
-        ranks_differ: 0-dim, whether ranks that should hold copies hold different gradients; None: no ranks.
+        ranks_differ: 0-dim, whether ranks that should hold copies hold different gradients; None if only one
+            rank decides, or without clipping.
         divisor: what the gradients are still to be divided by; None if they are unscaled.
         versions: identity and version of each gradient where ``clip`` deferred the division; None elsewhere,
             also after ``check_scaled``, since no script runs between that and the step.
@@ -133,9 +137,9 @@ class GradientCheck:
     def can_look_later(self) -> bool:
         """Return whether gradients may be held and read once the host knows that one is not finite.
 
-        Not if several ranks decide: ``found_inf`` is then that of all ranks, and once something wrote to the
-        gradients nobody can tell whether this rank's own were finite. Not in a CUDA graph, which is replayed
-        without the host.
+        Not if several ranks decide: ``found_inf`` is then that of all ranks. Once something has written to
+        the gradients, it is no longer known whether this rank's own were finite. Not in a CUDA graph, which
+        is replayed without the host.
         """
         if self.flags is not None or not self.one_rank or _torch_internals.is_capturing():
             return False
@@ -144,15 +148,15 @@ class GradientCheck:
     def look_later(self) -> Callable[[], list[bool]]:
         """Hold the gradients; return a function that reads which are not finite, after the step.
 
-        All are named if that is no longer known, because something wrote to them since: a zero_grad that
-        keeps their memory, or a backward pass that uses it again.
+        The function flags all of them if something has written to them since, so that this is no longer
+        known: a zero_grad that keeps their memory, or a backward pass that uses it again.
         """
         gradients = self.gradients
         own_found_inf = self.found_inf
         versions = _versions_of_values(gradients)
 
         def look() -> list[bool]:
-            # Another optimizer's overflow skipped the step of both.
+            # These were finite: the step was skipped because another optimizer's gradients were not.
             if not bool(own_found_inf):
                 return [False] * len(gradients.values)
             if versions == _versions_of_values(gradients):
@@ -187,7 +191,7 @@ def unscale(gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
     """Divide gradients by the scale, in place, and check them."""
     found_inf = _multiply_and_check(gradients, scaling.inverse())
     if scaling.below_one:
-        # The kernel checks before it multiplies, and dividing by 2**-20 may overflow.
+        # The kernel checks before it multiplies, but dividing by a small scale may overflow: check again.
         overflowed = _multiply_and_check(gradients, torch.ones_like(scaling.factor))
         found_inf = torch.maximum(found_inf, overflowed)
     return _over_ranks(found_inf, gradients, scaling)
@@ -234,14 +238,17 @@ def unscale_by(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
         a GPU.
     """
     gradients = gradients_of(optimizer, allow_fp16=True)
-    check = check_finite if scale == 1.0 else unscale
-    return check(gradients, scaled_by(scale, gradients)).found_inf
+    scaling = scaled_by(scale, gradients)
+    if scale == 1.0:
+        return check_finite(gradients, scaling).found_inf
+    return unscale(gradients, scaling).found_inf
 
 
 def known_to_be_finite(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if ``optimizer`` has plain gradients on the CPU, all of them finite; changes none of them.
 
-    For a step in which mostly nothing is wrong: half the time of ``check_gradients``, which says more.
+    False may also mean that this is not known. It takes half the time of ``check_gradients``, which says
+    more: call it first where gradients are mostly finite.
     """
     gradients = list(map(_GRAD, parameters_of(optimizer)))
     classes = set(map(type, gradients))
@@ -265,9 +272,10 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> GradientCheck:
     """Check the gradients that ``optimizer`` would use now, and change none; no host sync on a GPU."""
     gradients = gradients_of(optimizer, allow_fp16=True)
     scaling = scaled_by(1.0, gradients)
-    # Those of ``backward(create_graph=True)`` are in a graph, which a kernel that writes to them would spoil.
+    # Gradients of ``backward(create_graph=True)`` are in a graph, which a kernel that writes to them spoils.
     if not any(map(_REQUIRES_GRAD, gradients.values)):
-        with suppress(RuntimeError):  # the kernel writes to no expanded tensor, which optimizers may read
+        # The kernel raises for an expanded tensor, to which nothing can be written. Optimizers may read it.
+        with suppress(RuntimeError):
             return check_finite(gradients, scaling)
     with torch.no_grad():
         flags = gradients.flags()
@@ -306,7 +314,7 @@ def _over_ranks(found_inf: torch.Tensor, gradients: OptimizerGradients, scaling:
     any_checked = bool(gradients.values or groups)
     check = GradientCheck(found_inf, known_on_host(found_inf), any_checked, gradients, one_rank=not groups)
     if check.overflowed:
-        # Now, because clipping by a NaN norm would make every gradient NaN.
+        # Find out now which ones: clipping by a NaN norm would make every gradient NaN.
         check.flags = gradients.flags()
     return check
 
@@ -330,10 +338,11 @@ def _max_over_ranks(flag: torch.Tensor, groups: Sequence[Any]) -> None:
 
 
 def _one_kernel_may_check(gradients: OptimizerGradients) -> bool:
-    """Return whether one kernel of each device and dtype may check gradients on accelerators in place.
+    """Return whether to check gradients on accelerators in place, by one kernel for each device and dtype.
 
-    It has to take their dtypes. It writes the gradients back, which for large ones costs more than a kernel
-    for each. Those that it may check may also be held after the step, since they are small.
+    Not if that kernel lacks one of the dtypes. Not if the gradients are large: the kernel writes them back,
+    which then costs more than one kernel for each gradient. Gradients that pass are small enough to be held
+    after the step.
     """
     for device, dtype, _, _ in gradients.groups:
         if not _torch_internals.checks_in_one_kernel(device, dtype):
@@ -355,9 +364,11 @@ def clip(
     defer: bool,
     flat: FlatCopies,
 ) -> GradientCheck:
-    """Unscale, check and clip in one read; with ``defer`` in the optimizer's step, where possible.
+    """Unscale, check and clip gradients, with one read for the norm and the check.
 
-    A norm that is not finite skips the step, also of finite gradients whose squares overflow.
+    With ``defer`` gradients stay as they are where possible, and the optimizer's step divides them by the
+    scale and clips them. A norm that is not finite skips the step, even if the gradients are finite and only
+    their squares overflow.
     """
     total = total_norm(gradients, order, scaling, flat=flat)
     defer = defer and not scaling.below_one
@@ -390,8 +401,8 @@ def _clip_on_host(
     if not scaling.scales and clip_factor == 1.0:
         return check
 
-    # The divisor of a step that will be taken must not overflow. That of a step that will be skipped is not
-    # used, so its gradients stay as they are; without deferring they are multiplied too.
+    # Dividing by a divisor that overflows would train on zeros. In a step that will be skipped nothing is
+    # divided, so any divisor will do.
     divisor_is_small = clip_factor > 0.0 and scaling.number() / clip_factor < _LARGEST_DIVISOR
     may_defer = not is_finite or divisor_is_small
     if defer and may_defer:
@@ -406,7 +417,7 @@ def _clip_on_device(
     gradients: OptimizerGradients, scaling: Scaling, max_norm: float, total: TotalNorm, *, defer: bool
 ) -> GradientCheck:
     """Clip without reading anything from the device."""
-    # The kernel that unscales gradients also unscales their norm, and checks it.
+    # Unscale and check the norm by the kernel that does so with gradients.
     found_inf = torch.zeros((), dtype=torch.float32, device=scaling.factor.device)
     inverse = scaling.inverse()
     norm = total.norm
@@ -460,7 +471,7 @@ def clip_unscaled(
     *,
     flat: FlatCopies | None = None,
 ) -> TotalNorm:
-    """Clip gradients that are unscaled; return their norm before clipping."""
+    """Clip gradients that are unscaled; return their norm before clipping, with the check of that norm."""
     total = total_norm(gradients, order, scaling, flat=flat)
     clipping = _clipping(max_norm, total.norm)
     if scaling.factor.device.type != "cpu":
@@ -513,14 +524,16 @@ def total_norm(
 ) -> TotalNorm:
     """Compute the norm in one read of the gradients and one collective for each process group.
 
-    Of sparse gradients the values are read as they are. The result is on the device of the scale's factor.
-    ``flat`` is memory for small gradients.
+    Sparse gradients have to be coalesced. The result is on the device of the scale's factor. ``flat`` is
+    memory for small gradients.
     """
     device = scaling.factor.device
     groups = _process_groups(gradients, scaling)
 
-    # Small gradients on a CPU, as one tensor.
-    rows = None if groups or flat is None else flat.of(gradients)
+    # Small gradients on a CPU are read as one tensor.
+    rows = None
+    if flat is not None and not groups:
+        rows = flat.of(gradients)
     if rows is not None:
         norms = _torch_internals.norms_of_rows(rows, order)
         return TotalNorm(norm_of_norms([norms], order, device).float())
@@ -551,7 +564,8 @@ def _multiply(gradients: OptimizerGradients, factor: torch.Tensor) -> None:
         factor_there = on_device(factor, device)
         if dtype.itemsize >= 4:
             _torch_internals.multiply(members, factor_there)
-        else:  # multiplies in fp32 and rounds once; _foreach_mul_ would round the factor first
+        else:
+            # This kernel multiplies in fp32 and rounds once; _foreach_mul_ would round the factor first.
             ignored = torch.zeros((), dtype=torch.float32, device=device)
             _torch_internals.multiply_and_check(members, ignored, factor_there.float())
 

@@ -6,8 +6,9 @@ import torch
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``tensor`` on ``device``: without a host sync on an accelerator, whose queue keeps the order.
+    """Return ``tensor`` on ``device``, without a host sync if that is an accelerator.
 
-    A CPU has no such queue. It would read the copy before the accelerator has written it, so it waits.
+    An accelerator's queue keeps copies and kernels in order. A copy to the CPU waits, because the host could
+    read it before the accelerator has written it.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")

@@ -59,11 +59,11 @@ _BACKWARD_AFTER_UNSCALE = (
     "scaler.scale(loss).backward() of the step (fabric.backward(loss))"
 )
 _ITERATIONS: weakref.WeakSet[Iteration] = weakref.WeakSet()
-"""Those of every scaler that exists."""
+"""The iterations of all scalers that exist."""
 
 
 def some_scaler_steps() -> bool:
-    """Return whether a scaler calls the step of an optimizer now."""
+    """Return whether any scaler is calling the step of an optimizer now."""
     return any(iteration.stepping for iteration in _ITERATIONS)
 
 
@@ -106,9 +106,9 @@ class Iteration:
     """The optimizers of a scaler, from the first ``scale`` to ``update``.
 
     Attributes:
-        stepping: whether the scaler calls the step of an optimizer now.
-        steps_by_hand: watches the first iteration; None before it.
-        refuses_steps_by_hand: whether a Stepper refuses them, so that nothing has to watch.
+        stepping: whether the scaler is calling the step of an optimizer now.
+        steps_by_hand: warns of steps by hand in the first iteration; None before it.
+        refuses_steps_by_hand: whether a Stepper refuses steps by hand, so that no warning is needed.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Iteration:
         self._flat_copies = weakref.WeakKeyDictionary()
         # True from ``update`` to the next ``scale``.
         self._updated = False
-        # Whether a CUDA graph holds a call of ``scale``, whose replays nobody sees.
+        # Whether a CUDA graph captured a call of ``scale``. The host does not see its replays.
         self._replayed = False
         # Ids of the optimizers that had gradients in some iteration.
         self._trained: set[int] = set()
@@ -250,7 +250,7 @@ class Iteration:
 
     def clip_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
         state = self.state("clip_grad_norm_", optimizer)
-        # Memory that is kept from step to step.
+        # Memory for small gradients, kept from step to step.
         flat = self._flat_copies.get(optimizer)
         if flat is None:
             flat = self._flat_copies[optimizer] = FlatCopies()
@@ -361,7 +361,7 @@ class Iteration:
         return tuple(results)
 
     def _check_for_step(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> GradientCheck:
-        # Asked first, since it may raise for an optimizer that weights.hold holds.
+        # This comes first, since it raises if an optimizer of weights.hold has gradients left to take.
         skips_itself = _torch_internals.takes_grad_scale(optimizer)
         check = state.check
 
@@ -456,7 +456,8 @@ class Iteration:
         optimizer that skips by itself takes the flag, and for any other the host waits for it.
         """
         skips_itself = _torch_internals.takes_grad_scale(optimizer)
-        # Also for torch's fused SGD: if it skips by itself, momentum that this step makes stays unwritten.
+        # Wait also before the first step of torch's fused SGD: if it skipped by itself, it would keep
+        # momentum that it allocated and never wrote.
         if skipped is None and (not skips_itself or _torch_internals.starts_momentum(optimizer)):
             skipped = bool(found_inf.item())
 
@@ -488,7 +489,7 @@ class Iteration:
             "an optimizer whose step takes grad_scaler unscales by itself; torch is going to hand it the "
             "tensors grad_scale and found_inf instead",
             FutureWarning,
-            stacklevel=3,  # out of here, and of the scaler's step
+            stacklevel=3,  # the caller of the scaler's step
         )
         returned = optimizer.step(*args, **kwargs)
         check = self._unscaled_check(state, optimizer)
@@ -536,7 +537,7 @@ class Iteration:
                 raise SkipStep(loss)
             return loss
 
-        # An optimizer may evaluate it many times; the last one decides.
+        # An optimizer may evaluate the closure many times; the last check decides.
         returned, skip = step_or_restore(optimizer, optimizer.step, args, kwargs, evaluate)
         if not checks:
             raise OrderError(f"{type(optimizer).__name__}.step never called its closure")

@@ -64,12 +64,12 @@ class StepsByHand:
             if closure_of(args[1:], kwargs) is None:
                 watch, read_stage = watching(), stage_of()
                 if watch is not None and watch._root is not None and read_stage is not None:
-                    watch._look_at(optimizer, read_stage(optimizer))
+                    watch._warn_if_misused(optimizer, read_stage(optimizer))
 
         handle = register_optimizer_step_pre_hook(before_step)
         self._remove = weakref.finalize(self, handle.remove)
 
-    def _look_at(self, optimizer: torch.optim.Optimizer, stage: OptState | None) -> None:
+    def _warn_if_misused(self, optimizer: torch.optim.Optimizer, stage: OptState | None) -> None:
         """Warn if ``optimizer`` steps by hand after ``scaler.step``, or on gradients of a scaled loss."""
         if stage is None or stage is OptState.UNSCALED:
             return  # an unscaled step is right if the script checks gradients itself
@@ -87,7 +87,7 @@ class StepsByHand:
             )
             return
 
-        # Optimizers of models that the scaler has nothing to do with step by themselves.
+        # Optimizers of other models, whose losses the scaler does not scale, may step by themselves.
         leaves = leaves_below([self._root])
         if any(p.grad is not None and id(p) in leaves for p in parameters_of(optimizer)):
             self._root = None
@@ -100,14 +100,14 @@ class StepsByHand:
         """Watch no longer."""
         self._root = None
         if self._remove is not None:
-            self._remove()  # once, as a finalizer
+            self._remove()  # a finalizer, so only the first call removes the hook
 
 
 class SchedulersAfterSkips:
     """Warns once of a learning-rate scheduler that moves on although the optimizer's step was skipped.
 
-    It compares the learning rates of a skipped step and of the two steps after it. One that moved twice is of
-    a scheduler that moves at each step, not at the end of an epoch.
+    It compares the learning rates of a skipped step with those of the two steps after it. If they moved
+    twice, the scheduler moves at each step, and not at the end of an epoch.
     """
 
     def __init__(self) -> None:

@@ -13,11 +13,12 @@ from narrowcast.gradients import _torch_internals
 from narrowcast.gradients._devices import on_device
 from narrowcast.gradients._optimizer_gradients import MeshPlacement, OptimizerGradients
 
-_SAME = 1e-3  # powers of the norms of copies agree to this; those of different gradients do not
+# Powers of the norms of copies differ by less than this, through rounding; those of other gradients by more.
+_RELATIVE_TOLERANCE = 1e-3
 
 
 def norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of norms, which are 1-dim tensors on any device."""
+    """Return the norm of all norms together, given as 1-dim tensors on any device."""
     if not stacks:
         return torch.zeros((), dtype=torch.float32, device=device)
     stacks_there = [on_device(stack, device) for stack in stacks]
@@ -32,8 +33,9 @@ def norm_of_norms(stacks: Sequence[torch.Tensor], order: float, device: torch.de
 def norm_of_gradients(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the Euclidean norm of all gradients of ``parameters`` together, without a host sync.
 
-    0-dim, on the device of the first; summed in fp32 (in fp64 for fp64). It changes no gradient. None if
-    there are none, or if one is neither a plain dense tensor nor sparse COO, as the part of a sharded one.
+    The result is 0-dim, on the device of the first gradient, and summed in fp32 (in fp64 for fp64). No
+    gradient is changed. None if there are no gradients, or if one is neither a plain dense tensor nor sparse
+    COO, such as a DTensor.
     """
     values: list[torch.Tensor] = []
     for parameter in parameters:
@@ -72,8 +74,8 @@ def norm_over_ranks(
         norms_by_dtype: for each device and dtype, the positions of its gradients, and the norm of each.
         device: where the result is to be.
         process_groups: those that decide together, one collective for each.
-        sharded_group: the process group whose ranks hold different gradients, of those that are no DTensors;
-            None: all ranks hold copies of these.
+        sharded_group: the process group whose ranks hold different gradients, apart from DTensors; None: all
+            ranks hold copies of gradients that are not DTensors.
     """
     powers = _power_by_placement(gradients, norms_by_dtype, order, device)
     ranks_differ = torch.zeros((), dtype=torch.bool, device=device)
@@ -87,13 +89,13 @@ def norm_over_ranks(
             is_split = group in split_groups
             largest = of_ranks.amax()
 
-            # Parts of one gradient add up over the ranks of the group. Copies have to agree.
+            # The powers of parts add up over the ranks of the group. Copies have to agree.
             if is_split and order != math.inf:
                 powers[placement] = of_ranks.sum()
             else:
                 powers[placement] = largest
             if not is_split:
-                differ = largest > of_ranks.amin() * (1 + _SAME)
+                differ = largest > of_ranks.amin() * (1 + _RELATIVE_TOLERANCE)
                 ranks_differ = ranks_differ | (differ & torch.isfinite(largest))
 
     total = torch.stack(list(powers.values()))

@@ -19,10 +19,10 @@ _GRAD, _IS_SPARSE, _SHAPE = attrgetter("grad"), attrgetter("is_sparse"), attrget
 # The formats whose numbers are fp16: complex32 is a pair of them.
 _FP16 = (torch.float16, torch.complex32)
 
-# Gradients of at most so many elements are copied.
-_SMALL = 512
-# Elements in a row, whose squares are summed at once: a longer sum is less exact.
-_ROW = 1024
+# Only gradients of at most so many elements are copied by FlatCopies.
+_MAX_COPIED_ELEMENTS = 512
+# The length of a row, whose squares are summed at once: a longer sum is less exact.
+_ROW_ELEMENTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,7 @@ class OptimizerGradients:
     @torch.no_grad()
     def flags(self) -> NonfiniteFlags:
         """Check each gradient; of a DTensor, its local part."""
-        # Empty values have no norm: the general way leaves them out and groups anew. Otherwise the groups
-        # that exist are used.
+        # Empty values have no norm: nonfinite_flags leaves them out and groups the others again.
         if not all(map(torch.Tensor.numel, self.values)):
             return nonfinite_flags(self.values)
         checked = [(positions, _norms(members)) for _, _, positions, members in self.groups]
@@ -163,9 +162,9 @@ class FlatCopies:
         if device.type != "cpu":
             return None
 
-        # The same shapes as at the last step, mostly.
+        # Mostly the shapes are those of the last step, and the memory is there.
         if dtype != self._rows.dtype or self._shapes != list(map(_SHAPE, members)):
-            if any(member.numel() > _SMALL for member in members):
+            if any(member.numel() > _MAX_COPIED_ELEMENTS for member in members):
                 return None
             self._allocate(members, dtype)
         torch._foreach_copy_(self._views, members)
@@ -175,7 +174,8 @@ class FlatCopies:
         self._shapes = list(map(_SHAPE, members))
         sizes = [member.numel() for member in members]
         count = sum(sizes)
-        self._rows = torch.zeros(max(1, math.ceil(count / _ROW)), _ROW, dtype=dtype, device="cpu")
+        row_count = max(1, math.ceil(count / _ROW_ELEMENTS))
+        self._rows = torch.zeros(row_count, _ROW_ELEMENTS, dtype=dtype, device="cpu")
         pieces = torch.split(self._rows.view(-1)[:count], sizes)
         self._views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
@@ -206,7 +206,7 @@ def gradients_of(
         ScaleError: a gradient is in fp16, or a complex one of two fp16 numbers, without ``allow_fp16``.
         UnsupportedError: a DTensor gradient that is not yet reduced.
     """
-    # Plain tensors mostly: each question is asked once of all gradients, and answered in C.
+    # Mostly all are plain tensors, so each property is read from all gradients at once, in C.
     parameters = parameters_of(optimizer)
     gradients = list(map(_GRAD, parameters))
     classes = set(map(type, gradients))
@@ -235,8 +235,8 @@ def gradients_of(
 
 
 def _resolved(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    # Most optimizers refuse a gradient that is conjugated lazily. Values that are only a part of it must not
-    # replace it.
+    # Most optimizers refuse a gradient that is conjugated lazily, so a copy replaces it. The values of a
+    # sparse gradient, or a local part, must not replace the whole.
     if values.is_conj() and values is parameter.grad:
         parameter.grad = values = values.resolve_conj()
     return values

@@ -298,7 +298,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             self._outcomes.report(optimizer, result, self._outcomes.next_number())
             return result
 
-        # Earlier steps whose flag has arrived: listeners hear of steps in their order.
+        # First report earlier steps, so that listeners are called in the order of the steps.
         self._outcomes.report_pending()
         iteration = self._iteration
         if iteration.schedulers:
@@ -325,17 +325,17 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         Raises:
             OrderError, and the other errors of ``step``.
         """
-        every = list(optimizers)
-        if not self._enabled or not every:
-            return tuple(self.step(optimizer) for optimizer in every)
+        to_step = list(optimizers)
+        if not self._enabled or not to_step:
+            return tuple(self.step(optimizer) for optimizer in to_step)
         self._outcomes.report_pending()
         if self._iteration.schedulers:
-            for optimizer in every:
+            for optimizer in to_step:
                 self._iteration.schedulers.stepping(optimizer)
 
         self._iteration.stepping = True
         try:
-            return self._iteration.step_together(every)
+            return self._iteration.step_together(to_step)
         finally:
             self._iteration.stepping = False
 

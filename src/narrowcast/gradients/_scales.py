@@ -171,7 +171,7 @@ class DeviceScale:
         if isinstance(value, Dynamic) and value.rule == "torch":
             rule = value.growth_factor, value.backoff_factor, value.growth_interval
             _torch_internals.move_as_torch(self.factor, self.good_steps, found_inf, *rule)
-            # On the host it costs nothing to know that the limits are far.
+            # On the host comparing is cheap, and the clamp is mostly not needed.
             if not self.on_host or not value.min_scale <= self.number() <= value.max_scale:
                 self.factor.clamp_(value.min_scale, value.max_scale)
         elif isinstance(value, Dynamic):
@@ -238,13 +238,13 @@ def loss_scale_of(
         return Dynamic(**settings)
     check_loss_scale(given)
     default = Dynamic()
-    beside = []
+    given_beside = []
     for name, value in settings.items():
         if name != "rule" and value != getattr(default, name):
-            beside.append("init_scale" if name == "scale" else name)
-    if beside:
+            given_beside.append("init_scale" if name == "scale" else name)
+    if given_beside:
         raise ScaleError(
-            f"loss_scale has settings of its own, got {', '.join(beside)} beside it: write "
+            f"loss_scale has settings of its own, got {', '.join(given_beside)} beside it: write "
             f"loss_scale={type(given).__name__}(...) with them inside"
         )
     return given

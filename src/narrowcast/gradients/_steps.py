@@ -93,9 +93,9 @@ class StepResult:
         return {"skipped": self.skipped_on_device(), "scale": self._scale, "grad_norm": self._grad_norm}
 
     def settle(self, *, skipped: bool) -> None:
-        """Learn whether the step was skipped, and let go of gradients that were held to name parameters."""
+        """Learn whether the step was skipped, and release gradients that were held to name parameters."""
         self._found_inf = skipped
-        _ = self.nonfinite
+        _ = self.nonfinite  # reads them now
 
     @property
     def is_known(self) -> bool:
@@ -142,7 +142,8 @@ class StepResult:
         return self._nonfinite
 
     def __getstate__(self) -> object:
-        _ = self.skipped, self.scale, self.grad_norm, self.nonfinite  # what reads them cannot be pickled
+        # Read everything from the device now: functions that read later cannot be pickled.
+        _ = self.skipped, self.scale, self.grad_norm, self.nonfinite
         return super().__getstate__()
 
     def __repr__(self) -> str:
@@ -230,7 +231,7 @@ class SkipsInARow:
 
     def __init__(self, patience: int | None) -> None:
         self.patience = patience
-        # How many of each, and the number of the first.
+        # For each optimizer, how many steps in a row were skipped, and the number of the first.
         self._skips: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]]
         self._skips = weakref.WeakKeyDictionary()
 
@@ -310,7 +311,7 @@ class Outcomes:
         self.pending.append(PendingStep(weakref.ref(optimizer), result, number, read, learn_scale))
 
     def report_pending(self) -> None:
-        """Report earlier steps. A whole forward pass lies between, so their flags have arrived."""
+        """Report earlier steps; waits for their flags, which mostly arrived during the next forward pass."""
         while self.pending and not is_capturing():
             step = self.pending.popleft()
             found_inf, scale, *ranks_differ = step.read()
@@ -398,7 +399,7 @@ def step_or_restore(
         What ``step`` returned, or the loss of a skipped step; and the ``SkipStep``, None if none was raised.
     """
     restore = _snapshot(optimizer) if moves_first else None
-    # In the place where the caller gave its closure.
+    # Pass ``evaluate`` as the caller passed the closure: by keyword, or as the first argument.
     if callable(kwargs.get("closure")):
         kwargs = {**kwargs, "closure": evaluate}
     else:

@@ -105,7 +105,7 @@ def norms_of_rows(rows: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def norms_in_own_dtype(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the norm of each; for bf16 on a CPU this takes half the time of ``norms``."""
+    """Return the norm of each, in its dtype; for bf16 on a CPU this takes half the time of ``norms``."""
     return list(torch._foreach_norm(list(tensors), order))
 
 
@@ -135,18 +135,18 @@ Group = tuple[torch.device, torch.dtype, Sequence[int], list[torch.Tensor]]
 
 def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
     """Group tensors by device and dtype, with the position of each."""
-    # Without an accelerator all are on the CPU: this takes half of the time of the general way.
+    # Without an accelerator all are on the CPU: this takes half the time of torch's function.
     if not _has_accelerator() and len(set(map(_DTYPE, tensors))) == 1:
         return [(tensors[0].device, tensors[0].dtype, range(len(tensors)), tensors)]
     # torch.utils._foreach_utils calls it too: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/Module.cpp
-    group: Any = torch._C._group_tensors_by_device_and_dtype
+    group_tensors: Any = torch._C._group_tensors_by_device_and_dtype
     # First without positions, which takes less time: most models have one group.
-    grouped = group([tensors], False)
+    grouped = group_tensors([tensors], False)
     if len(grouped) == 1:
         ((device, dtype),) = grouped
         return [(device, dtype, range(len(tensors)), tensors)]
     groups: list[Group] = []
-    for (device, dtype), ([members], positions) in group([tensors], True).items():
+    for (device, dtype), ([members], positions) in group_tensors([tensors], True).items():
         groups.append((device, dtype, positions, members))
     return groups
 
@@ -158,7 +158,7 @@ ASKED_BY_SCALERS = "_step_supports_amp_scaling"
 
 def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether its step takes the scaler as ``grad_scaler``, a contract that torch deprecates."""
-    # takes_grad_scale first: for an optimizer that weights.hold holds it raises if gradients were not taken.
+    # This comes first: for an optimizer of weights.hold it raises if gradients are left to take.
     if not takes_grad_scale(optimizer) or is_torchs_own(optimizer):
         return False
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
@@ -170,7 +170,7 @@ def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether its next step makes momentum that torch's fused SGD leaves unwritten if it skips."""
+    """Return whether its next step makes momentum, which torch's fused SGD leaves unwritten on a skip."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py, _fused_sgd
     if not isinstance(optimizer, torch.optim.SGD):
         return False

@@ -164,7 +164,7 @@ class Dynamic:
             if self.hysteresis_left > 1:
                 return self._moved_to(self.scale, 0, self.hysteresis_left - 1)
             lower = max(to_float32(scale * self.backoff_factor), to_float32(self.min_scale))
-            # torch has no hysteresis, which is written as 1.
+            # The rule of torch has no hysteresis, so one overflow is always left.
             return self._moved_to(lower, 0, 1 if self.rule == "torch" else 0)
 
         good_steps = self.good_steps + 1

@@ -171,8 +171,8 @@ def _dynamic(source: str, **fields: float | str) -> Dynamic:
 def state_of(scale: LossScale) -> dict[str, Any]:
     """Return the state to save: numbers and strings, which ``torch.load(weights_only=True)`` reads.
 
-    A ``Dynamic`` scale also has torch's five entries, from which torch's scaler goes on, without our
-    hysteresis and limits. Torch refuses a state without these entries.
+    That of a ``Dynamic`` scale also has torch's five entries. torch's scaler loads these alone, without our
+    hysteresis and limits, and refuses a state without them.
     """
     fields: dict[str, Any] = asdict(scale)  # type: ignore[call-overload]
     state: dict[str, Any] = {"loss_scale": {"kind": type(scale).__name__, **fields}}
@@ -187,7 +187,7 @@ def state_of(scale: LossScale) -> dict[str, Any]:
 
 
 def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) -> LossScale | None:
-    """Return the loss scale of a saved state; one of torch gets the limits and hysteresis of ``present``.
+    """Return the loss scale of a saved state; a state of torch gets the limits and hysteresis of ``present``.
 
     Returns None, with a warning, where the scaler keeps its own: for the empty state of a disabled
     ``torch.amp.GradScaler``; and for a state of ours if the scaler is enabled (``in_force``) and just one of
@@ -201,8 +201,8 @@ def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) ->
             "keeps its own scale"
         )
         return None
-    # A state of ours.
-    if "loss_scale" in state:
+    # A state of ours. In one of apex's LossScaler "loss_scale" is a number.
+    if isinstance(state.get("loss_scale"), Mapping):
         saved = _scale_of(state["loss_scale"])
         if in_force and isinstance(saved, Off) != isinstance(present, Off):
             theirs = "no" if isinstance(saved, Off) else "a"

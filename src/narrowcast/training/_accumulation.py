@@ -32,10 +32,10 @@ class WeightCasts:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        # A cast would keep the whole weight, which fully_shard gathers and frees layer by layer.
+        # A kept cast would hold the whole weight, which fully_shard gathers and frees layer by layer.
         self._sharded = any(hasattr(parameter, "device_mesh") for parameter in parameters)
         self._keeping_thread: int | None = None
-        self._versions = 0
+        self._version_sum = 0
         self._has_new_casts = False
 
     def keep(self) -> None:
@@ -46,17 +46,17 @@ class WeightCasts:
         """
         if self._sharded:
             return
-        versions = sum(map(version_of, self._parameters))
+        version_sum = sum(map(version_of, self._parameters))  # versions only grow: one sum tells all
         if self._keeping_thread is None:
             self._keeping_thread = threading.get_ident()
             # Undone by ``drop``, or when the Stepper is deleted in the middle of an accumulation.
             torch.autocast_increment_nesting()
             self._leave = weakref.finalize(self, _leave, self._keeping_thread)
             self._has_new_casts = True
-        elif versions != self._versions:
+        elif version_sum != self._version_sum:
             self.forget()
         self._check_thread()
-        self._versions = versions
+        self._version_sum = version_sum
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Let the backward of casts that this loss has made, and that later ones share, run early."""
@@ -126,9 +126,31 @@ class Synchronization:
             self._in_no_sync = False
             self._no_sync.close()
 
+    def on_all_ranks(
+        self, is_true: bool, parameters: Sequence[torch.Tensor], process_group: Any | None
+    ) -> bool:
+        """Return whether ``is_true`` on every rank that skips a step together with this one.
+
+        Args:
+            is_true: what is known on this rank.
+            parameters: those of the step; DTensors have process groups.
+            process_group: that of the scaler.
+        """
+        process_groups = [module.process_group for module in self.ddp]
+        if process_group is not None:
+            process_groups.append(process_group)
+        for parameter in parameters:
+            if hasattr(parameter, "device_mesh"):
+                process_groups += parameter.device_mesh.get_all_groups()
+        on_all = torch.tensor(float(is_true), device=parameters[0].device)
+        # Each group once, in an order that is the same on every rank.
+        for group in dict.fromkeys(process_groups):
+            dist.all_reduce(on_all, dist.ReduceOp.MIN, group=group)
+        return bool(on_all)
+
     @torch.no_grad()
     def reduce_now(self, count: float) -> float:
-        """Average over the ranks a count, and, unless it is 0, gradients that no backward pass reduced."""
+        """Return ``count`` averaged over the ranks; unless it is 0, also average the unreduced gradients."""
         process_group = self.ddp[0].process_group
         device = next(self.ddp[0].parameters()).device
         total = torch.tensor(count, device=device)
@@ -150,7 +172,7 @@ def _reduced_parameters(module: DistributedDataParallel) -> list[torch.nn.Parame
     return parameters
 
 
-# What a rank has of a gradient, so that the maximum over the ranks says what to do.
+# The kind of a rank's gradient. The maximum over the ranks says what to do with it.
 _NO_GRADIENT = 0
 _DENSE = 1
 _SPARSE = 2

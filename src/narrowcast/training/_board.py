@@ -28,9 +28,9 @@ class _EndedStep:
     Attributes:
         folder: of its tags, as ``"narrowcast/g"``.
         number: of the step.
-        values: by name, those that the host knows; ``skipped`` is 0 or 1.
-        names: of the values that are on their way to the host.
-        copy: of these; None if there are none.
+        values: those that the host knows, by name; ``skipped`` is 0 or 1.
+        names: the names of the values that are on their way to the host.
+        copy: these values; None if there are none.
     """
 
     folder: str
@@ -87,7 +87,7 @@ class StepBoard:
             return
         folder = self._folders[group]
 
-        # Stories are told while the step ends, when the host knows that it was skipped.
+        # Stories that were added since the last call, mostly of this step.
         stories = self._explainer.told
         for story in stories[self._written_stories :]:
             # Indented, so that TensorBoard, which shows Markdown, keeps its lines.

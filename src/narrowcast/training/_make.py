@@ -157,7 +157,7 @@ def _check_parameters(model: torch.nn.Module, by_name: Mapping[Any, list[torch.o
 
 
 def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, *, low_weights: bool) -> None:
-    """Warn of an eps that fp16 rounds to 0, and of weights in bf16; those in fp16 are refused later."""
+    """Warn of an eps that fp16 rounds to 0, and of weights in bf16; a step refuses weights in fp16."""
     name = type(optimizer).__name__
     if low_weights:
         eps = lost_eps(optimizer)
@@ -213,7 +213,7 @@ def cast_inputs(model: torch.nn.Module, formats: Mapping[str, torch.dtype]) -> A
                 kwargs = cast_floating(kwargs, dtype, only=(torch.float32,))
         return args, kwargs
 
-    # As a function of the class: a TorchScript module calls hooks, but its own method refuses to add them.
+    # Called on the class: a TorchScript module calls hooks, but its own method refuses to add them.
     return torch.nn.Module.register_forward_pre_hook(model, hook, prepend=True, with_kwargs=True)
 
 

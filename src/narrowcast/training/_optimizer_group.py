@@ -1,4 +1,4 @@
-"""Optimizers that step together: their backward passes, their step, and what nobody else may do to them."""
+"""Optimizers that step together: their backward passes, their step, and checks against steps by hand."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class OptimizerGroup:
         return [low_by_working.get(parameter, parameter) for parameter in parameters_of(*self.optimizers)]
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return those that the optimizers use: of masters, or of the model's own parameters."""
+        """Return the gradients that the optimizers use: of masters, or of the model's own parameters."""
         gradients = map(_gradient_of, parameters_of(*self.optimizers))
         return [gradient for gradient in gradients if gradient is not None]
 
@@ -157,7 +157,7 @@ class OptimizerGroup:
         for held in self.held:
             held.take_gradients()
 
-        # After a backward pass ``any`` mostly reads one gradient.
+        # Cheap, since ``any`` stops at the first gradient.
         got_gradients = any(parameter.grad is not None for parameter in parameters)
         if one_rank and self.scaler.process_group is None and not got_gradients:
             raise OrderError(
@@ -171,7 +171,7 @@ class OptimizerGroup:
     def _check_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Refuse to add to gradients of another origin: these are scaled, others are not."""
         if not self.filled and not self.held and set(map(_gradient_of, parameters)) == {None}:
-            return  # as at every step, so in the fastest way
+            return  # the usual case, so it comes first and is fast
 
         # Masters take over the gradients of low parameters after each backward pass of the Stepper, so those
         # that are there now come from a backward pass by hand.
@@ -201,14 +201,19 @@ class OptimizerGroup:
         """Clip, check and step on the accumulated gradients.
 
         Args:
-            mean_filled: of how many micro-batches they are, in the mean over the ranks; None: of
-                ``accumulate``, all of them.
+            mean_filled: how many micro-batches were accumulated, as the mean over the ranks; None:
+                ``accumulate``.
         """
         # Each loss was divided by ``accumulate``.
         if mean_filled is not None and mean_filled < self.accumulate:
             with torch.no_grad():
                 for gradient in self._gradients():
                     gradient.mul_(self.accumulate / mean_filled)
+        # A rank without micro-batches has scaled no loss since the last step, and its scaler would refuse
+        # the gradients. They are those of other ranks, whose losses have the same scale.
+        if not self.filled:
+            device = parameters_of(*self.optimizers)[0].device
+            self.scaler.scale(torch.zeros((), device=device))
         return self._guarded(self._clip_and_step)
 
     def step_with_closure(self, evaluate: Callable[[], torch.Tensor]) -> StepResult:
@@ -249,7 +254,7 @@ class OptimizerGroup:
 
     def _restart_joint_step(self) -> None:
         """Forget which optimizers stepped before an error, so that the next step counts from the first."""
-        # Their reports may still be on the way from a GPU, and would count for the next step.
+        # Reports that are still on the way from a GPU would count for the next step: take them now.
         with suppress(Exception):
             self.scaler.report_pending()
         self._optimizers_stepped = 0
@@ -277,8 +282,8 @@ class OptimizerGroup:
 
     def _clip_by_joint_norm(self, max_norm: float) -> torch.Tensor:
         """Clip unscaled gradients by the norm of those of all optimizers."""
-        # With a largest norm of infinity this only measures, over all ranks. A norm that overflows also skips
-        # the step: clipping by it would set all gradients to zero, and the step would be taken.
+        # With a max_norm of infinity the scaler only measures the norm, over all ranks. It also skips the
+        # step if the norm overflows: clipping by infinity would set all gradients to zero.
         norms = [self.scaler.clip_grad_norm_(optimizer, math.inf) for optimizer in self.optimizers]
         norm = functools.reduce(torch.hypot, norms)  # squares nothing that could overflow
         torch.nn.utils.clip_grads_with_norm_(parameters_of(*self.optimizers), max_norm, norm)
@@ -347,8 +352,8 @@ def check_loss(loss: Any, group: OptimizerGroup | None = None) -> None:
 def _refuse_reentrant_checkpoints(loss: torch.Tensor) -> None:
     """Refuse a graph that hides parameters from a backward pass with ``inputs``.
 
-    torch raises there if one of the ``inputs`` lies behind the checkpoint. Otherwise it passes the checkpoint
-    by, and the parameters inside get no gradients.
+    torch raises only if the path to one of the ``inputs`` leads through the checkpoint. Otherwise it skips
+    the checkpoint, and the parameters inside get no gradients.
     """
     for node in nodes_below([loss.grad_fn]):
         if node.name() == "CheckpointFunctionBackward":
@@ -376,7 +381,7 @@ def is_fp32(loss: torch.Tensor, model: torch.nn.Module) -> bool:
 # ---- one Stepper for each scaler, and no steps by hand
 
 _GROUPS: weakref.WeakSet[OptimizerGroup] = weakref.WeakSet()
-"""Those of every Stepper that exists."""
+"""The groups of all Steppers that exist."""
 
 
 def claim(group: OptimizerGroup) -> list[RemovableHandle]:

@@ -32,7 +32,12 @@ _HOW_TO_GIVE = {
 
 @dataclass
 class Fit:
-    """What loading a state has to say: it refuses in the name of ``source``, and collects notes."""
+    """Refuses a state that does not fit, and collects notes on what was left out.
+
+    Attributes:
+        source: where the state is from, as messages name it.
+        notes: one sentence each, for the user.
+    """
 
     source: Any
     notes: list[str] = field(default_factory=list)
@@ -147,7 +152,8 @@ class Objects:
 
     def load(self, saved: Mapping[Key, Any]) -> None:
         """Load states that were checked."""
-        # Schedulers are often the user's own, whose load_state_dict may raise: before much was changed.
+        # Schedulers come early: many are the user's own, and if their load_state_dict raises, little has
+        # changed.
         for kind in ("scalers", "schedulers", "optimizers", "held"):
             for key, obj in self.of_kind(kind).items():
                 if key not in saved:
@@ -207,8 +213,8 @@ def _form_of(value: Any) -> str:
 
 
 def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load a state as it was saved, which ``load_state_dict`` of torch does but for two things."""
-    # A setting may be a tensor, such as a learning rate on a GPU. It stays on its device.
+    """Load a state of an optimizer as it was saved, and correct two things that torch changes."""
+    # First: a setting may be a tensor, such as a learning rate on a GPU. It stays on the device it has now.
     devices_by_group = []
     for group in optimizer.param_groups:
         devices_by_group.append(
@@ -222,7 +228,7 @@ def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
             if isinstance(group[name], torch.Tensor):
                 group[name] = group[name].to(device)
 
-    # torch casts states to the dtypes of the parameters.
+    # Second: torch casts states to the dtypes of the parameters. They keep the dtypes they were saved in.
     positions = []
     for group in state["param_groups"]:
         positions += group["params"]
@@ -289,10 +295,10 @@ class Run:
         return {name_without_wrappers(self.model, name): value for name, value in state.items()}
 
     def layouts(self) -> dict[tuple[Any, ...], Any]:
-        """Return the live tensors whose sharding saved tensors take, by place in the tree of a checkpoint.
+        """Return live tensors by their place in the tree of a checkpoint, as models of how to shard it.
 
-        States of an optimizer take that of their parameter, which stands at the place above theirs, if they
-        have its shape.
+        A saved tensor is sharded as the live tensor at its place. A state of an optimizer is sharded as its
+        parameter, which is at the place one level up, if it has the same shape.
         """
         layouts: dict[Any, Any] = {}
         for name, value in self._model_state().items():
@@ -379,7 +385,7 @@ class Run:
 
 
 def name_without_wrappers(model: torch.nn.Module, name: str) -> str:
-    """Return a name of a state dict without what DDP, ``torch.compile`` and checkpoint wrappers add to it."""
+    """Return a name in a state dict without the parts that DDP, ``torch.compile`` and checkpoints add."""
     parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     parts: list[str] = []
     module: Any = model

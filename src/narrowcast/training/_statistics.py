@@ -33,6 +33,7 @@ class Statistics:
         self._modules: list[torch.nn.Module] | None = None
         self._buffers: list[torch.Tensor] = []
         self._groups: list[BufferGroup] = []
+        # Buffers that a group cannot hold, such as sparse ones, and their copies.
         self._others: list[torch.Tensor] = []
         self._other_values: list[torch.Tensor] = []
         self._remembers = False
@@ -99,7 +100,7 @@ class Statistics:
         for buffer in self._buffers:
             if _is_plain(buffer):
                 plain_buffers.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-            elif not _is_expanded(buffer):
+            elif not _is_expanded(buffer):  # nothing can write to an expanded one
                 self._others.append(buffer)
         self._groups = list(map(BufferGroup, plain_buffers.values()))
 

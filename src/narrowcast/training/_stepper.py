@@ -45,8 +45,6 @@ from narrowcast.training._statistics import Statistics
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, torch.optim.Optimizer]
 
-"""After a skip that arose in the backward pass; more than a dynamic scale takes to grow again."""
-
 
 class Stepper:
     """Do a whole mixed-precision training step in two lines::
@@ -141,8 +139,8 @@ class Stepper:
             self._casts = WeightCasts([p for p in model.parameters() if p.dtype == torch.float32])
             groups = list(self._groups.values())
 
-            # Both calls of ``release`` share this list, which is filled below: one undoes what is in it when
-            # the Stepper is deleted, the other if making it fails.
+            # ``release`` is registered twice: for when the Stepper is deleted, and for an error in this
+            # block. Both share this list, which is filled below.
             handles: list[Any] = []
             weakref.finalize(self, release, groups, handles).atexit = False
             undo.callback(release, groups, handles)
@@ -153,7 +151,7 @@ class Stepper:
             if self._policy.holds_low_weights:
                 handles.append(cast_inputs(model, self._formats))
 
-            # What a skipped step was given, so that it can be run again, and what that shows.
+            # Record the calls of modules, so that a skipped step can be run again and explained.
             self._explains_skips = explain_skips
             self._explainer = SkipExplainer(self._policy, model=model)
             self._recording = self._explainer.recording
@@ -230,7 +228,7 @@ class Stepper:
             self._checks_first_loss = False
             result = self._backward(group, loss)
 
-        # Here and not in _finish: a function may be tried again, and its tries are one step.
+        # Write here and not in _finish: a function may be tried again, and all its tries are one step.
         if self._board is not None and result.complete:
             self._board.step_ended(group, self.steps, result)
         return result
@@ -460,8 +458,8 @@ class Stepper:
     def _backward(self, group: OptimizerGroup, loss: torch.Tensor) -> StepResult:
         uses_ddp = bool(self._synchronization.ddp)
         try:
-            # Only the optimizer that steps gets gradients: a generator's loss reaches the discriminator too.
-            # DDP waits for all of its parameters, so there the others' gradients are zeroed afterwards.
+            # Only parameters of the optimizer that steps get gradients: a generator's loss reaches the
+            # discriminator too. DDP waits for all parameters, so there the others are zeroed afterwards.
             inputs = None
             if len(self._groups) > 1 and not uses_ddp:
                 inputs = [parameter for parameter in group.parameters if parameter.requires_grad]
@@ -504,7 +502,7 @@ class Stepper:
                 lower_scale=group.scaler.get_scale(),
                 names=result.nonfinite,
             )
-        # With names, another optimizer may step on the same calls.
+        # Keep the recorded calls if another named optimizer may step on them too.
         self._explainer.step_ended(may_step_again=len(self._groups) > 1)
         return result
 
@@ -548,9 +546,14 @@ class Stepper:
             loss_is_finite = bool(loss.detach().isfinite())
             result = self._backward(group, loss)
 
-            # No scale mends a loss that is not finite, and earlier micro-batches cannot be computed again.
-            may_retry = loss_is_finite and group.accumulate == 1 and result.skipped
+            # Earlier micro-batches cannot be computed again, and only a lower scale may help.
+            may_retry = group.accumulate == 1 and result.skipped
             if not may_retry or group.scaler.get_scale() >= result.scale:
+                return result
+            # No scale mends a loss that is not finite. If one rank has such a loss, none tries again: the
+            # others would wait for it in the next collective.
+            process_group = group.scaler.process_group
+            if not self._synchronization.on_all_ranks(loss_is_finite, group.parameters, process_group):
                 return result
             # This try and the next one are one step.
             self.steps -= 1

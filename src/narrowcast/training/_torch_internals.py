@@ -10,7 +10,7 @@ import torch
 from narrowcast.gradients import leaf_of
 
 _SOONEST = 2**64 - 1
-"""Of the nodes that are ready, autograd runs the one with the largest number; leaves have this number."""
+"""The sequence number of leaves. Of the nodes that are ready, autograd runs the one with the largest."""
 _CAST = "ToCopyBackward0"
 
 
@@ -28,7 +28,7 @@ def run_casts_of_leaves_soon(nodes: Iterable[Any]) -> None:
 
 
 def buffers_of(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return the modules' own buffers, at every step; ``module.buffers()`` takes ten times as long."""
+    """Return the modules' own buffers. Called at each step: ``module.buffers()`` takes ten times as long."""
     return [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
 
 

@@ -128,6 +128,30 @@ def by_stepper(kind, policy):
     return facts_of_skip(results, scales, before, after, model)
 
 
+def by_function(kind):
+    """The loss of one rank is infinite, and a step by a function would try again on the others."""
+    model = Tiny()
+    run = wrapped(kind, model)
+    optimizer = make_optimizer("SGD", model.parameters())
+    group = dist.group.WORLD if kind == "plain" else None
+    scaler = nc.GradScaler(init_scale=1024.0, process_group=group)
+    stepper = nc.Stepper(run, optimizer, "fp16", scaler=scaler)
+    calls, skipped = [], []
+
+    def loss_of(number, x, y):
+        calls.append(number)
+        loss = mse_loss(run(x), y)
+        return loss * math.inf if number == BAD_STEP and is_last() else loss
+
+    for number, (x, y) in enumerate(batches_for(kind, 3)):
+        skipped.append(stepper.step(functools.partial(loss_of, number, x, y)).skipped)
+    return {"calls": calls, "skipped": skipped, "digest": digest(model.parameters())}
+
+
+def by_functions():
+    return {kind: by_function(kind) for kind in KINDS}
+
+
 def every_skip(kind, where):
     facts = {}
     for way, dtype in itertools.product(WAYS, (torch.bfloat16, torch.float16)):
@@ -149,3 +173,4 @@ SCENARIOS = {
     for kind in KINDS
     for where in ("loss", "grad")
 }
+SCENARIOS["function"] = by_functions

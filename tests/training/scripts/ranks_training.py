@@ -87,7 +87,7 @@ class Branches(torch.nn.Module):
         return out
 
 
-def flushed(buckets, left):
+def flushed(buckets, left, scaler=None):
     """Two whole accumulations of 4, one with ``left[rank]`` micro-batches that is flushed, and a whole one.
 
     After two, DDP has arranged its buckets, and no forward pass waits for ranks that have none left.
@@ -99,7 +99,7 @@ def flushed(buckets, left):
     start = values(model.parameters())
     sgd, other = (torch.optim.SGD(m.parameters(), 0.05) for m in (model, alone))
     run = DistributedDataParallel(model, find_unused_parameters=True, **BUCKETS[buckets])
-    stepper = nc.Stepper(run, sgd, "fp32", accumulate=4)
+    stepper = nc.Stepper(run, sgd, "fp32", accumulate=4, scaler=scaler)
 
     def loss_of(net, x, y, rank, index, *, whole):
         extra = whole or (index == 0 and rank == 1)
@@ -132,7 +132,11 @@ def flush():
     """Ranks have as many micro-batches left; or different numbers, and the last rank none."""
     world = dist.get_world_size()
     uneven = [*(max(2 - rank, 0) for rank in range(world - 1)), 0]
-    return {"even": flushed("bucket views", [3] * world), "uneven": flushed("default", uneven)}
+    return {
+        "even": flushed("bucket views", [3] * world),
+        "uneven": flushed("default", uneven),
+        "uneven, scaled": flushed("default", uneven, nc.scaling.Dynamic(scale=1024.0)),
+    }
 
 
 def left_alone():

@@ -239,7 +239,7 @@ def _checked_policy(fit: Fit, tree: Mapping[str, Any], given_policy: Policy | No
 def _policy_to_go_on_under(
     saved_policy: Policy, given_policy: Policy | None, model: torch.nn.Module, formats: Mapping[str, str]
 ) -> Policy:
-    """Return the policy of a loop without a Stepper: in the saved format where ``auto`` is another now."""
+    """Return the policy for a loop without a Stepper, in the saved format if ``auto`` chooses another now."""
     now = _formats_of_auto(model, saved_policy)
     changed = {device: before for device, before in formats.items() if now.get(device, before) != before}
     if given_policy is None or given_policy.compute == "auto":

@@ -161,7 +161,7 @@ def _storable_tensor(value: torch.Tensor, place: Place, *, sharded: bool) -> tor
         )
 
     tensor = tensor.resolve_conj().resolve_neg()
-    # torch.save writes the whole memory of a view.
+    # Copy a view of larger memory, since torch.save would write all of that memory.
     if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
         return tensor.clone()
     return tensor

@@ -117,7 +117,8 @@ def write(path: Path, tree: dict[str, Any], ranks: Ranks) -> None:
         digests_of_first = ranks.gather(digests)[0]
         differing = [place for place in digests if digests[place] != digests_of_first.get(place)]
 
-        # What is equal on rank 0 is read from the file of rank 0, and DTensors from those of torch.
+        # Leave out tensors that are equal on rank 0, which are read from its file, and DTensors, which are
+        # read from torch's files.
         own = tree
         if ranks.rank > 0:
             own = _without_tensors_at(tree, digests.keys() - set(differing))
@@ -126,7 +127,7 @@ def write(path: Path, tree: dict[str, Any], ranks: Ranks) -> None:
         if shards:
             _save_shards(data, shards, ranks)
 
-        # Every rank has written its files, so that all of them are in the list. Each rank sums some.
+        # By now every rank has written its files, so the list is complete. Each rank hashes some of them.
         names = ranks.agreed(lambda: sorted(file.name for file in data.iterdir()))
         sums = ranks.agreed(lambda: _sums(data, names, ranks))
         all_sums: dict[str, list[Any]] = {}
@@ -164,7 +165,7 @@ def _new_data_folder(path: Path) -> str:
     if foreign and not has_marker:
         raise CheckpointError(f"{path} is a folder with other files in it: give a path inside it")
 
-    # If the marker is damaged, nobody knows which data it named, and everything stays.
+    # If the marker is damaged, it is not known which data it named: keep everything.
     with contextlib.suppress(CheckpointError):
         in_use = None
         if has_marker:
@@ -189,7 +190,7 @@ def _shards_and_digests(tree: dict[str, Any]) -> tuple[dict[Place, torch.Tensor]
             shards[place] = value
         elif isinstance(value, torch.Tensor):
             digests[place] = _digest(value)
-        elif place[0] != "random":  # hundreds of numbers of each generator; every rank keeps its own
+        elif place[0] != "random":  # left out, since each rank reads its own random states
             digests[place] = repr(value)
         return value
 
@@ -360,7 +361,7 @@ def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Mapping[Place, Any])
         assert saved.own is not None
         return _with_tensors(saved.own, saved, layouts)
 
-    # Values that ranks had of their own are those of rank 0, but for what has to differ by rank.
+    # Take the values of rank 0, except for random states and positions, which differ by rank.
     tree = dict(saved.common)
     if saved.own is None:
         tree["random"] = None
@@ -424,6 +425,7 @@ def _with_tensors(tree: dict[str, Any], saved: Saved, layouts: Mapping[Place, An
 
         layout = _layout_of(value, place, layouts)
         if value.is_meta:
+            # A DTensor was saved: allocate memory, which is filled at the end.
             if layout is None:
                 memory = torch.empty_like(value, device="cpu")
             else:
