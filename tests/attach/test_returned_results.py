@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import narrowcast as nc
 from narrowcast.attach import Attachment
 from narrowcast.casting import tensors_inside
 from narrowcast.casting.kernels import _direct_results
-from narrowcast.policy import Policy, Rule, rule
+from narrowcast.policy import Policy, Rule, resolve, rule
 from narrowcast.scaling import Off, Static
 
 MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
@@ -453,3 +454,35 @@ def test_gather_has_a_kernel_only_once_there_is_a_result_to_take_from():
         assert kernels()[-1] == "gather"
     gc.collect()
     assert kernels() == []
+
+
+class WritesIntoItsArgument(nn.Module):
+    """It returns nothing, as LoFTR and the detectors of OpenPCDet."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, data):
+        data["y"] = self.linear(data["x"])
+        data["parts"] = {"first": data["y"][0]}
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_what_a_model_writes_into_a_dict_is_in_fp32(policy):
+    given = torch.ones(2, 8, dtype=torch.float64)
+    data = {"x": torch.randn(4, 8), "given": given}
+    with nc.attached(policy):
+        WritesIntoItsArgument()(data)
+    assert data["y"].dtype == torch.float32
+    assert data["parts"]["first"].dtype == torch.float32
+    assert torch.equal(data["y"], data["y"].to(resolve(policy, "cpu")).float())
+    assert data["given"] is given
+
+
+def test_what_the_script_put_into_the_dict_stays_as_it_is():
+    low = torch.ones(4, 8, dtype=torch.bfloat16)
+    data = {"x": low}
+    with nc.attached("bf16"):
+        WritesIntoItsArgument()(data)
+    assert data["x"] is low

@@ -110,3 +110,57 @@ def test_the_gradient_of_a_returned_input_stays_with_it(weight, told):
         stepper.step(loss)
     (story,) = stepper.skip_stories
     assert [text for text in told if text not in story] == []
+
+
+class WritesIntoItsArgument(nn.Module):
+    """It returns nothing, as LoFTR and the detectors of OpenPCDet."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.eye(8))
+            self.linear.bias.zero_()
+
+    def forward(self, data):
+        scaled = self.linear(data["x"])
+        data["y"] = scaled * scaled
+
+
+def story_of_dicts(model, x, scale, factor=1.0):
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with nc.attached("fp16", Static(scale=scale)) as run:
+        for _ in range(2):
+            optimizer.zero_grad()
+            data = {"x": x}
+            model(data)
+            (factor * data["y"].sum()).backward()
+            optimizer.step()
+    (story,) = [note for note in run.notes if "narrowcast repeated it" in note]
+    return story
+
+
+def test_what_a_model_writes_into_a_dict_is_looked_at():
+    story = story_of_dicts(WritesIntoItsArgument(), torch.full((4, 8), 300.0), 1.0)
+    assert "where    forward pass of WritesIntoItsArgument" in story
+    assert 'line     data["y"] = scaled * scaled' in story
+
+
+def test_gradients_that_arrive_at_what_was_written_into_a_dict_are_held():
+    story = story_of_dicts(WritesIntoItsArgument(), torch.full((4, 8), 200.0), 1.0, factor=1e3)
+    assert "where    backward pass of WritesIntoItsArgument" in story
+    assert "verdict  precision: in fp32 the backward pass is finite" in story
+
+
+def test_a_stepper_explains_a_model_that_returns_nothing():
+    model = WritesIntoItsArgument()
+    scaler = nc.GradScaler("cpu", loss_scale=Static(scale=1.0), patience=None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    stepper = nc.Stepper(model, optimizer, "fp16", scaler=scaler, explain_skips=True)
+    data = {"x": torch.full((4, 8), 300.0)}
+    with stepper.autocast():
+        model(data)
+        loss = data["y"].float().sum()
+    stepper.step(loss)
+    (story,) = stepper.skip_stories
+    assert "where    forward pass of WritesIntoItsArgument" in story

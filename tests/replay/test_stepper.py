@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
 from narrowcast.integrations._skips import HostSkips, plain_call
-from narrowcast.replay import _recording, _watch
+from narrowcast.replay import _recording, _replay, _stories, _watch
 from narrowcast.scaling import Dynamic, Static
 
 
@@ -441,6 +441,40 @@ def test_a_replay_ends_after_its_time_inside_of_a_call_too(monkeypatch):
     for parameter, before in zip(model.parameters(), weights, strict=True):
         assert torch.equal(parameter, before)
     assert not step(stepper, good()).skipped
+
+
+def test_advice_that_there_was_no_time_to_try_is_not_denied(monkeypatch):
+    now_s = [0.0]
+
+    def find_and_wait(*arguments):
+        finding = _replay.find_origin(*arguments)
+        now_s[0] = 61.0
+        return finding
+
+    monkeypatch.setattr(_watch, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(_stories, "find_origin", find_and_wait)
+    _, stepper = made()
+    step(stepper, bad())
+    (story,) = stepper.skip_stories
+    assert "verdict  precision" in story
+    assert "try      there was no time to try what helps" in story
+    assert "nothing is known to help" not in story
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_end_of_the_time_in_a_backward_pass_warns_of_nothing(monkeypatch):
+    in_backward = _watch.graph_task_id
+    no_task = _watch.NO_GRAPH_TASK
+
+    def monotonic():
+        return 0.0 if in_backward() == no_task else 61.0
+
+    monkeypatch.setattr(_watch, "time", SimpleNamespace(monotonic=monotonic))
+    model, stepper = made(nn.Linear(8, 1))
+    for _ in range(2):
+        step(stepper, good(), loss_of=lambda output: output.float().sum() * 1e38)
+    (story,) = stepper.skip_stories
+    assert "undecided: running the step again took more than 60 s" in story
 
 
 def test_a_long_replay_is_announced(monkeypatch, caplog):

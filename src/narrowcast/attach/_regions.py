@@ -260,11 +260,16 @@ class ScriptRegions:
             recorded = None
             if self._recording.records and thread.is_main and (dtype is not None or self._run.scale.active):
                 recorded = self._recording.begin(module, args, kwargs)
+            dicts = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
+            before = [dict(value) for value in dicts]
             # A script that trains is timed by its steps.
             if self._recorder.backwards or is_capturing():
                 output = self._in_region(call, module, device_type, dtype)
             else:
                 output = self._timed_in_region(call, module, device_type, dtype)
+            # What a model writes into a dict that it was given is a result too.
+            for written_to, earlier in zip(dicts, before, strict=True):
+                self._cast_written(written_to, earlier)
             if recorded is not None:
                 self._recording.end(recorded, output)
             self._observer.returned(module, output)
@@ -272,6 +277,12 @@ class ScriptRegions:
             thread.observed = False
         self._run.stopping.forward_ended()
         return output
+
+    def _cast_written(self, written_to: dict[Any, Any], earlier: dict[Any, Any]) -> None:
+        """Cast what was put into a dict since ``earlier`` to fp32, as what a model returns."""
+        for key, value in written_to.items():
+            if value is not earlier.get(key):
+                written_to[key] = cast_floating(value, torch.float32, tell=self._tell_now)
 
     def _timed_in_region(
         self, call: Call, module: nn.Module, device_type: str, dtype: torch.dtype | None

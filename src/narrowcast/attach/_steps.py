@@ -489,7 +489,7 @@ class Steps:
     def _how_to_tell(self) -> str:
         """Return advice on gradients that are not finite: which command tells more, if nothing did yet."""
         if self._regions.explainer.told:
-            return "What was found of the first skipped step is told above"
+            return "What was found of a skipped step is told above"
         in_fp32 = "narrowcast run --policy fp32 SCRIPT shows whether FP32 has them too"
         if any(device["format"] == "bf16" for device in self._recorder.devices.values()):
             return in_fp32

@@ -235,7 +235,9 @@ class Recording:
             return
         call = self._begun
         self._begun = None
-        if output is not None:  # else it raised, and the hook is called all the same
+        # A call that raised is not recorded. For one the hook is called with None too, which a model may also
+        # return that writes its results into an argument.
+        if output is not None or written_tensors(call.args, call.kwargs, call.inputs):
             self.end(call, output)
 
     def _let_go(self, reason: str) -> None:
@@ -246,7 +248,7 @@ class Recording:
     def _hold_arriving(self, call: RecordedCall, output: Any) -> None:
         """Hold the gradients that will arrive at the outputs of a call."""
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_inside(output)
-        for tensor in outputs:
+        for tensor in (*outputs, *written_tensors(call.args, call.kwargs, call.inputs)):
             node = tensor.grad_fn
             if node is not None:
                 # A hook of the node takes a third of the time that one of the tensor takes.
@@ -309,6 +311,12 @@ def called_modules(model: nn.Module) -> list[nn.Module]:
 def on_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
     """Return ``values`` with each tensor changed, also inside of lists, tuples and dicts."""
     return tree_map_only(torch.Tensor, change, values)
+
+
+def written_tensors(args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that a call has put into the lists and dicts among its arguments."""
+    given = set(map(id, inputs))
+    return [tensor for tensor in tensors_inside((args, kwargs)) if id(tensor) not in given]
 
 
 def version_of(tensor: torch.Tensor) -> int:

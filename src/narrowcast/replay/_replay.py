@@ -23,6 +23,7 @@ from narrowcast.replay._recording import (
     RecordedStep,
     on_tensors,
     set_random_state,
+    written_tensors,
 )
 from narrowcast.replay._recording import version_of as _version
 from narrowcast.replay._torch_internals import set_version
@@ -277,14 +278,14 @@ def observe(
     with ExitStack() as stack:
         stack.callback(drop_casts)
         drop_casts()  # so that the casts of weights are watched too
-        stack.enter_context(watch.watching())
+        stack.enter_context(watch.watching(backward=backward))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         watch.begins_with(INPUT, inputs)
         watch.begins_with(BUFFER, module.buffers())
         stack.enter_context(watch)
         output = caller(module, args, kwargs)
-        outputs = tensors_inside(output)
+        outputs = tensors_inside(output) + written_tensors(args, kwargs, inputs)
         differentiable = [tensor for tensor in outputs if tensor.grad_fn is not None]
         arrived: list[torch.Tensor] = []
         ends: list[torch.Tensor] = []

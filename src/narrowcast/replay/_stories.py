@@ -36,6 +36,7 @@ _MUCH_LOWER = 2.0**-8
 _LOW_SCALE = 2.0**8
 _LONGEST_LINE = 110
 _NO_ADVICE = "nothing is known to help: no scale, rule or format that was tried made it finite"
+_NO_TIME = f"there was no time to try what helps: that ends after {LONGEST_S:.0f} s"
 _LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
@@ -192,7 +193,7 @@ class SkipStories:
         advice = self._advice(finding, surroundings, finite_scale)
         lines += [f"  try      {line}" for line in advice]
         if finding.verdict == "precision" and not advice:
-            lines.append(f"  try      {_NO_ADVICE}")
+            lines.append(f"  try      {_NO_TIME if self._time_limit.is_over else _NO_ADVICE}")
         self._say("\n".join(lines))
         return False
 
@@ -319,6 +320,7 @@ class SkipStories:
             return None
         backward = finding.outputs_are_finite
         try:
+            self._time_limit.check()
             with everything_restored([finding.call.module]):
                 return observe(finding.call, caller, self._time_limit, backward=backward, factor=factor)
         except Exception:  # what cannot be tried is not advised
@@ -358,8 +360,10 @@ def _what(finding: Finding, origin: Operation) -> str:
     text = f"{name} {format_}, of values from {ranges}: {result}"
     largest = finding.in_fp32
     if largest is not None:
+        # The operator itself may compute in fp32, from what was rounded before it.
+        where = "without mixed precision" if origin.dtype == torch.float32 else "in fp32"
         finite = "finite, " if origin.is_nan else ""
-        text += f"; in fp32 {finite}up to {largest:.3g}"
+        text += f"; {where} {finite}up to {largest:.3g}"
     elif origin.name == "_to_copy" and origin.ranges:
         values = origin.ranges[0]
         largest = max(-values.low, values.high)

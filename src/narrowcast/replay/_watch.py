@@ -67,10 +67,15 @@ class TimeLimit:
 
     Args:
         announce: called once, after some seconds.
+
+    Attributes:
+        was_announced: whether it was called.
+        is_over: whether ``check`` has raised.
     """
 
     def __init__(self, announce: Callable[[], None]) -> None:
         self.was_announced = False
+        self.is_over = False
         self._announce = announce
         self._begin_s = time.monotonic()
 
@@ -78,6 +83,7 @@ class TimeLimit:
         """Raise ReplayError if the time is over."""
         elapsed_s = time.monotonic() - self._begin_s
         if elapsed_s > LONGEST_S:
+            self.is_over = True
             raise ReplayError(f"running the step again took more than {LONGEST_S:.0f} s")
         if elapsed_s > _LONG_S and not self.was_announced:
             self.was_announced = True
@@ -167,8 +173,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.largest_results: dict[Place, float] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Track which module runs, and which line made each node of the graph."""
+    def watching(self, *, backward: bool) -> Iterator[None]:
+        """Track which module runs and, for a backward pass, which line made each node of the graph."""
         with ExitStack() as stack:
             for module in self._paths:
                 if isinstance(module, torch.jit.ScriptModule):
@@ -176,8 +182,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 stack.callback(module.register_forward_pre_hook(self._enters, with_kwargs=True).remove)
                 # A checkpoint ends what it computes again by an exception.
                 stack.callback(module.register_forward_hook(self._leaves, always_call=True).remove)
-            # Only for the stack at which each node is made; it warns that it is slow.
-            with warnings.catch_warnings():
+            if backward:
+                # Only for the stack at which each node is made, which takes longer than all the rest. It
+                # warns that it is slow, and of each exception in a backward pass, as of the time limit.
+                stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             yield
