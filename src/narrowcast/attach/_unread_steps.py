@@ -78,8 +78,8 @@ class UnreadSteps:
             target: Any = optimizer
             del target.grad_scale, target.found_inf
 
-        # If gradients may be held until the flag is read, which of them are not finite is computed only if
-        # the flag is set. Otherwise the device computes it now, before the script writes to them.
+        # If gradients can be kept until the flag is read, it is computed then, and only if the flag is set,
+        # which of them are not finite. Otherwise the device computes it now, before the script writes to them.
         read_nonfinite = check.look_later() if check.can_look_later() else check.nonfinite().read
         read_flag = self._copies.start(check.found_inf.reshape(1))
         parameters = check.gradients.parameters

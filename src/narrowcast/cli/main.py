@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text += f" To run a script: narrowcast run {words[0]}"
         talk(text)
         return int(getattr(error, "exit_code", COMMAND_FAILED))
-    except typer.Abort:  # at a question: Control-C, or the end of the input
+    except typer.Abort:  # Control-C at a question, or an EOFError
         return INTERRUPTED
     except NarrowcastError as error:
         talk(str(error))

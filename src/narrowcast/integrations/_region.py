@@ -82,8 +82,8 @@ def scaler_for(
         scaler = GradScaler(loss_scale=loss_scale)
     if not isinstance(scaler, GradScaler):
         raise SettingError(
-            f"expected a nc.GradScaler, got {type(scaler).__module__}.{type(scaler).__qualname__}: leave the "
-            "argument out, or make it by nc.GradScaler(...)"
+            f"expected an nc.GradScaler, got {type(scaler).__module__}.{type(scaler).__qualname__}: leave "
+            "the argument out, or make it by nc.GradScaler(...)"
         )
     if names:
         scaler.name_parameters(names)

@@ -190,7 +190,10 @@ def table_format(device_type: str) -> Choice:
     if device_type == "cuda":
         if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
             return Choice(format="bf16", because=f"{torch.cuda.get_device_name()} computes in bf16")
-        return Choice(format="fp16", because="this GPU computes in fp16 and not in bf16")
+        because = "torch sees no GPU here"
+        if torch.cuda.is_available():
+            because = "this GPU computes in fp16 and not in bf16"
+        return Choice(format="fp16", because=because)
     dtype = torch.get_autocast_dtype(device_type)
     return Choice(format=_DTYPE_NAMES.get(dtype, "fp32"), because=f"autocast's default on {device_type!r}")
 

@@ -237,8 +237,9 @@ class Applied:
         try:
             yield
         finally:
-            self._shared.removed = False
-            _applied[model] = self
+            if not self._shared.ended:
+                self._shared.removed = False
+                _applied[model] = self
 
     __reduce_ex__ = not_copied("the handle of nc.apply", "copy or save the model, which keeps its policy")
 
@@ -300,9 +301,10 @@ class RuledModules:
         policy = self.shared.policy
         calls = [call for call in calls_on(module) if call.shared is self.shared]
         is_compiled = self.shared.compiled
+        # A module without a call of ours may be new in the model: calls that were copied with it go.
         if not calls and not is_compiled:
             _remove_copied_calls([(paths, module)], policy)
-        # The rules of the model itself are in its _ModelCall, which nc.compile does not make.
+        # nc.apply gives the model itself a _ModelCall, which has its rules. nc.compile makes none.
         if "" in paths and not is_compiled:
             return
 
@@ -355,7 +357,7 @@ class _ModelCall(ModuleCall):
 
     def _begin(self) -> None:
         super()._begin()
-        # None in a copy, also in a shallow one, whose parts may be replaced by others.
+        # ``__init__`` sets both after this. In a copy they stay None: its parts may be others.
         self._model = None
         self._ruled = None
 
@@ -402,6 +404,7 @@ class ModelRegion(PolicyRegion):
         self._applied: Applied | None = None
         if applied_to(model, policy) is not None:
             return
+        # A strict Applied, made below where rules name modules, refuses these itself.
         if not (policy.names_modules and strict):
             refuse_in_torchscript(policy, model)
         # Last, so that an error leaves the model as it was.
@@ -589,7 +592,7 @@ def refuse_missed(missed: dict[Rule, str]) -> None:
 
 
 def refuse_missed_by_all(policy: Policy, models: Sequence[torch.nn.Module]) -> None:
-    """Raise PolicyError for the first rule that selects nothing in any of some models."""
+    """Raise PolicyError for the first rule that selects nothing in each of ``models``."""
     missed = [missed_rules(policy, model) for model in models]
     for rule in missed[0]:
         messages = [of_model[rule] for of_model in missed if rule in of_model]

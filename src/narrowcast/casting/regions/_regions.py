@@ -162,7 +162,7 @@ def enter(
     caches = region.caching if wants_cache else cache_enabled
     if caches is not region.cache_before:
         torch.set_autocast_cache_enabled(caches)
-    # Here and in ``_close``, since a function of ``_scopes`` would cost a call at each region.
+    # Promotion is set here and in ``_close``: a function of ``_scopes`` would cost a call at each region.
     if promotion is not None:
         torch.set_autocast_dtype(*_scopes.PROMOTING)
 
@@ -242,8 +242,8 @@ def _close(region: OpenRegion) -> None:
     torch.set_autocast_enabled(device, region.enabled_before)
     torch.set_autocast_dtype(device, region.dtype_before)
     torch.set_autocast_cache_enabled(region.cache_before)
-    # By the region, since an interrupted ``set_scope`` leaves a half-set state that ``scope_on`` does not
-    # show; and by the state, since an interrupted call of a module leaves the module's scope in force.
+    # Restore the scope if the region changed it: an interrupted ``set_scope`` leaves a half-set state that
+    # ``scope_on`` does not show. Or if another one is in force: an interrupted call of a module leaves its own.
     if region.scope is not region.scope_before or scope_on(device) is not region.scope_before:
         set_scope(region.scope_before, device)
     if region.promotion is not None:

@@ -193,10 +193,10 @@ class _Comparison:
     def _untimed_s(self) -> float:
         """Return about how long the untimed runs take, and the end of this process.
 
-        The three runs that keep gradients train up to the last compared step. Their steps take about three
-        times as long: exact sums, weights and gradients that are written.
+        The three runs that keep gradients train up to the last compared step. All untimed steps are taken to
+        be three times as long as timed ones, for exact sums, counted tensors and written gradients.
         """
-        # In steps of both formats, as ``step_s`` has them: a step of all three runs is one and a half of it.
+        # ``step_s`` is the time of a step in both formats together, so a step of three runs is 1.5 of it.
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
         steps = _UNTIMED_STEPS + 1.5 * (at_steps[-1] + held_steps)
@@ -305,8 +305,6 @@ class _Comparison:
         taken = first["steps"] + first["skipped_steps"]
         ends_by_itself = not first["stopped"]
         latest = min(_LATEST_STEP, taken // 4)
-        if ends_by_itself:
-            latest = min(latest, taken - _steps_besides(3))
         is_slow = statistics.median(self.timed.step_times("fp32") or [0.0]) > _MANY_STEPS_S
         if latest >= _EARLY_STEP and not is_slow:
             return [0, latest // 3, latest]

@@ -78,8 +78,8 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def fingerprint(value: Any, *, floating: bool = True) -> str:
     """Return a hash of the bits of every strided tensor in ``value``, with shapes and dtypes.
 
-    Of sparse and meta tensors, and inside ``torch.func``, where tensors have no bits to read, it is of shapes
-    and dtypes alone. Without ``floating`` it is of shapes alone of floating tensors.
+    Only shapes and dtypes are hashed of sparse and meta tensors, and inside ``torch.func``, where no bits can
+    be read. Without ``floating`` only the shapes of floating tensors are hashed.
     """
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors_inside(value):
