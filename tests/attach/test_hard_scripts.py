@@ -378,3 +378,38 @@ def test_held_weights_have_masters_and_fp64_has_no_region():
         assert double(x.double()).dtype == torch.float64
     # No note that SGD trains weights stored in bf16: they have masters.
     assert notes_of(attached) == ["Sequential computes in fp64, as its weights are: no region was opened"]
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_a_backward_pass_may_be_called_under_no_grad(policy):
+    model = network()
+    x, _ = data()
+    alone = nn.Parameter(torch.tensor(2.0))
+    with Attachment(policy):
+        loss = model(x).square().mean()
+        with torch.no_grad():
+            loss.backward()
+            alone.backward()
+    assert alone.grad == 1.0
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
+def test_a_legacy_hook_of_all_modules_sees_true_gradients_once(monkeypatch):
+    # torch remembers for ever which of the two kinds was registered first.
+    monkeypatch.setattr(nn.modules.module, "_global_is_full_backward_hook", None)
+    seen = []
+
+    def see(module, _inputs, outputs):
+        if isinstance(module, nn.Linear):
+            seen.append(outputs[0].clone())
+
+    model = nn.Linear(4, 1)
+    with Attachment("fp16", Static(scale=1024.0)):
+        handle = nn.modules.module.register_module_backward_hook(see)
+        model(torch.ones(2, 4)).sum().backward()
+        handle.remove()
+    (gradient,) = seen
+    assert torch.equal(gradient.float(), torch.ones(2, 1))

@@ -23,7 +23,7 @@ from narrowcast.verify.runs._runs import RunSettings
 @pytest.mark.long
 def test_where_auto_is_fp32_another_format_gets_both_answers(compared, monkeypatch):
     """Runs whose steps are slow end after a few, and losses are compared up to there."""
-    monkeypatch.setattr(_timing, "_LEAST_MIXED_S", 0.2)
+    monkeypatch.setattr(_timing, "_LEAST_SLOW_RUN_S", 0.2)
     text = trains(
         "nn.Linear(8, 1)",
         "x = torch.randn(4, 8)",
@@ -52,7 +52,7 @@ def note(*_): low.append(torch.is_autocast_enabled('cpu'))
 
 def test_a_run_that_its_time_limit_ended_did_not_take_all_steps(compared, monkeypatch):
     """Where auto is fp32, even the FP32 run has a time limit."""
-    monkeypatch.setattr(_timing, "_LEAST_MIXED_S", 0.1)
+    monkeypatch.setattr(_timing, "_LEAST_SLOW_RUN_S", 0.1)
     step = ("x = torch.randn(4, 8)", "time.sleep(0.05)", "loss = net(x).square().mean()")
     text = trains("nn.Linear(8, 1)", *step, before="import time", steps=400)
     found = compared(text, fp32_because="this CPU is old", time_limit_s=1.0, at_step=0)

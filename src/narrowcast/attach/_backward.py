@@ -96,7 +96,6 @@ class Backward:
         patches.wrap(torch.Tensor, "register_hook", of_tensor)
         for kind in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
             patches.wrap(torch.nn.Module, f"register_{kind}", of_module)
-        for kind in ("full_backward_hook", "full_backward_pre_hook"):
             patches.wrap(module_hooks, f"register_module_{kind}", of_all)
 
     def _wrap(self, original: Call, replacement: Call, ended: Callable[[], None] = lambda: None) -> Call:
@@ -196,6 +195,7 @@ class Backward:
             ):
                 options = (keeps_graph, create_graph, grad_variables, inputs)
                 self._torch_backward(roots, scaled_seeds, *options)
+            # The end of the block has put the gradients in, if it unscaled them together.
             return together[0] if together else None
 
         if not runs_python and self._may_run_again(leaves, retain_graph):
@@ -296,7 +296,8 @@ class Backward:
         A pass that receives no gradient visits the same nodes, computes nothing and frees them.
         """
         apply: Any = _NoGradient.apply
-        ends = [apply(root) for root in roots if root.grad_fn is not None]
+        with torch.enable_grad():  # a script may call ``backward`` under no_grad
+            ends = [apply(root) for root in roots if root.grad_fn is not None]
         self.frees_graph = True
         try:
             self._torch_backward(ends, [torch.zeros_like(end) for end in ends], inputs=inputs)
@@ -314,10 +315,11 @@ class Backward:
         self.leaves.unscale_arrived()
         leaves, _ = self.leaves.reached_from(nodes)
         if self._regions.begins_recomputed_backward():
+            # The pass of a checkpoint, whose stand-ins for its inputs are known.
             leaves = [leaf for leaf in leaves if not self._regions.is_stand_in(leaf)]
         else:
-            # The pass of another custom Function. Its leaves stand in for tensors, except parameters and
-            # what an outer pass has reached, whose hooks unscale.
+            # The pass of another custom Function, whose stand-ins are unknown. Only parameters are unscaled,
+            # and leaves that an outer pass has hooked; the others are taken for stand-ins.
             leaves = [t for t in leaves if isinstance(t, torch.nn.Parameter) or self.leaves.is_hooked(t)]
         self.leaves.backward_begins(leaves)
         self.leaves.hook(leaves)
@@ -475,20 +477,21 @@ def _as_seeds(grad_tensors: Any, count: int) -> list[Any]:
 
 
 def _with_nodes(roots: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
-    """Return the roots of a pass, a view in place of a leaf, and their graph nodes, which take hooks."""
+    """Return the roots of a pass and their graph nodes, for hooks. A leaf has none: a view stands for it."""
     tensors = []
     for root in roots:
         if not isinstance(root, torch.Tensor):
             raise UnsupportedError(_OF_EDGE)
         is_leaf = root.requires_grad and root.is_leaf
-        tensors.append(root.view_as(root) if is_leaf else root)
+        with torch.enable_grad():  # a script may call ``backward`` under no_grad
+            tensors.append(root.view_as(root) if is_leaf else root)
     return tuple(tensors), [root.grad_fn for root in tensors if root.grad_fn is not None]
 
 
 def _is_plain_result(root: Any) -> bool:
     """Return whether a root was computed, and has data.
 
-    A subclass may have none: torch.compile differentiates such tensors while it traces.
+    A subclass may have no data: torch.compile differentiates such tensors while it traces.
     """
     return type(root) is torch.Tensor and root.grad_fn is not None
 
@@ -561,7 +564,7 @@ class TrueView:
         if backward is None:
             return self.hook(*args)
         if backward.frees_graph:
-            return None  # this pass only frees the graph
+            return None  # the hook was called in the pass before, with its gradients
         factor = backward.factor_at_hook(self.at_leaf)
         with backward.in_hook:
             if factor is None:

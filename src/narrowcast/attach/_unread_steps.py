@@ -78,8 +78,8 @@ class UnreadSteps:
             target: Any = optimizer
             del target.grad_scale, target.found_inf
 
-        # If gradients can be kept until the flag is read, it is computed then, and only if the flag is set,
-        # which of them are not finite. Otherwise the device computes it now, before the script writes to them.
+        # Which gradients are not finite is computed once the flag is read and set, if they can be kept until
+        # then. Otherwise the device computes it now, before the script writes to them.
         read_nonfinite = check.look_later() if check.can_look_later() else check.nonfinite().read
         read_flag = self._copies.start(check.found_inf.reshape(1))
         parameters = check.gradients.parameters

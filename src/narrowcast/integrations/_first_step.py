@@ -163,7 +163,7 @@ class FirstStep:
         self.has_ended = True
 
     def _warn_of_uncalled(self) -> None:
-        """Warn of rules for modules that were not called, and for single layers that were not."""
+        """Warn of rules whose modules were not called, and of single layers under a rule that were not."""
         uncalled: list[str] = []
         for paths in self._paths_of_rule.values():
             layers = [path for path in paths if path in self._expected]

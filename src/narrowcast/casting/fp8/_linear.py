@@ -31,7 +31,7 @@ def _is_an_error(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _without_notices() -> Iterator[None]:
-    """Suppress what is logged while torchao is imported about parts of it that are not used here."""
+    """Suppress notices, but not errors, while torchao is imported: of parts of it that are not used here."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     for logger in loggers:
         logger.addFilter(_is_an_error)
@@ -52,7 +52,7 @@ try:
         )
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 except ImportError as _error:
-    if isinstance(_error, ModuleNotFoundError) and sys.modules.get("torchao") is None:
+    if isinstance(_error, ModuleNotFoundError) and _error.name == "torchao":
         raise MissingModuleError(
             f"expected torchao for a rule with an fp8 recipe, and it is not installed: {_INSTALL}"
         ) from _error

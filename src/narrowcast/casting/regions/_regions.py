@@ -243,7 +243,8 @@ def _close(region: OpenRegion) -> None:
     torch.set_autocast_dtype(device, region.dtype_before)
     torch.set_autocast_cache_enabled(region.cache_before)
     # Restore the scope if the region changed it: an interrupted ``set_scope`` leaves a half-set state that
-    # ``scope_on`` does not show. Or if another one is in force: an interrupted call of a module leaves its own.
+    # ``scope_on`` does not show. Or if another one is in force now: an interrupted call of a module leaves
+    # its own.
     if region.scope is not region.scope_before or scope_on(device) is not region.scope_before:
         set_scope(region.scope_before, device)
     if region.promotion is not None:

@@ -232,12 +232,14 @@ class ExactOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Fourier transforms, ``complex`` and ``polar`` make complex numbers of real ones.
             narrow = _recast(result, torch.complex128, torch.complex64)
             return _recast(narrow, torch.float64, torch.float32)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, TypeError):  # no kernel for float64; NotImplementedError is a RuntimeError
             return func(*args, **kwargs)
 
 
 def _can_be_exact(func: Any, values: Sequence[Any]) -> bool:
-    """Return whether an op computes in fp32 alone, and only from ``values``."""
+    """Return whether an op has only fp32 inputs, and neither writes, nor returns a view, nor draws."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     schema = func._schema

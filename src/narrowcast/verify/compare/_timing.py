@@ -53,8 +53,8 @@ MOST_PAIRS = 8
 # Runs that take turns take about 5 % longer than alone, so this is 1.5 times what the pair takes alone.
 _LEAST_S = 25.0
 _TIMES_THE_PAIR = 1.42
-# ``compare`` ends no mixed run before it has taken steps for so long.
-_LEAST_MIXED_S = 15.0
+# A slow run is ended after so many seconds of steps at the earliest, unless ``longest_run_s`` says otherwise.
+_LEAST_SLOW_RUN_S = 15.0
 # A run of a later pair has at least the three steps of the warm-up and nine more. It has at most 40 steps, or
 # as many as take both runs of the pair two seconds, if those are more.
 _FEWEST_STEPS = 12
@@ -76,8 +76,8 @@ class TimingSettings(ScriptSettings, frozen=True, kw_only=True):
         repeats: number of seeds, each run in both formats.
         time_limit_s: seconds for all runs, which limits how many timed pairs follow the first; 0: no limit;
             None: 25 s, or 1.42 times the first pair if that is longer.
-        longest_run_s: seconds of steps after which every run is ended; None: only a mixed run that takes much
-            longer than FP32's is.
+        longest_run_s: seconds of steps after which every run is ended. None: only a mixed run that takes much
+            longer than FP32's is; where ``auto`` is fp32, any run after 15 s; if ``time_limit_s`` is 0, none.
         min_speedup: below which mixed precision is not worth it; None: any speedup is.
     """
 
@@ -369,7 +369,7 @@ class TimedPairs:
         ended = functools.partial(self._ended, seed=seed)
         with only_run_in_folder(self.runs.progress):
             why_alone = take_turns(formats, begin, ended, steps=steps, limit_s=self._limit_of_run_s)
-        # From the first run's begin on: the server that forks runs may have been started before.
+        # Since the first run began, without the start of the server that forks runs, which happens once.
         self._pair_s.append(time.monotonic() - begun[0])
         if why_alone is not None:
             self._why_alone.append(why_alone)
@@ -389,16 +389,18 @@ class TimedPairs:
             self.runs.ends = self.began + expected_s
         if self.settings.longest_run_s is not None:
             return self.settings.longest_run_s
-        if self.settings.time_limit_s == 0 or (run.format == "fp32" and not self.settings.fp32_because):
+        if self.settings.time_limit_s == 0:
             return math.inf
-        # Where ``auto`` is fp32, even FP32 may be slow.
+        # Where ``auto`` is fp32, FP32 may be slow too: either run is ended.
         if self.settings.fp32_because:
-            return _LEAST_MIXED_S
+            return _LEAST_SLOW_RUN_S
+        if run.format == "fp32":
+            return math.inf
         # A mixed run that takes twice as long as FP32's has shown what it can show.
         first_s = first.active_s
         if self.spent:
             first_s = self.spent[0].startup_s + self.spent[0].stepping_s
-        return max(_LEAST_MIXED_S, 2 * first_s)
+        return max(_LEAST_SLOW_RUN_S, 2 * first_s)
 
     def _ended(self, run: LiveRun, *, seed: int) -> None:
         """Keep what a timed run left, or raise why there is nothing to compare."""
