@@ -397,7 +397,8 @@ def test_a_backward_pass_may_be_called_under_no_grad(policy):
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
-def test_a_legacy_hook_of_all_modules_sees_true_gradients_once(monkeypatch):
+@pytest.mark.parametrize("of_all", [False, True])
+def test_a_legacy_hook_of_modules_sees_true_gradients(of_all, monkeypatch):
     # torch remembers for ever which of the two kinds was registered first.
     monkeypatch.setattr(nn.modules.module, "_global_is_full_backward_hook", None)
     seen = []
@@ -408,7 +409,10 @@ def test_a_legacy_hook_of_all_modules_sees_true_gradients_once(monkeypatch):
 
     model = nn.Linear(4, 1)
     with Attachment("fp16", Static(scale=1024.0)):
-        handle = nn.modules.module.register_module_backward_hook(see)
+        if of_all:
+            handle = nn.modules.module.register_module_backward_hook(see)
+        else:
+            handle = model.register_backward_hook(see)
         model(torch.ones(2, 4)).sum().backward()
         handle.remove()
     (gradient,) = seen

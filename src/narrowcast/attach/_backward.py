@@ -555,21 +555,23 @@ class TrueView:
 
     def __init__(self, hook: Call, replaces: int, at_leaf: bool) -> None:
         functools.update_wrapper(self, hook)
-        self.hook = hook
+        # Not ``hook``: torch wraps a legacy hook of a module in an object with an attribute of that name, into
+        # which it then copies the attributes of this one.
+        self.of_script = hook
         self.replaces = replaces
         self.at_leaf = at_leaf
 
     def __call__(self, *args: Any) -> Any:
         backward = Backward.in_force
         if backward is None:
-            return self.hook(*args)
+            return self.of_script(*args)
         if backward.frees_graph:
             return None  # the hook was called in the pass before, with its gradients
         factor = backward.factor_at_hook(self.at_leaf)
         with backward.in_hook:
             if factor is None:
-                return self.hook(*args)
-            result = self.hook(*_true_arguments(args, factor))
+                return self.of_script(*args)
+            result = self.of_script(*_true_arguments(args, factor))
         if result is None:
             return None
         return _scaled_like(result, args[self.replaces], factor)
