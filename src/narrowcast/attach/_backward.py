@@ -555,8 +555,8 @@ class TrueView:
 
     def __init__(self, hook: Call, replaces: int, at_leaf: bool) -> None:
         functools.update_wrapper(self, hook)
-        # Not ``hook``: torch wraps a legacy hook of a module in an object with an attribute of that name, into
-        # which it then copies the attributes of this one.
+        # Not ``hook``: torch wraps a legacy hook of a module in an object with an attribute of that name, and
+        # copies the attributes of this one into it.
         self.of_script = hook
         self.replaces = replaces
         self.at_leaf = at_leaf
