@@ -143,7 +143,7 @@ def test_what_is_refused_on_other_devices(device, monkeypatch):
     fp8 = nc.Policy(compute="bf16", rules=[rule.op("linear", compute="fp8_tensorwise")])
     with faked(monkeypatch, device), pytest.warns(UserWarning, match="no fp8 in 2 linear layers: the first"):
         nc.apply(network(device)[0], fp8)
-    probe = SimpleNamespace(_phases=SHARES_PHASES, _at=1, _device=device)
+    probe = SimpleNamespace(_phases=SHARES_PHASES, _phase=1, _device=device)
     ProfileProbe._enter(probe)
     assert probe._problem == f"profiles are read on CPUs and CUDA, and the model is on {device!r}"
 
