@@ -54,7 +54,7 @@ ARGUMENTS = (
 
 
 # One of each kind; the others are long, since each starts two processes.
-FAST = ("look.py", "-m package.inner", "errors in a chain")
+FAST = ("look.py", "errors in a chain")
 
 
 @pytest.fixture
