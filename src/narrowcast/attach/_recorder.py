@@ -35,8 +35,8 @@ Reading = float | Callable[[], float]
 class EventRecorder:
     """Count what happens and write it to the capture, late enough that no step waits for a device.
 
-    A killed run loses at most the events of the second before its last one. Without a writer, only counts and
-    notes are kept. With a board, what is written to the capture is shown there too.
+    A killed run loses at most its last event and those of the second before it. Without a writer, only counts
+    and notes are kept. With a board, what is written to the capture is shown there too.
 
     Attributes:
         devices: for each type of device, the format of its regions and why.

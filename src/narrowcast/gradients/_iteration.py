@@ -222,7 +222,7 @@ class Iteration:
         return any(key in self._trained for key in self.states)
 
     def forget_steps(self) -> None:
-        """Let optimizers that stepped without any gradient step again, though ``update`` raised."""
+        """After ``update`` raised, let optimizers step again whose step had no gradients."""
         for key, state in list(self.states.items()):
             if state["stage"] is OptState.STEPPED:
                 del self.states[key]
@@ -273,6 +273,8 @@ class Iteration:
         total = _check.clip_unscaled(gradients, max_norm, order, scaling, flat=flat)
 
         # A gradient that was not finite before clipping counts as such, even if clipping made it finite.
+        # What clipping found is added to what the check found: in between a script may have written to the
+        # gradients, and DDP may have reduced them.
         check.norm = total.norm
         if check.flags is None and total.flags is not None:
             # These flags are of the gradients that there are now: a script may have removed some.
@@ -461,6 +463,8 @@ class Iteration:
         if skipped is None and (not skips_itself or _torch_internals.starts_momentum(optimizer)):
             skipped = bool(found_inf.item())
 
+        # ``skipped`` is of all optimizers that step together, and ``check.overflowed`` of this one: if it is
+        # False, another one caused the skip, and there are no names.
         # If the host knows that the step is skipped, find the names now. If only the device knows, find them
         # after the step, or now as well if these gradients cannot be held until then.
         looks_later = skipped is None and check.can_look_later()

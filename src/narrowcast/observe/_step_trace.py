@@ -155,6 +155,7 @@ class StepTrace:
         if self._scalers:
             self._record_change(optimizer)
         self._record(STEP)
+        # None becomes False; True stays, since another optimizer skipped.
         self.skipped = bool(self.skipped)
 
     def _wrap(self, scaler: torch.amp.GradScaler, name: str, hooks: ExitStack) -> None:
@@ -172,10 +173,8 @@ class StepTrace:
             if name in _STEPPING:
                 # To skip a step, a scaler does not call the optimizer. It always calls a fused one, which
                 # then skips by itself, as its found_inf says.
-                found_inf = self._found_inf is not None and bool(self._found_inf > 0)
-                if self._step_count == 0 or found_inf:
-                    self.skipped = True
-                self.skipped = bool(self.skipped)
+                fused_skipped = self._found_inf is not None and bool(self._found_inf > 0)
+                self.skipped = bool(self.skipped) or self._step_count == 0 or fused_skipped
                 self.scale = float(scaler.get_scale())
                 self._record(STEP)
             return result

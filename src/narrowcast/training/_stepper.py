@@ -59,8 +59,8 @@ class Stepper:
     ``step`` runs the backward pass of the scaled loss. After ``accumulate`` micro-batches it unscales, clips
     and checks the gradients, steps the optimizer and the scheduler, and zeroes the gradients. If a gradient
     is not finite, the whole step is skipped: parameters, optimizer state, scheduler and the statistics of
-    normalization layers are as before the first micro-batch. Named optimizers share these statistics: after a
-    skip they are as they were when none of the optimizers had micro-batches.
+    normalization layers are as before the first micro-batch. Named optimizers share these statistics: a skip
+    puts them back to when none of the optimizers had micro-batches.
 
     Args:
         model: the module to train; it may be wrapped in DDP, or sharded by ``fully_shard``.
@@ -244,12 +244,13 @@ class Stepper:
         groups = self._groups_called(name)
         result = _incomplete(groups[0])
         for group in groups:
-            filled = float(group.filled)
+            # Under DDP it becomes the mean count over ranks, which may be a fraction.
+            micro_batches = float(group.filled)
             # With masters, DDP has reduced the gradients of every micro-batch already.
             if self._synchronization.ddp and group.accumulate > 1 and not group.held:
-                filled = self._synchronization.reduce_now(filled)
-            if filled:
-                result = self._finish(group, functools.partial(group.step, filled))
+                micro_batches = self._synchronization.reduce_now(micro_batches)
+            if micro_batches:
+                result = self._finish(group, functools.partial(group.step, micro_batches))
                 if self._board is not None:
                     self._board.step_ended(group, self.steps, result)
         if self._board is not None:
@@ -346,7 +347,11 @@ class Stepper:
         states = None
         if isinstance(state, Mapping):
             states = state.get("objects")
-        if not isinstance(states, Mapping) or any(str(key).count("\n") != 2 for key in states):
+        if (
+            not isinstance(states, Mapping)
+            or "steps" not in state
+            or any(str(key).count("\n") != 2 for key in states)
+        ):
             raise CheckpointError(f"expected what stepper.state_dict() returned, got {state!r:.80}")
         saved = {tuple(key.split("\n")): entry for key, entry in states.items()}
 

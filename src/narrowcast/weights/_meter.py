@@ -35,7 +35,8 @@ class SurvivingUpdates:
         group: position in ``optimizer.param_groups``.
         format: of the low parameters, as "bf16"; or of the parameters, as "fp32".
         updates: ``"masters"``, ``"kahan"`` or ``"stochastic"`` for held parameters, else ``"nearest"``.
-        intended_elements: elements times steps whose update in float32 was not zero. NaN counts.
+        intended_elements: updates of single elements, over all steps, that were not zero in float32; NaN is
+            not.
         swallowed_elements: those of them whose value did not change in any bit.
         effective_gain: <applied, intended> / <intended, intended> over all of them: 1 for the full step,
             below 1 for a shorter one. NaN if no update was intended, or if a value before, as intended or
@@ -64,8 +65,8 @@ _Row = tuple[int, str, str]
 class _Step:
     """A step that is being measured, by parameter: its row, its value before, and its intended value.
 
-    ``aimed`` is empty unless some low parameter is not held; if one is, it has every parameter of the
-    optimizer. When it is empty, float32 parameters count as having got what was intended.
+    If some low parameter is not held, ``aimed`` has every parameter of the optimizer. Else it is empty, and
+    float32 parameters count as having got what was intended.
     """
 
     rows: dict[torch.Tensor, _Row]

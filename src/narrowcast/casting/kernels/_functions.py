@@ -1,8 +1,8 @@
 """Run the backward pass of a custom ``autograd.Function`` in the region that its forward ran in.
 
 Such a Function may save its inputs as they come, an fp32 weight and a bf16 activation, and multiply them by a
-bf16 gradient in ``backward``, which runs outside of all regions: PyTorch raises there, or casts nothing. In
-regions that promote, the Function's context keeps the state of autocast, and ``backward`` runs in it.
+bf16 gradient in ``backward``, which runs outside of all regions: PyTorch casts nothing there, and may raise.
+In regions that promote, the Function's context keeps the state of autocast, and ``backward`` runs in it.
 
 ``custom_fwd`` and ``custom_bwd`` of ``torch.amp`` and of this package open their own region inside this one.
 Functions of PyTorch are left alone, but for those of ``_IN_REGIONS``. While a promotion lives, ``__init__``
@@ -34,7 +34,7 @@ _STATE = "_narrowcast_state"
 
 
 def _tell_all(op: str, what: str) -> None:
-    """Call every promotion: which one is that of a region that a compiled graph entered is not known."""
+    """Tell every living promotion, since a compiled graph does not say whose region it entered."""
     for promotion in list(living):
         promotion(op, what)
 
@@ -51,6 +51,7 @@ def _keeping_state(below: Callable[..., None]) -> Callable[..., None]:
         module = node._forward_cls.__module__
         if module.startswith("torch.") and module not in _IN_REGIONS:
             return
+        # A compiled graph enters a region without its promotion: then all are told of what promotes.
         is_in_graph = promotion_here() is None
         setattr(node, _STATE, state_here(_tell_all if is_in_graph else None))
 

@@ -21,12 +21,13 @@ FEWEST_BATCHES = 4
 # A prior for the spread (standard deviation) of log(error over noise) between groups of batches. It weighs as
 # much as _USUAL_BATCHES groups, since four alone estimate the spread badly. Measured in an MLP and in CNNs
 # with and without batch norm on scikit-learn's digits: the spread grows with the share of bias in the error.
-# With both numbers, intervals from four batches held the value from 256 batches in at least 95 % of 40 draws
-# or more, for each model and k = 1, 32, 256. Without _SPREAD_OF_BIAS they held it in 72 % where bias decides.
+# With both numbers, intervals from four batches held the value from 256 batches in at least 95 % of the draws
+# (40 or more), for each model and k = 1, 32, 256. Without _SPREAD_OF_BIAS they held it in 72 % where bias
+# decides.
 _USUAL_SPREAD, _SPREAD_OF_BIAS = 0.35, 0.45
 _USUAL_BATCHES = 8
-# A smaller difference between batches, relative to the gradient, is rounding and no noise, even if less
-# rounding was measured: FP32 sums in another order differ by 1e-7 to 1e-6 of the whole.
+# Batches that differ by less than this share of the gradient differ by rounding, even if less rounding was
+# measured: FP32 sums in another order differ by 1e-7 to 1e-6 of the whole.
 _SAME = 1e-5
 # exp(709) is the largest that a float holds.
 _LARGEST_EXPONENT = 700.0
@@ -199,7 +200,7 @@ class Moments:
         if square == 0:
             return Estimate(0.0, 0.0, 0.0)
 
-        # Jackknife: the variance of the square, then by its derivative that of the root's logarithm.
+        # Jackknife: the variance of the square. Divided by (2 * square)**2 it is that of log(sqrt(square)).
         groups = len(self.without)
         jackknifed = [squares.over_noise(k) for squares in self.without]
         middle = _mean(jackknifed)
@@ -222,7 +223,7 @@ class Moments:
         return Estimate(value, low, high)
 
     def most(self, limit: float) -> float:
-        """Return the largest k with ``at(k).value < limit``, perhaps infinite or a fraction; 0: none."""
+        """Return the k up to which ``at(k).value < limit``, perhaps infinite or a fraction; 0: none."""
         # ``Squares.over_noise`` solved for k.
         left = limit**2 * self.squares.noise - self.squares.error
         if self.bias == 0:
@@ -267,7 +268,7 @@ class _Groups:
     def moments(self, left_out: Sequence[int | None]) -> list[tuple[float, float]]:
         """Return, for each group left out, the squared mean of the rest and their mean square.
 
-        The squared mean is estimated without bias, so it may be negative.
+        None leaves out nothing. The squared mean is estimated without bias, so it may be negative.
         """
         products = self._products()
         moments_of_rest = []
@@ -315,8 +316,8 @@ class Batches:
     def add_fp32(self, fp32: torch.Tensor | None) -> None:
         """Add a batch for its noise alone."""
         values = self._flat(fp32)
-        # The variance of gradients is that of their differences from one of them, which are small, and so
-        # lose nothing in fp32, where batches hardly differ.
+        # The variance of gradients is that of their differences from the first one. Where batches hardly
+        # differ, these are small, and so exact enough in fp32.
         if self._first_fp32 is None:
             self._first_fp32 = values.cpu().clone()
         self._differences.add(self._first_fp32, values)
@@ -397,7 +398,10 @@ class Totals:
         )
 
     def error_over_noise(self, moments: Moments | None, averaged: float) -> float | None:
-        """Return error over noise of the mean of ``averaged`` gradients; without moments, of one."""
+        """Return error over noise of the mean of ``averaged`` gradients; without moments, of one.
+
+        None if there is no noise.
+        """
         if self.no_noise:
             return None
         if moments is not None:
@@ -420,7 +424,7 @@ class Totals:
 
     @property
     def no_noise(self) -> bool:
-        """Whether batches differ by no more than FP32's rounding, or by no finite number."""
+        """Whether batches differ by no more than FP32's rounding, or the noise is infinite."""
         return not self.noise > max(2 * self.rounding, _SAME * self.gradient) or math.isinf(self.noise)
 
 

@@ -56,8 +56,9 @@ def main(words: Sequence[str]) -> int:
     os.environ["NARROWCAST_RUN_DIR"] = str(folder)
     _take_own_port(settings.number)
     scale_rule = None if scale is None else parse(scale)
-    if settings.start_scale is not None and not settings.at_steps[0]:
-        # Gradients are kept from the first step on, so it starts at the scale that an earlier run has found.
+    if settings.start_scale is not None and settings.at_steps[0] == 0:
+        # Gradients are kept from the first step on, before a dynamic scale has settled: start at the one that
+        # an earlier run has found.
         scale_rule = Dynamic(scale=settings.start_scale)
     probe_class: type[Probe] = pkgutil.resolve_name(_PROBES[settings.purpose])
     probe = probe_class(settings, script.argv)

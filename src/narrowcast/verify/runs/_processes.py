@@ -121,8 +121,8 @@ class _Server:
     def _next_started(self) -> int | None:
         """Wait for the number of the process that was asked for; None: the server has ended.
 
-        A process that cannot become a run, as on a full disk, sends no line at its start: its number is that
-        in the line of its end.
+        The first line about a process that was not running is about the new one: usually of its start, or of
+        its end if it could not become a run, as on a full disk.
         """
         running = set(self._running)
         while (words := self.read_line()) is not None:
