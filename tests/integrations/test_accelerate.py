@@ -394,7 +394,7 @@ def test_an_optimizer_of_another_accelerator_is_refused():
 
 
 def test_another_scaler_is_refused():
-    with pytest.raises(SettingError, match=r"expected a nc\.GradScaler"):
+    with pytest.raises(SettingError, match=r"expected an nc\.GradScaler"):
         prepared(scaler=torch.amp.GradScaler("cpu"))
     accelerator, model, optimizer = prepared("fp16")
     accelerator.scaler = torch.amp.GradScaler("cpu")

@@ -170,7 +170,7 @@ BAD = [
     ({"scheduler": 3}, "expected a learning-rate scheduler with a step method, got 3"),
     ({"scheduler": torch.optim.lr_scheduler.StepLR}, "expected a learning-rate scheduler .*, got <class"),
     ({"scheduler": {"D": None}}, r"scheduler has the names \['D'\], and the optimizers have no names"),
-    ({"scaler": torch.amp.GradScaler("cpu")}, "expected a nc.GradScaler, got torch's"),
+    ({"scaler": torch.amp.GradScaler("cpu")}, "expected an nc.GradScaler, got torch's"),
     ({"scaler": nc.GradScaler(), "process_group": object()}, "give process_group to the GradScaler"),
 ]
 

@@ -360,10 +360,8 @@ def _what(finding: Finding, origin: Operation) -> str:
     text = f"{name} {format_}, of values from {ranges}: {result}"
     largest = finding.in_fp32
     if largest is not None:
-        # The operator itself may compute in fp32, from what was rounded before it.
-        where = "without mixed precision" if origin.dtype == torch.float32 else "in fp32"
         finite = "finite, " if origin.is_nan else ""
-        text += f"; {where} {finite}up to {largest:.3g}"
+        text += f"; {_in_fp32(origin)} {finite}up to {largest:.3g}"
     elif origin.name == "_to_copy" and origin.ranges:
         values = origin.ranges[0]
         largest = max(-values.low, values.high)
@@ -386,8 +384,8 @@ def _kind(module: nn.Module) -> str:
 
 def _verdict(finding: Finding) -> str:
     if finding.verdict == "precision":
-        text = f"precision: in fp32 {_pass(finding)} is finite"
         origin = finding.origin
+        text = f"precision: {_in_fp32(origin)} {_pass(finding)} is finite"
         if finding.outputs_are_finite and origin is not None and origin.direction == "forward":
             text += "; here the outputs are finite too, and the gradients are not"
         return text
@@ -405,6 +403,13 @@ def _verdict(finding: Finding) -> str:
             "as random numbers of Python"
         )
     return f"undecided: {finding.reason}"
+
+
+def _in_fp32(origin: Operation | None) -> str:
+    """Return how a run without a policy is called; the operator at fault may compute in fp32 anyway."""
+    if origin is not None and origin.dtype == torch.float32:
+        return "without mixed precision"
+    return "in fp32"
 
 
 def _pass(finding: Finding) -> str:

@@ -190,7 +190,7 @@ def _scaler_for(
             raise SettingError("give process_group to the GradScaler, or leave the scaler to Stepper")
         return scaler
     if isinstance(scaler, torch.amp.GradScaler):
-        raise SettingError("expected a nc.GradScaler, got torch's: its results do not tell what was skipped")
+        raise SettingError("expected an nc.GradScaler, got torch's: its results do not tell what was skipped")
 
     loss_scale = scaler
     if loss_scale is None and torch.float16 not in formats.values():
