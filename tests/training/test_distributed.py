@@ -307,7 +307,7 @@ def test_ranks_with_other_rates_train_in_one_format(world):
 @every_size
 def test_every_scenario_is_done_and_the_launch_ends_well(world):
     facts, ending = launch(world)
-    assert len(facts) == (len(world.scenarios) or 19), ending
+    assert len(facts) == (len(world.scenarios) or 20), ending
     assert ending.startswith("exit code 0\n"), ending
 
 
