@@ -486,3 +486,14 @@ def test_what_the_script_put_into_the_dict_stays_as_it_is():
     with nc.attached("bf16"):
         WritesIntoItsArgument()(data)
     assert data["x"] is low
+
+
+def test_a_run_in_fp32_leaves_what_a_model_casts_itself_into_a_dict():
+    class CastsItself(WritesIntoItsArgument):
+        def forward(self, data):
+            data["y"] = self.linear(data["x"]).bfloat16()
+
+    data = {"x": torch.ones(4, 8)}
+    with nc.attached("fp32"):
+        CastsItself()(data)
+    assert data["y"].dtype == torch.bfloat16

@@ -260,16 +260,19 @@ class ScriptRegions:
             recorded = None
             if self._recording.records and thread.is_main and (dtype is not None or self._run.scale.active):
                 recorded = self._recording.begin(module, args, kwargs)
-            dicts = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
+            dicts: list[dict[Any, Any]] = []
+            if dtype is not None:
+                dicts = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
             before = [dict(value) for value in dicts]
             # A script that trains is timed by its steps.
             if self._recorder.backwards or is_capturing():
                 output = self._in_region(call, module, device_type, dtype)
             else:
                 output = self._timed_in_region(call, module, device_type, dtype)
-            # What a model writes into a dict that it was given is a result too.
-            for written_to, earlier in zip(dicts, before, strict=True):
-                self._cast_written(written_to, earlier)
+            # What a model writes into a dict that it was given is a result too. That of a host's region stays.
+            if not self._made_way:
+                for written_to, earlier in zip(dicts, before, strict=True):
+                    self._cast_written(written_to, earlier)
             if recorded is not None:
                 self._recording.end(recorded, output)
             self._observer.returned(module, output)
