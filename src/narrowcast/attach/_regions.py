@@ -269,7 +269,7 @@ class ScriptRegions:
                 output = self._in_region(call, module, device_type, dtype)
             else:
                 output = self._timed_in_region(call, module, device_type, dtype)
-            # What a model writes into a dict that it was given is a result too. That of a host's region stays.
+            # What a model writes into a dict that it was given is a result too. A host's region casts itself.
             if not self._made_way:
                 for written_to, earlier in zip(dicts, before, strict=True):
                     self._cast_written(written_to, earlier)
