@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from narrowcast.casting import tensors_inside
 
 MOST_BYTES = 64 * 2**20
-"""Of the inputs and arriving gradients that are held for one step."""
+"""Of the inputs and arriving gradients that are held for one step; a random state adds 5 KB to each call."""
 
 MOST_CALLS = 256
 """Outermost calls that are held for one step; reinforcement learning may make a thousand for one."""
@@ -35,6 +35,13 @@ _MODULES: str = nn.Module.__call__.__code__.co_filename
 _CONTAINERS = (list, tuple, dict)
 _grad_fn = attrgetter("grad_fn")
 _PLAIN = (int, float, str, type(None))
+
+# Looked up here once: all of it runs at each outermost call.
+_Tensor = torch.Tensor
+_strided = torch.strided
+_is_grad_enabled = torch.is_grad_enabled
+_is_compiling = torch.compiler.is_compiling
+_state_on_cpu = torch.default_generator.get_state
 
 RandomState = tuple[torch.Tensor, torch.device | None, torch.Tensor | None]
 """Of torch's generator on the CPU, and of that on the device of the inputs if it is another."""
@@ -76,20 +83,22 @@ class RecordedCall:
         self.had_several_passes = False
         self.site = _call_site()
 
-        self.inputs: list[torch.Tensor] = []
-        values = (*args, *kwargs.values()) if kwargs else args
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                self.inputs.append(value)
+        inputs: list[torch.Tensor] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, _Tensor):
+                inputs.append(value)
             elif isinstance(value, _CONTAINERS):
-                self.inputs += tensors_inside(value)
+                inputs += tensors_inside(value)
             elif not isinstance(value, _PLAIN) and any(map(_grad_fn, tensors_inside(value))):
                 raise NotHeldError(_HOLDS_GRAPH)
-        self.versions = list(map(version_of, self.inputs))
-        self.random_state = random_state or random_state_on(self.inputs)
+        self.inputs = inputs
+        self.versions = versions_of(inputs)
+        self.random_state = random_state or random_state_on(inputs)
         self.had_graph: set[int] = set()
-        if any(map(_grad_fn, self.inputs)):
-            self._let_go_of_graphs()
+        for tensor in inputs:
+            if tensor.grad_fn is not None:
+                self._let_go_of_graphs()
+                break
 
     def _let_go_of_graphs(self) -> None:
         """Hold inputs without the graphs that made them, which would keep all that they saved."""
@@ -104,7 +113,7 @@ class RecordedCall:
 
     def changed(self) -> bool:
         """Return whether an input was written to since the call."""
-        return self.versions != [version_of(tensor) for tensor in self.inputs]
+        return self.versions != versions_of(self.inputs)
 
 
 class RecordedStep(NamedTuple):
@@ -191,7 +200,7 @@ class Recording:
         """
         if self._step_has_ended:
             self.clear()
-        if self._why_not_held or not torch.is_grad_enabled():
+        if self._why_not_held or not _is_grad_enabled():
             return None
         try:
             return RecordedCall(module, args, kwargs)
@@ -210,8 +219,7 @@ class Recording:
             self._let_go(_TOO_MANY)
             return
         try:
-            on_cpu, _, _ = call.random_state
-            for tensor in (on_cpu, *call.inputs):
+            for tensor in call.inputs:
                 self._hold(tensor)
             if self._steps_with_gradients:
                 self._hold_arriving(call, output)
@@ -219,7 +227,7 @@ class Recording:
             self._let_go(_NOT_HELD)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not self.records:
+        if _is_compiling() or not self.records:
             return
         # A call inside of another one is made again with it.
         if self._begun is None:
@@ -228,7 +236,7 @@ class Recording:
             self._calls_of_begun += 1
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self._begun is None or self._begun.module is not module:
+        if _is_compiling() or self._begun is None or self._begun.module is not module:
             return
         if self._calls_of_begun:
             self._calls_of_begun -= 1
@@ -276,10 +284,11 @@ class Recording:
         self._hold(gradient)
 
     def _hold(self, tensor: torch.Tensor) -> None:
-        if tensor.layout == torch.strided:
+        if tensor.layout is _strided:
             storage = tensor.untyped_storage()  # a view holds all of it
-            if storage.data_ptr() not in self._storages:
-                self._storages.add(storage.data_ptr())
+            address = storage.data_ptr()
+            if address not in self._storages:
+                self._storages.add(address)
                 self._bytes += storage.nbytes()
         else:
             self._bytes += _bytes(tensor)
@@ -319,6 +328,14 @@ def written_tensors(args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> list[
     return [tensor for tensor in tensors_inside((args, kwargs)) if id(tensor) not in given]
 
 
+def versions_of(tensors: list[torch.Tensor]) -> list[int]:
+    """Return ``version_of`` each tensor."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # an inference tensor is among them
+        return [version_of(tensor) for tensor in tensors]
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to; an inference tensor does not know."""
     return -1 if tensor.is_inference() else tensor._version
@@ -341,18 +358,19 @@ def _replaced(value: Any, instead: dict[int, torch.Tensor]) -> Any:
 
 def _call_site() -> tuple[str, int]:
     """Return file and line that called the module, outside of torch's modules and of this package."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None:
-        file = frame.f_code.co_filename
-        if file != _MODULES and not file.startswith(_NARROWCAST):
+    frame = sys._getframe(3)  # of what called Recording.begin
+    file = frame.f_code.co_filename
+    while file == _MODULES or file.startswith(_NARROWCAST):
+        if frame.f_back is None:
             break
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno)
+        file = frame.f_code.co_filename
+    return (file, frame.f_lineno)
 
 
 def random_state_on(tensors: list[torch.Tensor]) -> RandomState:
     """Return the state of the CPU's generator, and of that on the GPU of the first tensor that is on one."""
-    cpu = torch.default_generator.get_state()
+    cpu = _state_on_cpu()
     for tensor in tensors:
         # While a CUDA graph is captured, the state cannot be read.
         if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
