@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowcast as nc
+from narrowcast.replay import SkipExplainer
 from narrowcast.scaling import Dynamic
 
 Step = Callable[[], object]
@@ -574,8 +575,33 @@ def softmax_by_rule(x: torch.Tensor) -> Iterator[Step]:
     yield step
 
 
+@contextmanager
+def recorded_calls(x: torch.Tensor, *, records: bool) -> Iterator[Step]:
+    """Steps of one call each, held so that a skipped one can be run again: ``explain_skips``."""
+    model = nn.Identity()
+    explainer = SkipExplainer(PLAIN)
+    handles = explainer.recording.watch(model) if records else []
+    explainer.recording.records = True
+
+    def bare() -> None:
+        for _ in range(MODULE_CALLS):
+            model(x)
+
+    def recorded() -> None:
+        for _ in range(MODULE_CALLS):
+            model(x)
+            explainer.step_ended()
+
+    yield recorded if records else bare
+    for handle in handles:
+        handle.remove()
+
+
 def rows_of_rules(device: str) -> Iterator[Row]:
-    """Yield what a rule adds to a call, in microseconds, over the same with its casts written by hand."""
+    """Yield what a rule adds to a call, in microseconds, over the same with its casts written by hand.
+
+    The last row is no rule: it is what it costs to hold a call until its step has ended.
+    """
     x = torch.randn(4, 8, device=device)
     norms = Norms().to(device)
     norms_with_casts = Norms(torch.bfloat16).to(device)
@@ -591,6 +617,9 @@ def rows_of_rules(device: str) -> Iterator[Row]:
 
     without, ruled = partial(softmax_by_hand, x, cast=True), partial(softmax_by_rule, x)
     yield row_of_rule("softmax of fp32, cast", OPERATOR_CALLS, 6.0, without, ruled)
+
+    without, recorded = partial(recorded_calls, x, records=False), partial(recorded_calls, x, records=True)
+    yield row_of_rule("a call held with its step", MODULE_CALLS, 5.0, without, recorded)
 
 
 def row_of_rule(words: str, calls: int, limit_us: float, without: Side, under_rule: Side) -> Row:
