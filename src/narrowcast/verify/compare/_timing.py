@@ -381,12 +381,17 @@ class TimedPairs:
         """
         steps = self.settings.steps
         if steps and not self.spent:
-            # Expect both runs to take all of these steps, as fast as those so far.
+            # Expect both runs to go on as fast as so far, for all steps or until they are ended.
             both_s = 0.0
             for live in (run, first):
-                both_s += live.startup_s + live.stepping_s * steps / max(live.steps, 1)
+                all_steps_s = live.stepping_s * steps / max(live.steps, 1)
+                both_s += live.startup_s + min(all_steps_s, self._most_stepping_s(live, first))
             expected_s = self.settings.time_limit_s or max(_LEAST_S, _TIMES_THE_PAIR * both_s)
             self.runs.ends = self.began + expected_s
+        return self._most_stepping_s(run, first)
+
+    def _most_stepping_s(self, run: LiveRun, first: LiveRun) -> float:
+        """Return after how many seconds of steps to end a run."""
         if self.settings.longest_run_s is not None:
             return self.settings.longest_run_s
         if self.settings.time_limit_s == 0:
