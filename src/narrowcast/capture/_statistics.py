@@ -13,6 +13,9 @@ FEWEST_PAIRS = 3
 
 # Fewest blocks in a pair where there are only one or two pairs.
 _FEWEST_BLOCKS = 4
+# With fewer blocks a speedup is told only if it is beyond this factor, as where a CPU emulates a format; the
+# interval reaches as far either way. Runs that took turns differ by less, even if the clock halves meanwhile.
+_MOST_BY_CHANCE = 4.0
 # Standard deviation of the log speedup of equal runs: assumed for one or two pairs, and the least for more.
 # For twelve scripts against themselves on two cores of a virtual machine it was 0.013 to 0.05, for one 0.17.
 _USUAL_SPREAD, _LEAST_SPREAD = 0.045, 0.015
@@ -120,7 +123,7 @@ def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
     the interval is Student's, of the spread of the pairs. One or two pairs show no spread of their own, so
     they are given that of equal runs on a quiet machine, with 2 degrees of freedom. On a busy machine a
     process changes its speed as it goes on, so the interval also allows for how far the thirds of a pair
-    differ.
+    differ. If they have fewer than four blocks, only a speedup or slowdown of more than four times is told.
 
     With three pairs or more, one block is enough for each. So pass only pairs with a block that both runs
     have whole: others would count too.
@@ -129,21 +132,32 @@ def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
     fewest_blocks = _FEWEST_BLOCKS if are_few else 1
     ratios: list[float] = []
     ranges: list[float] = []
+    all_blocks: list[float] = []
     for fp32, mixed in pairs:
         of_blocks = log_ratios_of_blocks(fp32, mixed)
+        all_blocks += of_blocks
         if len(of_blocks) < fewest_blocks:
             continue
         ratios.append(_trimmed_mean(of_blocks))
         if are_few:
             ranges.append(_range_of_thirds(of_blocks))
     if not ratios:
-        return None
+        return _speedup_of_few_blocks(all_blocks)
     if len(ratios) >= FEWEST_PAIRS:
         return speedup_of_ratios(ratios)
     reach = student_975(2) * _USUAL_SPREAD / math.sqrt(len(ratios))
     if ranges:
         reach = math.hypot(reach, statistics.fmean(ranges))
     return _speedup(statistics.fmean(ratios), reach)
+
+
+def _speedup_of_few_blocks(log_ratios: Sequence[float]) -> Estimate | None:
+    """Return a speedup that is far beyond what chance does to two blocks; None: it is not."""
+    if len(log_ratios) < 2:
+        return None
+    mean = statistics.fmean(log_ratios)
+    reach = math.log(_MOST_BY_CHANCE)
+    return _speedup(mean, reach) if abs(mean) > reach else None
 
 
 def _speedup(log_ratio: float, reach: float) -> Estimate:
