@@ -83,6 +83,7 @@ def ranges_page(found: Mapping[str, Any]) -> str:
 
 
 def _badness(entry: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the key by which rows are sorted: the share that fp16 loses, then that of its subnormals."""
     shares = entry["formats"]["fp16"]
     return (_lost(shares), shares.get("subnormal", 0.0))
 
@@ -181,7 +182,9 @@ class _HeatMap(NamedTuple):
 
 
 def _heat_map(heading: str, entries: Sequence[Mapping[str, Any]], scale: float) -> _HeatMap:
-    exponents = [int(exponent) for entry in entries for exponent in entry["exponents"]]
+    exponents: list[int] = []
+    for entry in entries:
+        exponents.extend(map(int, entry["exponents"]))
     # A number that is multiplied by ``scale`` before the cast meets the limits at smaller exponents.
     limits = [exponent - round(math.log2(scale)) for exponent in _FP16]
     first = min([*exponents, limits[0]]) - 1
