@@ -35,7 +35,7 @@ _MUCH_LOADING, _MUCH_OPTIMIZER, _MUCH_CASTING = 0.15, 0.15, 0.08
 _MUCH_PYTHON, _MUCH_OTHER, _MUCH_OF_PRODUCTS = 0.25, 0.25, 0.05
 # A GPU that computes for a smaller share of a step waits too long for the host.
 _BUSY = 0.8
-# What dispatch takes of one operator, at most; more is Python of the script itself.
+# The longest that the dispatch of one operator takes. More time than that goes to the script's own Python.
 _LONGEST_DISPATCH_S = 100e-6
 # From this speedup on a format is called faster.
 _LEAST_SPEEDUP = 1.1
@@ -218,7 +218,7 @@ def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
     here, best = together["products_speedup"], together["machine_best"]
     if here is None or best is None or not together["sizes"] or share < _MUCH_OF_PRODUCTS:
         return
-    # Larger ones are not faster either, or these gain at least half as much already.
+    # No larger one is faster either, or the script's matmuls already gain at least half as much as the best.
     if best["speed"] < _LEAST_SPEEDUP or here >= max(_LEAST_SPEEDUP, best["speed"] / 2):
         return
     largest = together["sizes"][0]

@@ -63,9 +63,9 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     None stands for a number that cannot be had, and ``reasons`` says why, by the number's path. NaN and
     infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
 
-    Which runs a number is of:
+    The runs that each number comes from:
 
-    - times, peaks and ``calls_per_step``: all runs of a format, of times without the warm-up
+    - times, peaks and ``calls_per_step``: all runs of a format; times leave out the warm-up
     - ``steps``, ``skipped_steps`` (of all optimizers), ``final_scale``, ``stopped``, ``wall_s``: first run
     - ``final_loss``, by call site: the seeds that both formats ran
     - ``peak_tensor_bytes``: of CUDA's allocator; on a CPU a short run of its own, which counts live tensors
