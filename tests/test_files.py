@@ -118,3 +118,15 @@ def test_a_file_system_that_syncs_no_folders_can_be_written(tmp_path, monkeypatc
     monkeypatch.setattr(os, "fsync", only_files)
     replace_with(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_a_pipe_is_written_and_stays(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        replace_with(pipe)
+        assert stat.S_ISFIFO(pipe.stat().st_mode)
+        assert os.read(reader, 10) == b"new"
+    finally:
+        os.close(reader)

@@ -39,7 +39,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     The content is written to a temporary file beside ``path``, flushed to the disk and renamed. Until then
     the previous content stays; an exception, a full disk or a kill leaves it as it was. A symbolic link keeps
     pointing to its target; the new file has the owner and the permissions of the old one. Temporary files of
-    writers that were killed are removed; those of running writers are locked and stay.
+    writers that were killed are removed; those of running writers are locked and stay. A device or a pipe is
+    not replaced but written, as ``open`` writes it.
 
     Example::
 
@@ -49,6 +50,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     Raises:
         OSError: the file cannot be written; ``path`` is unchanged.
     """
+    if _is_device_or_pipe(path):
+        # A rename would put a file in the place of /dev/null, or of a pipe that somebody reads.
+        with open(path, "wb") as device:
+            yield device
+        return
+
     target = Path(path).resolve()
     # File systems allow names of 255 bytes: 40 characters, of up to 4 bytes each, leave room for the rest.
     prefix = f".{target.name[:40]}."
@@ -93,6 +100,14 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _is_device_or_pipe(path: str | os.PathLike[str]) -> bool:
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:  # no file at this path yet, or none that can be written
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _copy_owner_and_mode(source: Path, destination: Path) -> None:
