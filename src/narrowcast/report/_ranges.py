@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from narrowcast.report._render import html_page
 from narrowcast.report._text import bold, cut, plural, printable, shortened, without_escapes, wrapped
 
-_WORST = 10
+# How many rows the text shows, the worst ones, and how many each part of the page.
+_WORST_ROWS = 10
 _MOST_ROWS = 150
 _KINDS = {
     "activation": "Activations: what modules return",
@@ -30,7 +31,7 @@ def ranges_text(found: Mapping[str, Any], *, color: bool = False) -> str:
     if found["problem"] is not None:
         return wrapped(f"{target}: {found['problem']}.")
     ranges = found["ranges"]
-    worst = sorted(ranges, key=_badness, reverse=True)[:_WORST]
+    worst = sorted(ranges, key=_badness, reverse=True)[:_WORST_ROWS]
     steps = plural(found["steps"], found["unit"])
     lines = [
         bold(wrapped(f"{target}: numbers of {steps} in FP32, {plural(len(ranges), 'row')} in all")),

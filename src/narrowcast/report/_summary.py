@@ -50,8 +50,10 @@ from narrowcast.report._text import beside_others, measured_speed, percent_chang
 _NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
 _NOTHING_RAN = "no module with parameters was called in a run that ended"
 _SCHEMA = 1
+# Verdicts on losses.
 _WORST_FIRST = ("fail", "cannot tell", "not judged", "pass")
 _TIMES = ("step_time_s_median", "step_time_s_interval", "forward_time_s_median", "forward_time_s_interval")
+# With less than this share of FP32's tensor memory, a "no" to "worth it" mentions what is saved.
 _LESS_MEMORY = 0.95
 # A note explains the speedup if it differs by more than this factor from the ratio of the medians shown.
 _ALIKE = 1.05
