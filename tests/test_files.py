@@ -1,5 +1,6 @@
 """The atomic write that every package uses."""
 
+import errno
 import os
 import signal
 import stat
@@ -94,3 +95,38 @@ def test_two_writers_at_once_both_finish(tmp_path):
         replace_with(path, b"inner")
     assert path.read_bytes() == b"outer"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_system_without_locks_can_be_written(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    replace_with(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_system_that_syncs_no_folders_can_be_written(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def only_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    replace_with(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_a_pipe_is_written_and_stays(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        replace_with(pipe)
+        assert stat.S_ISFIFO(pipe.stat().st_mode)
+        assert os.read(reader, 10) == b"new"
+    finally:
+        os.close(reader)

@@ -80,6 +80,7 @@ def __getattr__(name: str) -> object:
         value = import_module(f"narrowcast.{name}")
     else:
         raise AttributeError(f"module 'narrowcast' has no attribute {name!r}. {did_you_mean(name, __all__)}")
+    # From now on Python finds the name without this function.
     globals()[name] = value
     return value
 

@@ -6,6 +6,7 @@ The folder where narrowcast keeps files of its own is here too.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import uuid
@@ -16,9 +17,13 @@ from typing import IO
 
 def cache_folder() -> Path | None:
     """Return where rates and runs are kept: ``NARROWCAST_CACHE_DIR``, or in ~/.cache; None without a home."""
-    with contextlib.suppress(RuntimeError):
-        return named_cache_folder() or Path.home() / ".cache" / "narrowcast"
-    return None
+    named = named_cache_folder()
+    if named is not None:
+        return named
+    try:
+        return Path.home() / ".cache" / "narrowcast"
+    except RuntimeError:  # no home folder is known
+        return None
 
 
 def named_cache_folder() -> Path | None:
@@ -34,7 +39,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     The content is written to a temporary file beside ``path``, flushed to the disk and renamed. Until then
     the previous content stays; an exception, a full disk or a kill leaves it as it was. A symbolic link keeps
     pointing to its target; the new file has the owner and the permissions of the old one. Temporary files of
-    writers that were killed are removed; those of running writers are locked and stay.
+    writers that were killed are removed; those of running writers are locked and stay. A device or a pipe is
+    not replaced but written, as ``open`` writes it.
 
     Example::
 
@@ -44,13 +50,20 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     Raises:
         OSError: the file cannot be written; ``path`` is unchanged.
     """
+    if _is_device_or_pipe(path):
+        # A rename would put a file in the place of /dev/null, or of a pipe that somebody reads.
+        with open(path, "wb") as device:
+            yield device
+        return
+
     target = Path(path).resolve()
     # File systems allow names of 255 bytes: 40 characters, of up to 4 bytes each, leave room for the rest.
     prefix = f".{target.name[:40]}."
     part = target.with_name(f"{prefix}{uuid.uuid4().hex}.part")
     try:
         with part.open("xb") as file:
-            lock(file)
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                lock(file)
             _remove_abandoned(target.parent, prefix, part)
             yield file
             file.flush()
@@ -63,20 +76,38 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             os.replace(part, target)
         sync_folder(target.parent)
     except OSError as error:
-        error.filename = error.filename or str(target)  # a write names no file
+        # The error of a write, as on a full disk, has no file name.
+        error.filename = error.filename or str(target)
         raise
     finally:
         part.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in ``folder`` are on the disk; otherwise a power failure may undo a rename."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Wait until the names in ``folder`` are on the disk; otherwise a power failure may undo a rename.
+
+    On Windows, and on file systems that cannot sync folders, it does nothing.
+    """
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # CIFS and some FUSE file systems refuse to sync a folder. PostgreSQL ignores these two errors too:
+        # https://github.com/postgres/postgres/blob/REL_17_0/src/common/file_utils.c
+        if error.errno not in (errno.EBADF, errno.EINVAL):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_device_or_pipe(path: str | os.PathLike[str]) -> bool:
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:  # no file at this path yet, or none that can be written
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _copy_owner_and_mode(source: Path, destination: Path) -> None:
@@ -94,17 +125,21 @@ def _remove_abandoned(folder: Path, prefix: str, own: Path) -> None:
     with contextlib.suppress(OSError):  # a folder may be writable and not readable
         for path in folder.iterdir():
             is_temporary = path.name.startswith(prefix) and path.name.endswith(".part")
-            # The prefix is not enough: that of the target "a" also begins ".a.b.<uuid>.part", a file of the
-            # target "a.b". Its name is longer.
+            # The prefix is not enough: ".a.", that of the target "a", is also the beginning of
+            # ".a.b.<uuid>.part", which belongs to the target "a.b". Its name is longer.
             if is_temporary and len(path.name) == len(own.name) and path != own:
-                # A running writer holds the lock, which raises.
+                # ``lock`` raises if a writer that is still running holds the lock, and if there are no locks.
                 with contextlib.suppress(OSError), path.open("r+b") as file:
                     lock(file)
                     path.unlink()
 
 
 def lock(file: IO[bytes]) -> None:
-    """Lock a file until it is closed or its process ends; raises OSError if another process holds it."""
+    """Lock a file until it is closed or its process ends.
+
+    Raises:
+        OSError: another process holds the lock, or the file system has no locks.
+    """
     try:
         import fcntl
     except ImportError:  # Windows refuses to remove a file that another process has open

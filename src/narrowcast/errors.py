@@ -65,7 +65,7 @@ class DeviceError(NarrowcastError, ValueError, RuntimeError):
 
 
 class ScaleError(NarrowcastError, ValueError, AssertionError):
-    """A loss scale, scaler state or gradients (fp16 ones) that a gradient scaler cannot use."""
+    """A loss scale, a scaler's state or fp16 gradients that a gradient scaler cannot use."""
 
 
 class OrderError(NarrowcastError, RuntimeError, AssertionError):
@@ -93,7 +93,7 @@ class ScriptError(NarrowcastError, ValueError):
 
 
 class FileError(NarrowcastError, OSError, ValueError):
-    """A file or folder that cannot be read or written, or that holds something else than expected."""
+    """A file or folder that cannot be read or written, or whose content is not what was expected."""
 
 
 class CheckpointError(NarrowcastError, ValueError):

@@ -25,18 +25,19 @@ from narrowcast.machine._rates import Budget, Rate, measure_device
 from narrowcast.machine._torch_internals import default_store
 from narrowcast.machine._work import work_for_auto
 
-# A quiet machine needs less than a second, the smaller sizes before the one that counts included.
+# A quiet machine needs less than a second, even with the smaller shapes that come before the medium size.
 _AUTO_BUDGET = Budget(device_s=2.0)
 # "auto" leaves fp32 only for a format that is faster by more than this.
 _WORTH = 1.03
-# How long a rank waits for what rank 0 chose, which may be downloading data first.
+# How long a rank waits for the choice of rank 0, which may be downloading data first.
 _RANK_0_S = 30
 # The speed of a format in which torch cannot do the work.
 _IMPOSSIBLE = 0.0
 
-# Choices by kept rates, which are read once a process; None where there are none that decide.
+# Choices by kept rates, by device type and folder: files are read once a process. None: no rates decide.
 _by_rates: dict[tuple[str, Path | None], Choice | None] = {}
-_of_rank_0: dict[str, Choice] = {}
+# What all ranks use, by device type.
+_agreed_by_ranks: dict[str, Choice] = {}
 
 
 def best_format(device_type: str, cache: Path | None = None) -> Choice:
@@ -45,8 +46,8 @@ def best_format(device_type: str, cache: Path | None = None) -> Choice:
     Rates are read once a process. With several ranks rank 0 decides for all of them; before they have a
     process group the table decides, since kept rates may differ between them.
     """
-    if device_type in _of_rank_0:
-        return _of_rank_0[device_type]
+    if device_type in _agreed_by_ranks:
+        return _agreed_by_ranks[device_type]
 
     # The table is the same on every rank.
     has_group = dist.is_available() and dist.is_initialized()
@@ -60,7 +61,7 @@ def best_format(device_type: str, cache: Path | None = None) -> Choice:
     choice = _by_rates[place] or _choice_by_table(device_type, "not measured")
     if has_group and dist.get_world_size() > 1:
         choice = _agreed(device_type, choice)
-        _of_rank_0[device_type] = choice
+        _agreed_by_ranks[device_type] = choice
     return choice
 
 
@@ -97,7 +98,7 @@ def _agreed(device_type: str, mine: Choice) -> Choice:
     if dist.get_rank() > 0:
         with suppress(RuntimeError):  # it was not set in time
             store.wait([key], timedelta(seconds=_RANK_0_S))
-    # Sets the key where no rank has set it yet, and returns what it is then.
+    # This sets the key if no rank has set it yet, and returns its value.
     agreed = store.compare_set(key, "", json.dumps([mine.format, mine.because]))
     format_name, because = json.loads(agreed)
     return Choice(format=format_name, because=because)
@@ -152,7 +153,7 @@ def read_auto_rates(device_type: str, cache: Path | None) -> tuple[dict[str, Any
 
 
 def _auto_key(device_type: str) -> dict[str, Any]:
-    """Return what the speed of one format against another depends on; the number of threads hardly counts."""
+    """Return what the speed of one format against another depends on. The number of threads hardly counts."""
     key: list[Any] = [CACHE_FORMAT, device_type, str(torch.__version__)]
     if device_type == "cpu":
         facts = cpu_facts(cpu_capabilities(), architecture=platform.machine())
@@ -208,6 +209,7 @@ def _is_worth_it(speeds: Iterable[float]) -> bool:
 
 
 def _auto_speed(rate: Rate, table: str) -> float | None:
+    """Return the speed against fp32 that counts for the choice; None if the rate does not show any."""
     if rate.out_of_time:
         return None
     if rate.speed_against_fp32 is not None:
@@ -215,7 +217,8 @@ def _auto_speed(rate: Rate, table: str) -> float | None:
     # What was cut short counts as the speed that it had at a smaller size, if that is below fp32's.
     if rate.speed_at_most is not None and rate.speed_at_most < 1:
         return rate.speed_at_most
-    # If torch cannot compute in the format, and the table says fp32 anyway, that is an answer and no gap.
+    # If torch cannot compute in the format and the table says fp32, the answer is fp32. Where the table says
+    # otherwise, the rates do not decide.
     is_impossible = rate.rounds == 0 and rate.expected_time_s is None
     if is_impossible and table == "fp32":
         return _IMPOSSIBLE

@@ -17,6 +17,7 @@ from narrowcast.machine._torch_internals import capabilities_before_2_12
 _OLDEST_TORCH = (2, 11)
 UNREADABLE = "unreadable"
 _AUTOCAST_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla")
+# Instructions that compute in a format: their name in ``torch.cpu.get_capabilities()``, and that in messages.
 _CPU_INSTRUCTIONS = {
     "bf16": (
         ("amx_bf16", "AMX-BF16"),
@@ -66,7 +67,7 @@ def versions() -> dict[str, str | int | None]:
 
 
 def read_each(readings: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Call each reading; one that raises gives ``"unreadable (why)"``, since a script may change anything."""
+    """Call each reading. One that raises gives ``"unreadable (why)"``: a script may have changed anything."""
     values = {}
     for name, read in readings.items():
         try:
@@ -94,7 +95,7 @@ def arithmetic_settings() -> dict[str, str | bool]:
 
     float32_matmul_precision is torch's: ``"highest"`` is FP32, ``"high"`` allows TF32 or three bf16 matmuls,
     ``"medium"`` one bf16 matmul. The ``allow_tf32`` flags are cuDNN's and cuBLAS's; without a CUDA device
-    they change nothing. A script may set them itself, so ask at its end.
+    they change nothing. A script may set them itself, so call this at its end.
     """
     backends: Any = torch.backends
     # Once a script sets ``fp32_precision``, torch's newer names, the older ones raise RuntimeError:
@@ -114,6 +115,7 @@ def arithmetic_settings() -> dict[str, str | bool]:
         "cudnn_allow_tf32": lambda: backends.cudnn.conv.fp32_precision == "tf32",
     }
     settings = read_each(older)
+    # The newer names stand in for those older ones that raised.
     for name, read in newer.items():
         if str(settings[name]).startswith(UNREADABLE):
             settings |= read_each({name: read})
@@ -129,14 +131,14 @@ def check_device(device_type: str, *, present: bool = True) -> None:
     """Refuse a device type that torch does not know or, with ``present``, that this machine lacks.
 
     Raises:
-        DeviceError: with near names for an unknown one, with the fix for an absent one.
+        DeviceError: with similar names for an unknown type, with the fix for an absent one.
     """
     if device_type not in known_device_types():
         raise DeviceError(
             f"unknown device type {device_type!r} (a type such as 'cuda', without an index). "
             + did_you_mean(device_type, known_device_types())
         )
-    # Types without torch.<type>.is_available (xla, whose package is apart) cannot be asked, and pass.
+    # Types without torch.<type>.is_available pass unchecked, such as xla, which is a package of its own.
     is_available = getattr(getattr(torch, device_type, None), "is_available", None)
     if not present or is_available is None or is_available():
         return
@@ -203,8 +205,8 @@ def known_to_be_slow(format_name: str, kind: str = "matmul") -> str | None:
 
     Measured, as multiples of fp32's speed. bf16 and fp16 matmuls on AMD with AVX2 alone: 0.06 at most. bf16
     matmuls on Intel: 0.19 with AVX512 alone, 0.6 with AVX512-BF16 and no AMX; on AMD with AVX512-BF16 2 to 6.
-    fp16 convolutions, forward and backward: 1/6 or less on AMD, where they are emulated; 1/100 or so with
-    AVX512-FP16 alone, where forward passes alone run at 0.6.
+    fp16 convolutions, forward and backward: 1/6 or less on AMD, where they are emulated; about 1/100 with
+    AVX512-FP16 and no AMX-FP16, where the forward pass by itself runs at 0.6.
     """
     instructions = _cpu_instructions(format_name)
     if kind == "matmul" and instructions is None:

@@ -53,7 +53,7 @@ def examine(
     unusable = {mismatch["device"] for mismatch in wrong if mismatch["severity"] == "error"}
     devices = [device for device in _devices(facts) if device["device"] not in unusable]
 
-    # Rates that decide "auto" first: they take two seconds, and a choice without them is by the table.
+    # The rates that decide "auto" are measured first. They take two seconds; without them the table decides.
     notes = []
     for device in devices:
         note = measure_auto(device["device_type"], cache, fresh=fresh, progress=progress)
@@ -126,7 +126,8 @@ def _measured(
         works = work_for(device["device_type"], has_tf32=has_tf32(device))
         rates: list[Rate] = []
         reason = None
-        # An error is of the whole device; where one format is lacking, its rate has the reason.
+        # An error here concerns the whole device. If the device only lacks a format, the format's rates have
+        # the reason.
         try:
             rates = measure_device(device["device"], works, budget, progress=progress)
         except RuntimeError as error:

@@ -29,7 +29,7 @@ _X86 = {
 }
 _ARM = {"Arm BF16": "bf16", "Arm FP16": "fp16_arith", "Arm SVE": "sve", "Arm SVE-BF16": "sve_bf16"}
 # Files with the limit of a container's memory, by cgroups v2 and v1.
-_LIMITS = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
+_MEMORY_LIMITS = [Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")]
 _CPU_TIMES = Path("/proc/stat")
 _INSTALL = "https://pytorch.org/get-started/locally"
 # What torch raises where no driver is installed, so most likely no GPU either:
@@ -110,14 +110,14 @@ def memory_bytes() -> int | None:
     limits = []
     with suppress(OSError, ValueError, AttributeError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path in _LIMITS:
+    for path in _MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # not there, or "max"
             limits.append(int(path.read_text()))
     return min(limits, default=None)
 
 
 def cpu_share_in_use(seconds: float) -> float | None:
-    """Return which share of this process's CPUs is in use while it waits, 0 to 1; None without ``/proc``."""
+    """Wait, and return the share of this process's CPUs in use meanwhile, 0 to 1; None without ``/proc``."""
     before = _cpu_ticks()
     time.sleep(seconds)
     after = _cpu_ticks()
@@ -128,7 +128,7 @@ def cpu_share_in_use(seconds: float) -> float | None:
 
 
 def _cpu_ticks() -> tuple[int, int] | None:
-    """Return how long the CPUs of this process were idle since the system started, and how long in all."""
+    """Return the ticks since the system started in which this process's CPUs were idle, and all ticks."""
     try:
         lines = _CPU_TIMES.read_text().splitlines()
         usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
@@ -138,7 +138,8 @@ def _cpu_ticks() -> tuple[int, int] | None:
     for line in lines:
         name, *fields = line.split()
         if name in usable:
-            # user, nice, system, idle, iowait, irq, softirq, steal. Guests' times follow, and are in user.
+            # user, nice, system, idle, iowait, irq, softirq, steal. Times of guests follow, which user
+            # includes.
             ticks = [int(field) for field in fields[:8]]
             idle += ticks[3] + ticks[4]
             total += sum(ticks)
@@ -154,7 +155,7 @@ def _visible_gpus() -> tuple[list[dict[str, Any]], str | None]:
             if module.is_available():
                 for index in range(module.device_count()):
                     gpus.append(gpu_facts(kind, index, module.get_device_properties(index)))
-        # Where it sees none, this raises the reason.
+        # If a build for GPUs sees none, this raises an error with the reason.
         if (torch.version.cuda or torch.version.hip) and not torch.cuda.is_available():
             torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
@@ -207,7 +208,7 @@ def mismatches(facts: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _build(facts: dict[str, Any]) -> Iterator[_Mismatch]:
-    """Find a torch without support for the GPU here, or one that cannot reach it, by torch's own words."""
+    """Find a torch that was not built for the GPU here, or that cannot reach it, with torch's reason."""
     build = facts["torch"]["build"]
     version = facts["torch"]["version"]
     driver = facts["gpu_driver"]
@@ -274,8 +275,8 @@ def _cpu(facts: dict[str, Any]) -> Iterator[_Mismatch]:
     """Find what keeps torch from using all cores, or the CPU's vector instructions."""
     cores = facts["cpu"]["cores"]
     threads = facts["cpu"]["torch_threads"]
-    # By default torch uses one thread a physical core, perhaps half of the cores that the system counts. Four
-    # threads or more are taken for a choice.
+    # By default torch uses one thread for each physical core, which may be half of the cores that the system
+    # counts. Four threads or more are taken to be intended.
     if cores and threads * 2 < cores and threads < 4:
         text = f"torch uses {threads} of {cores} cores"
         yield "note", "cpu", text, "unset OMP_NUM_THREADS, or call torch.set_num_threads"

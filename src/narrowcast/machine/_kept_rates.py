@@ -31,7 +31,7 @@ def key_of_machine(facts: dict[str, Any], budget: Budget) -> dict[str, Any]:
 
 def rates_path(folder: Path, key: dict[str, Any]) -> Path:
     """Return where the rates of ``key`` are kept: machines that share a home folder have a file each."""
-    # A change of anything in the key, as of torch, is another file.
+    # If anything in the key changes, such as the version of torch, the name is another.
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return folder / "rates" / f"{digest[:16]}.json"
 
@@ -42,7 +42,7 @@ def read_rates(folder: Path, key: dict[str, Any]) -> tuple[dict[str, Any] | None
     unusable = f"{path} is damaged, or of another machine or version"
     try:
         kept = json.loads(path.read_bytes())
-        # Of a file that somebody copied or changed, or of another key with the same digest.
+        # The file may have been copied or edited, or may be of another key with the same digest.
         if kept["key"] != key:
             return None, unusable
         return dict(kept["rates"]), None
@@ -50,7 +50,7 @@ def read_rates(folder: Path, key: dict[str, Any]) -> tuple[dict[str, Any] | None
         return None, None
     except OSError as error:
         return None, f"{path} cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError):  # no JSON, or something else in it
+    except (ValueError, KeyError, TypeError):  # not JSON, or JSON with other content
         return None, unusable
 
 

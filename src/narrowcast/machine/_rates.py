@@ -124,7 +124,7 @@ def measure_device(
 ) -> list[Rate]:
     """Measure every kind of work at every named size in every format on ``device``.
 
-    The cheapest sizes come first, so that the sizes for which the time does not suffice are the dearest.
+    The cheapest sizes come first, so that if the time runs out, only the dearest are missing.
     Formats take turns within a round, so that a busy machine slows all of them alike. Sizes with noisy times
     are measured once more at the end, and the quieter result is kept. fp32 is exact (no TF32) whatever the
     settings are; they are restored.
@@ -197,7 +197,7 @@ class _Measurement:
                 self.estimates[work, shape] = {}
                 if shape.size is not None:
                     self.rates[work, shape] = []
-        # Estimates take time too, so only half of it is shared out among the sizes.
+        # Estimates take time too, so only half of the time is shared out among the sizes.
         self._share_s = budget.device_s / (2 * len(self.rates))
 
     # ---- estimates, from the smallest shape up
@@ -221,7 +221,7 @@ class _Measurement:
             if seconds_per_amount is not None:
                 expected_s = seconds_per_amount * work.amount(shape)
 
-            # What a small size lacks, as a kernel, larger ones lack too.
+            # If a small size fails, for example because there is no kernel, larger ones fail too.
             if failure is not None:
                 estimate = failure
             elif self._clock() > estimates_end_s:
@@ -238,7 +238,7 @@ class _Measurement:
             self.estimates[work, shape][format_name] = estimate
 
     def _try(self, work: Work, shape: Shape, format_name: str, *, is_first: bool) -> _Estimate:
-        """Estimate the time of one call by making it up to four times, and once more if it is the first."""
+        """Estimate the time of one call from up to four calls, after one untimed call if ``is_first``."""
         self._progress(f"{self._device}: {work.kind.replace('_', ' ')} in {format_name}")
         try:
             call = work.prepare(shape, format_name, self._device)
@@ -253,7 +253,10 @@ class _Measurement:
         return _Estimate(call_s=seconds)
 
     def _quickest(self, call: Callable[[], object], format_name: str) -> float:
-        """Return the shortest of up to four calls: the first sets things up, another may be interrupted."""
+        """Return the seconds of the shortest of up to four calls.
+
+        The first one sets things up, and another may be interrupted.
+        """
         seconds = self._time(call, format_name, 1)
         # A second call is made unless the first took too long; a third and a fourth only if calls are short.
         short_s = self._longest_call_s / 50
@@ -283,8 +286,8 @@ class _Measurement:
             if _spread(rates) <= _STEADY or self._clock() >= self._deadline:
                 continue
             self._progress(f"{self._device}: {work.kind.replace('_', ' ')}, {shape.size}, again")
-            # What was not measured before is not tried again.
-            estimates = {rate.format: _estimate_by(rate) for rate in rates}
+            # What was not measured before is not tried again: its estimate has the reason.
+            estimates = {rate.format: _estimate_of(rate) for rate in rates}
             again = self._side_by_side(work, shape, estimates, self._share_s)
             is_as_complete = _count_measured(again) == _count_measured(rates)
             if is_as_complete and _spread(again) < _spread(rates):
@@ -319,8 +322,9 @@ class _Measurement:
     def _side_by_side(
         self, work: Work, shape: Shape, estimates: dict[str, _Estimate], share_s: float
     ) -> list[Rate]:
-        """Return one rate for each format, from rounds in which all take turns and another one begins."""
+        """Return one rate for each format, from rounds in which all of them take turns."""
         estimates = dict(estimates)
+        # After the deadline, what was still to be timed is out of time.
         if self._clock() > self._deadline:
             for name, estimate in estimates.items():
                 if estimate.reason is None:
@@ -339,7 +343,7 @@ class _Measurement:
                     timed[name] = _Series(call=call, calls_per_round=_calls_per_round(estimate.call_s))
         self._make_rounds(timed, share_s)
 
-        # Quartiles of fewer than three rounds say nothing.
+        # Quartiles of fewer than three rounds mean nothing, so these count as not measured.
         for name, series in list(timed.items()):
             if len(series.times_s) < _FEWEST_ROUNDS:
                 estimates[name] = self._out_of_time(estimates[name].call_s)
@@ -370,14 +374,14 @@ class _Measurement:
                 return
             if index >= _ENOUGH_ROUNDS and now > start + share_s:
                 return
-            # Another format begins each round.
+            # Each round begins with another format.
             turn = index % len(names)
             for name in names[turn:] + names[:turn]:
                 series = timed[name]
                 series.times_s.append(self._time(series.call, name, series.calls_per_round))
 
     def _time(self, call: Callable[[], object], format_name: str, calls: int) -> float:
-        """Return the seconds of one of ``calls`` calls."""
+        """Return the seconds of one call, as the mean of ``calls`` calls."""
         with float32_as("tf32" if format_name == "tf32" else "ieee"):
             self._wait()
             start = self._clock()
@@ -399,7 +403,7 @@ def _cannot(error: Exception) -> _Estimate:
     return _Estimate(reason=f"torch cannot do it here: {first_line(error)}")
 
 
-def _estimate_by(rate: Rate) -> _Estimate:
+def _estimate_of(rate: Rate) -> _Estimate:
     if rate.rounds:
         return _Estimate(call_s=rate.time_s_low)
     return _Estimate(call_s=rate.expected_time_s, reason=rate.reason, out_of_time=rate.out_of_time)

@@ -16,11 +16,11 @@ _AS_FAST = 1.1
 def slow_formats(formats: Iterable[str], device_type: str, rates: list[Rate] | None = None) -> list[str]:
     """Return a sentence for each of ``formats`` that is slower than fp32 on this machine, with what to use.
 
-    Decides by ``rates``; by default by those kept for ``auto`` on a CPU, and by none elsewhere. Matmuls and
-    convolutions are judged by their largest sizes. A rate is clear if it was measured steadily, or cut short
-    because the format is slow. A format is slow if the clear rate of the largest size is slow, and so are all
-    unclear rates of larger sizes. If rates show neither this, nor that the largest size of all is fast, the
-    sentence says what is known of this kind of CPU.
+    ``rates`` decide; by default those that were kept for ``auto`` on a CPU, and none on other devices. A rate
+    is clear if it was measured steadily, or cut short because the format is slow. Of matmuls, and of
+    convolutions, the largest size with a clear rate counts, and all larger sizes: the format is slow if it is
+    slow at each of them. If it is not, the sentence says what is known of this kind of CPU, unless the
+    largest size of all has a clear rate.
     """
     if rates is None:
         rates = []
@@ -44,7 +44,7 @@ def slow_formats(formats: Iterable[str], device_type: str, rates: list[Rate] | N
 
 
 def _why_slow(format_name: str, device_type: str, rates: list[Rate]) -> str | None:
-    """Return what shows that a format is slower than fp32, or None."""
+    """Return the reasons to call a format slower than fp32, as a clause; None if there are none."""
     slower = []
     known = []
     for kind in ("matmul", "convolution"):
@@ -68,8 +68,8 @@ def _why_slow(format_name: str, device_type: str, rates: list[Rate]) -> str | No
 
 
 def _largest_clear(of_kind: list[Rate], rates: list[Rate]) -> tuple[Rate | None, list[Rate]]:
-    """Return the rate of the largest size that is clear, None if none is, and those of larger sizes."""
-    # Sizes come from the smallest on.
+    """Return the clear rate of the largest size, or None, and the unclear rates of larger sizes."""
+    # The smallest size comes first.
     clear: Rate | None = None
     larger_unclear: list[Rate] = []
     for rate in of_kind:
@@ -82,9 +82,9 @@ def _largest_clear(of_kind: list[Rate], rates: list[Rate]) -> tuple[Rate | None,
 
 
 def _is_cut_short_alone(rate: Rate, rates: list[Rate]) -> bool:
-    """Return whether a call took too long in this format, and not in fp32 at the same size.
+    """Return whether calls of this size took too long in this format, while fp32 could be measured.
 
-    On a machine that is busy with something else both do, and that shows nothing.
+    If fp32 took too long as well, the machine may be busy with something else, and the format may be fast.
     """
     if rate.speed_at_most is None:
         return False
@@ -96,9 +96,9 @@ def _is_cut_short_alone(rate: Rate, rates: list[Rate]) -> bool:
 
 
 def _is_slow(rate: Rate) -> bool:
-    """Return whether a rate is below fp32's by more than ``_AS_FAST``.
+    """Return whether a rate is below fp32's by more than the factor ``_AS_FAST``.
 
-    At its own size, or at a smaller one if it was cut short.
+    The two are compared at the rate's size, or at a smaller one if the rate was cut short.
     """
     speed, _ = _speed_and_shape(rate)
     return speed is not None and speed * _AS_FAST < 1
@@ -112,7 +112,10 @@ def _how_slow(rate: Rate) -> str:
 
 
 def _speed_and_shape(rate: Rate) -> tuple[float | None, list[int]]:
-    """Return the speed against fp32 and the shape that it is of: a smaller one if the rate was cut short."""
+    """Return the speed against fp32, and the shape at which it was measured.
+
+    If the rate was cut short, the shape is a smaller one.
+    """
     if rate.speed_against_fp32 is None and rate.speed_at_most_shape is not None:
         return rate.speed_at_most, rate.speed_at_most_shape
     return rate.speed_against_fp32, rate.shape

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+# Functions of torch.cpu, by the names that ``torch.cpu.get_capabilities`` uses.
 _PROBES = {
     "avx512_bf16": "_is_avx512_bf16_supported",
     "amx_bf16": "_is_amx_tile_supported",
@@ -14,7 +15,7 @@ _PROBES = {
 
 
 def capabilities_before_2_12() -> dict[str, bool]:
-    """Return part of what ``torch.cpu.get_capabilities`` returns, which torch 2.11 does not have.
+    """Return part of what ``torch.cpu.get_capabilities`` returns; torch 2.11 does not have that function.
 
     https://github.com/pytorch/pytorch/blob/v2.11.0/torch/cpu/__init__.py
     """

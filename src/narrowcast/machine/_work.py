@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CAST_MATMUL = "matmul_with_casts"
-# The backward pass computes two products of the size of the forward pass: one for each operand's gradient.
+# The forward pass is one product. The backward pass is two of the same size: one for each operand's gradient.
 _PRODUCTS_PER_CALL = 3
+# The major part of the first compute capability that has TF32.
 _TF32_CAPABILITY = 8
 
 
@@ -22,7 +23,7 @@ class Shape:
     """One size of a kind of work.
 
     Attributes:
-        numbers: n of an n x n product; batch, channels and side of a convolution; elements of an addition.
+        numbers: n of an n x n matmul; batch, channels and side of a convolution; elements of an addition.
         size: ``"small"``, ``"medium"`` or ``"large"``; None for a step on the way, which is never shown.
     """
 
@@ -35,10 +36,11 @@ class Work:
     """A kind of work, its shapes from the smallest on, and the formats in which it is measured.
 
     ``matmul`` and ``convolution`` (3x3, padded, as many channels out as in) have their operands in the format
-    already; ``matmul_with_casts`` has them in fp32 and casts both at each call, as autocast does with what it
-    sees for the first time; the backward pass casts their gradients back. A call is what training does: the
-    forward pass, and the backward pass for both operands. ``add`` adds two tensors into a third, and stands
-    for all elementwise work that waits for memory: forward alone, as its backward pass computes nothing.
+    already; ``matmul_with_casts`` has them in fp32 and casts both at each call, as autocast does with tensors
+    that it has not cast before; the backward pass casts their gradients back. A call is what training does:
+    the forward pass, and the backward pass for both operands. ``add`` adds two tensors into a third, and
+    stands for all elementwise work that waits for memory. It is forward alone, as its backward pass computes
+    nothing.
     """
 
     kind: str
@@ -87,7 +89,7 @@ class Work:
         else:
             second = operand(*first_shape)
         operands = (first.requires_grad_(), second.requires_grad_())
-        # Each result is as large as the first operand, and in the format.
+        # The result has the shape of the first operand and the dtype of the format, and so has its gradient.
         gradient = operand(*first_shape).to(dtype)
 
         def forward_and_backward() -> torch.Tensor:
@@ -109,10 +111,10 @@ def _shapes(*numbers: tuple[int, ...], named: tuple[int, int, int]) -> tuple[Sha
     return tuple(Shape(numbers=each, size=size_at.get(index)) for index, each in enumerate(numbers))
 
 
-# Of matmuls, convolutions and additions. There are shapes between the named sizes, so that the time of a call
-# can be predicted from that of the shape before it.
+# The shapes of matmuls, then of convolutions, then of additions. Some lie between the named sizes, so that
+# the time of a call can be predicted from that of the shape before it.
 _CPU_SHAPES = (
-    # The first steps are for CPUs on which a low format takes hundreds of times as long.
+    # The smallest shapes are for CPUs on which a low format takes hundreds of times as long as fp32.
     _shapes((32,), (64,), (128,), (256,), (512,), (1024,), named=(1, 4, 5)),
     _shapes((1, 8, 8), (1, 16, 16), (1, 32, 32), (4, 64, 32), (4, 256, 28), named=(1, 3, 4)),
     _shapes((2**12,), (2**18,), (2**22,), named=(0, 1, 2)),
@@ -126,12 +128,12 @@ _GPU_SHAPES = (
 
 def work_for(device_type: str, *, has_tf32: bool = False) -> tuple[Work, ...]:
     """Return every kind of work in sizes for a CPU or a GPU."""
-    products, convolutions, additions = _CPU_SHAPES if device_type == "cpu" else _GPU_SHAPES
+    matmuls, convolutions, additions = _CPU_SHAPES if device_type == "cpu" else _GPU_SHAPES
     formats = ("fp32", "bf16", "fp16")
     with_tf32 = ("fp32", "tf32", "bf16", "fp16") if has_tf32 else formats
     return (
-        Work(kind="matmul", formats=with_tf32, shapes=products),
-        Work(kind=_CAST_MATMUL, formats=formats, shapes=products),
+        Work(kind="matmul", formats=with_tf32, shapes=matmuls),
+        Work(kind=_CAST_MATMUL, formats=formats, shapes=matmuls),
         Work(kind="convolution", formats=with_tf32, shapes=convolutions),
         Work(kind="add", formats=formats, shapes=additions),
     )
@@ -140,7 +142,8 @@ def work_for(device_type: str, *, has_tf32: bool = False) -> tuple[Work, ...]:
 def work_for_auto(device_type: str, candidate: str) -> tuple[Work, ...]:
     """Return the few kinds of work that decide ``auto``: matmuls and a convolution of medium size.
 
-    Where a call takes long, as of emulated bf16, the steps below that size end it early.
+    The smaller shapes come first, so that the measurement can end at one of them if calls take long, as in
+    emulated bf16. They have no size, as they are only steps on the way.
     """
     works = []
     for work in work_for(device_type):
@@ -157,14 +160,18 @@ def work_for_auto(device_type: str, candidate: str) -> tuple[Work, ...]:
 
 
 def has_tf32(gpu: dict[str, Any]) -> bool:
-    """Return whether a GPU of ``gather_facts`` multiplies in TF32: NVIDIA's from capability 8.0 on."""
+    """Return whether a device multiplies in TF32, as GPUs of NVIDIA do from compute capability 8.0 on.
+
+    Args:
+        gpu: the device as ``gather_facts`` describes it. Only GPUs of NVIDIA have a ``capability``.
+    """
     major = (gpu.get("capability") or "0").split(".")[0]
     return int(major) >= _TF32_CAPABILITY
 
 
 @contextmanager
 def float32_as(precision: str) -> Iterator[None]:
-    """Make fp32 products exact (``"ieee"``) or TF32 (``"tf32"``) on every backend, and put it back."""
+    """Compute fp32 matmuls and convolutions exactly (``"ieee"``) or in TF32 (``"tf32"``) within the block."""
     backends = torch.backends
     places = (
         backends.cuda.matmul,

@@ -13,6 +13,8 @@ import torch
 from narrowcast.errors import ScaleError, SettingError
 from narrowcast.formats import Format, round_to
 
+# Exponents of the smallest subnormal and of the largest number of float32, the bits of its fraction, and the
+# mask of these bits.
 _LOWEST, _HIGHEST = -149, 127
 _BITS = 23
 _FRACTION = (1 << _BITS) - 1
@@ -40,17 +42,19 @@ _EDGES = _edges()
 # to edge k, and place 2k for those between edges k - 1 and k.
 _PLACES = 2 * len(_EDGES)
 _BINS = (_HIGHEST - _LOWEST + 1) * _PLACES
+# Bins of the numbers that are in no binade.
 _ZERO, _INFINITE, _NAN = _BINS, _BINS + 1, _BINS + 2
+# The bits of an infinity as an integer. NaN is larger.
 _INFINITY = 0xFF << _BITS
 # Numbers that are counted at once, which limits the memory of intermediate results.
 _CHUNK = 1 << 22
 _LARGEST_SHIFT = 500
-_WIDEST = (torch.float64, torch.complex128)
+_TOO_WIDE = (torch.float64, torch.complex128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CastCounts:
-    """Counts what a cast to a format does to the numbers of a histogram.
+    """What a cast to a format does to the numbers of a histogram, as counts::
 
         counts = histogram.cast_to(nc.formats.FLOAT16, scale=1024)
         print(counts.shares["flushed"], counts)
@@ -136,7 +140,7 @@ class ExponentHistogram:
         """
         if not isinstance(tensor, torch.Tensor):
             raise SettingError(f"expected a tensor, got {type(tensor).__name__}")
-        if tensor.dtype in _WIDEST or not (tensor.is_floating_point() or tensor.is_complex()):
+        if tensor.dtype in _TOO_WIDE or not (tensor.is_floating_point() or tensor.is_complex()):
             raise SettingError(
                 f"expected a tensor in float32 or a narrower floating-point format, got {tensor.dtype}: "
                 "make it one by x.float()"
@@ -217,9 +221,9 @@ class ExponentHistogram:
         )
 
     def largest_scale(self, format: Format) -> float | None:
-        """Return the largest power of two with which no finite number overflows ``format``; None for zeros.
+        """Return the largest power of two with which no finite number overflows ``format``.
 
-        The numbers of the next step may need a smaller one.
+        None if no number is finite and other than zero. The numbers of the next step may need a smaller one.
         """
         _check_format(format)
         bins = [index for index in self._read() if index < _BINS]

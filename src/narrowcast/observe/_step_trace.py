@@ -46,7 +46,7 @@ class StepTrace:
     """One training step, recorded by ``trace_step``, which has an example.
 
     Attributes:
-        inputs: copies of the tensors that the model was last called with; ``outputs``: that it returned.
+        inputs, outputs: copies of the tensors that the model was last called with, and that it returned.
         skipped: whether the step was skipped; None if no optimizer stepped in the block.
         scale: the loss scale of the gradients; None without a scaler.
     """
@@ -70,8 +70,8 @@ class StepTrace:
         self._last: dict[str, torch.Tensor | None] = {}  # gradients as they were copied last
         self._unscaled: set[int] = set()  # optimizers, since the last backward
         self._awaited_task: int | None = None
-        # Of the current call of a scaler's method: how many optimizers stepped in it, and the ``found_inf``
-        # of a fused one, which skips by itself.
+        # How many optimizers stepped in the current call of a scaler's method, and the ``found_inf`` of a
+        # fused one, which skips by itself.
         self._step_count = 0
         self._found_inf: torch.Tensor | None = None
 
@@ -195,7 +195,7 @@ class StepTrace:
         return False
 
     def _record_change(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record gradients if they changed."""
+        """Record the gradients if they changed since they were last recorded."""
         if self._changed():
             # Under a scaler, the first change after backward unscales them.
             unscales = bool(self._scalers) and id(optimizer) not in self._unscaled
@@ -389,7 +389,7 @@ def _cell(tensor: torch.Tensor | None) -> str:
 
 
 def _stage_lines(stage: Stage, label: str) -> list[str]:
-    """Return the rows of one stage; a long name has a line of its own."""
+    """Return the lines of one stage; a long name of a parameter has a line of its own."""
     rows: list[tuple[str, str, str]] = []
     for name, weight in stage.weights.items():
         cells = (_cell(weight), _cell(stage.gradients[name]))

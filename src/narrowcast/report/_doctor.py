@@ -58,7 +58,7 @@ def _values(examination: dict[str, Any]) -> dict[str, Any]:
 
 
 def _instructions(known: Mapping[str, bool | None]) -> dict[str, list[str]]:
-    """Return the names of the instructions that a CPU has, that it lacks, and that are not known."""
+    """Return the names of the instructions that a CPU has, lacks or may have, by the head of their line."""
     # The line of those that it has is shown even if it is empty.
     names: dict[str, list[str]] = {_HAS: []}
     for head, value in ((_HAS, True), (_LACKS, False), (_NOT_KNOWN, None)):
@@ -226,7 +226,7 @@ def _measured(rates: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _repays(rows: Sequence[Rate]) -> tuple[str, str] | None:
-    """Return the two measured sizes between which a layer begins to repay its casts; None: there are none.
+    """Return the two measured sizes between which a layer begins to repay its casts, or None.
 
     Args:
         rows: matmuls with casts, in the order of their sizes.

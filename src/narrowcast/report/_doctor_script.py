@@ -31,16 +31,17 @@ _PARTS = {
 _PARTS_ON_GPU = _PARTS | {"python": "GPU waits"}
 _SHORT = {"batched matmul": "bmm", "convolution": "conv", "recurrent layer": "recurrent"}
 # Shares of a step from which on a part is worth a sentence.
-_MUCH, _MUCH_CASTING, _MUCH_PYTHON, _SMALL_SHARE = 0.15, 0.08, 0.25, 0.05
+_MUCH_LOADING, _MUCH_OPTIMIZER, _MUCH_CASTING = 0.15, 0.15, 0.08
+_MUCH_PYTHON, _MUCH_OTHER, _MUCH_OF_PRODUCTS = 0.25, 0.25, 0.05
 # A GPU that computes for a smaller share of a step waits too long for the host.
 _BUSY = 0.8
-# What dispatch takes of one operator, at most; more is Python of the script itself.
+# The longest that the dispatch of one operator takes. More time than that goes to the script's own Python.
 _LONGEST_DISPATCH_S = 100e-6
 # From this speedup on a format is called faster.
 _LEAST_SPEEDUP = 1.1
-# A matmul is small if the one that gains most on this machine has more than so many times its operations.
+# A matmul is small if the one that gains most on this machine has more than this many times its operations.
 _MUCH_SMALLER = 8
-# Shares are rough where the profiler makes a step so many times as long.
+# Shares are rough where the profiler makes a step more than this many times as long.
 _MUCH_LONGER = 1.5
 _TENSOR_CORE_MULTIPLE = 8
 _MOST_CHANGES = 4
@@ -138,7 +139,7 @@ def _waiting_reads(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def conclusion(found: dict[str, Any]) -> list[str]:
-    """Return what to expect of mixed precision for this script, what to change, and the notes of its run."""
+    """Return sentences: what to expect of mixed precision, what to change, and the notes of the run."""
     if found["problem"] is not None:
         return []
     lines = []
@@ -202,10 +203,10 @@ def _changes(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
         yield shares["python"], (kind, {"between_s": between_s})
 
     for kind, share, much in (
-        ("loading", mixed["loading_share"], _MUCH),
-        ("optimizer", shares["optimizer"], _MUCH),
+        ("loading", mixed["loading_share"], _MUCH_LOADING),
+        ("optimizer", shares["optimizer"], _MUCH_OPTIMIZER),
         ("casts", shares["casts"], _MUCH_CASTING),
-        ("other ops", shares["other_ops"], _MUCH_PYTHON),
+        ("other ops", shares["other_ops"], _MUCH_OTHER),
     ):
         if share > much:
             yield share, (kind, {})
@@ -215,9 +216,9 @@ def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
     """Yield that matmuls are too small, where larger ones are faster on this machine."""
     together, share = found["together"], found["mixed"]["shares"]["products"]
     here, best = together["products_speedup"], together["machine_best"]
-    if here is None or best is None or not together["sizes"] or share < _SMALL_SHARE:
+    if here is None or best is None or not together["sizes"] or share < _MUCH_OF_PRODUCTS:
         return
-    # Larger ones are not faster either, or these gain at least half as much already.
+    # No larger one is faster either, or the script's matmuls already gain at least half as much as the best.
     if best["speed"] < _LEAST_SPEEDUP or here >= max(_LEAST_SPEEDUP, best["speed"] / 2):
         return
     largest = together["sizes"][0]
@@ -234,22 +235,22 @@ def _small_products(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
 
 
 def _unaligned(found: dict[str, Any]) -> Iterator[tuple[float, _Finding]]:
-    """Yield the product that takes longest of those with a size that is no multiple of 8."""
+    """Yield the product that takes longest among those with a size that is not a multiple of 8."""
     for row in found["together"]["sizes"]:
         odd = [size for size in _aligned_sizes(row) if size % _TENSOR_CORE_MULTIPLE]
-        if odd and row["share"] > _SMALL_SHARE:
+        if odd and row["share"] > _MUCH_OF_PRODUCTS:
             values = {"shape": _shape_text(row), "share": row["share"], "odd": odd[0]}
             yield row["share"], ("unaligned", values)
             return
 
 
 def _aligned_sizes(row: dict[str, Any]) -> list[int]:
-    """Return the sizes that tensor cores need as multiples of 8: of a convolution those of its channels."""
+    """Return the sizes that tensor cores need as multiples of 8; of a convolution, its channels."""
     shape: list[int] = row["shape"]
     if row["kind"] == "matmul":
         return shape
     if row["kind"] == "convolution":
-        # The shape is that of the input (batch, channels, ...), then that of the weight (channels, ...).
+        # The shape joins that of the input (batch, channels, ...) and that of the weight (channels, ...).
         return [shape[len(shape) // 2], *shape[1:2]]
     return []
 

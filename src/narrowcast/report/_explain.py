@@ -28,14 +28,15 @@ def explain_text(
 ) -> str:
     """Return what ``narrowcast explain`` found in lines of at most 79 columns.
 
-    The rows that cost most; with ``whole`` all others too, and with ``every`` each site alone.
+    Shows the rows that cost most, with ``whole`` all rows. With ``every``, repeated layers have rows of their
+    own, and calls that compute nothing are shown too.
     """
     parts = explained_parts(found, every=every)
     return terminal_text("explain.txt", color=color, whole=whole or every, **parts)
 
 
 def explain_panel(folder: Path) -> dict[str, Any] | None:
-    """Return what a page shows of the capture of ``narrowcast explain`` in ``folder``; None: there is none.
+    """Return what a page shows of the capture of ``narrowcast explain`` in ``folder``, or None without one.
 
     ``problem`` says why there are no numbers. ``lines`` and ``costly`` are lines of a table: group, columns
     and numbers. A heading has only the group. ``more_lines`` counts the lines that are left out.

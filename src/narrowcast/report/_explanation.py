@@ -23,6 +23,7 @@ _SCHEMA = 1
 _NOT_IN_MODULES = {"backward": "backward", "optimizer": "optimizer"}
 # Fields of events that are sums over all steps.
 _PER_STEP = ("ops", "calls", "casts", "cast_bytes", "moved_bytes", "duration_s")
+# Those of them that a row adds up.
 _OF_A_ROW = ("calls", "casts", "cast_bytes", "duration_s")
 _MOST_COSTLY = 5
 
@@ -163,7 +164,7 @@ class Group:
     """A module, or several whose paths differ in numbers alone: ``*`` stands for these in the name."""
 
     name: str
-    paths: int = 1  # how many modules
+    paths: int = 1  # how many modules it stands for
     # In the order of calls; ``calls``, ``casts``, ``cast_bytes`` and ``duration_s`` are of one step.
     rows: dict[Columns, Counter[str]] = field(default_factory=dict)
 

@@ -413,6 +413,7 @@ def _error_figure(errors: _Errors) -> Figure:
     y_ticks = tuple((name, 100 * (_BOX - row.middle) / _BOX) for name, row in rows.items())
 
     marks = []
+    # A limit of single errors is not drawn where there is no row of them.
     for limit, row in zip(errors.limits, rows.values(), strict=False):
         across = _BOX * x.at(limit)
         top = row.middle - row.half_height

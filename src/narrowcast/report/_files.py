@@ -67,7 +67,7 @@ def written_s(folder: Path) -> float:
 
 
 def latest_capture(cache: Path | None) -> Path | None:
-    """Return the folder in the cache whose comparison or run was written to last; None: it has none."""
+    """Return the folder in the cache whose comparison or run was written last, or None if there is none."""
     for folder in capture_folders(cache):
         if (folder / COMPARISON).is_file() or (folder / RUN).is_file():
             return folder

@@ -235,10 +235,11 @@ def _refuse_newer(version: Any, path: Path) -> None:
 
 
 def _moved(policy: str, seen_from: Path, to: Path) -> str:
-    """Make a path that is relative to the folder ``seen_from`` relative to ``to``; names of presets stay."""
+    """Turn a path relative to the folder ``seen_from`` into one relative to ``to``; names of presets stay."""
     if _is_preset(policy):
         return policy
     moved = Path(os.path.relpath(seen_from / policy, to)).as_posix()
+    # A file name without ".toml" would be read as the name of a preset.
     if _is_preset(moved):
         return f"./{moved}"
     return moved

@@ -53,7 +53,6 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         judged_site = found["loss"]["site"]
     losses, more_sites = loss_figures(runs, first=judged_site)
     error = _error_figure(found)
-    formats = Counter(run.format for run in runs)
     return html_page(
         "comparison.html",
         title=_script(start["argv"]),
@@ -66,7 +65,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
         what_a_loss_is=what_a_loss_is(found),
         checks=judged,
         names=NAMES,
-        made=formats,
+        made=Counter(run.format for run in runs),
         cut=[run_name(run) for run in runs if run.capture.end is None],
         losses=losses,
         more_sites=more_sites,
@@ -105,7 +104,7 @@ def run_page(capture: Capture, folder: Path) -> str:
         devices=capture.of("device")[:_MOST_DEVICES],
         losses=losses,
         more_sites=more_sites,
-        median_s=spread and spread.median_s,
+        median_s=None if spread is None else spread.median_s,
         panel=panel,
         facts=_facts([capture]),
         notes=[note["text"] for note in capture.of("note")],
@@ -147,7 +146,7 @@ def _command(verb: str, start: Mapping[str, Any]) -> str:
 
 
 def _by_seed(runs: Sequence[TimedRun]) -> list[tuple[str, ...]]:
-    """Return final losses of each seed: call site, seed, FP32, mixed, difference."""
+    """Return a line for each call site and seed: site, seed, final loss in FP32 and in mixed, difference."""
     losses = losses_of(runs)
     fp32, mixed = final_losses(runs, losses, "fp32"), final_losses(runs, losses, "mixed")
     lines: list[tuple[str, ...]] = []
@@ -167,7 +166,8 @@ def _run_rows(runs: Sequence[TimedRun], kind: str | None) -> list[tuple[Any, ...
     lines = []
     for run, times in zip(runs, times_of_runs(captures_of(runs), kind), strict=True):
         spread = median_of_runs([times])
-        lines.append((run, run.capture.totals(), spread and spread.median_s))
+        median_s = None if spread is None else spread.median_s
+        lines.append((run, run.capture.totals(), median_s))
     return lines
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from narrowcast.report._render import html_page
 from narrowcast.report._text import bold, cut, plural, printable, shortened, without_escapes, wrapped
 
-_WORST = 10
+# How many rows the text shows, the worst ones, and how many each part of the page.
+_WORST_ROWS = 10
 _MOST_ROWS = 150
 _KINDS = {
     "activation": "Activations: what modules return",
@@ -30,7 +31,7 @@ def ranges_text(found: Mapping[str, Any], *, color: bool = False) -> str:
     if found["problem"] is not None:
         return wrapped(f"{target}: {found['problem']}.")
     ranges = found["ranges"]
-    worst = sorted(ranges, key=_badness, reverse=True)[:_WORST]
+    worst = sorted(ranges, key=_badness, reverse=True)[:_WORST_ROWS]
     steps = plural(found["steps"], found["unit"])
     lines = [
         bold(wrapped(f"{target}: numbers of {steps} in FP32, {plural(len(ranges), 'row')} in all")),
@@ -83,6 +84,7 @@ def ranges_page(found: Mapping[str, Any]) -> str:
 
 
 def _badness(entry: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the key by which rows are sorted: the share that fp16 loses, then that of its subnormals."""
     shares = entry["formats"]["fp16"]
     return (_lost(shares), shares.get("subnormal", 0.0))
 
@@ -181,7 +183,9 @@ class _HeatMap(NamedTuple):
 
 
 def _heat_map(heading: str, entries: Sequence[Mapping[str, Any]], scale: float) -> _HeatMap:
-    exponents = [int(exponent) for entry in entries for exponent in entry["exponents"]]
+    exponents: list[int] = []
+    for entry in entries:
+        exponents.extend(map(int, entry["exponents"]))
     # A number that is multiplied by ``scale`` before the cast meets the limits at smaller exponents.
     limits = [exponent - round(math.log2(scale)) for exponent in _FP16]
     first = min([*exponents, limits[0]]) - 1

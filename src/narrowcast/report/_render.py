@@ -76,4 +76,5 @@ def _environment(*, html: bool) -> Environment:
 
 def _spell_out(value: Any) -> Any:
     """Spell out control characters in inserted text, and those that reverse a line."""
+    # Markup, a subclass of str, comes from the templates and stays as it is.
     return printable(value) if type(value) is str else value

@@ -23,7 +23,7 @@ LOST = "lost"
 _ENOUGH_SEEDS = 3
 # A comparison that is suggested has this many times as many steps.
 _TIMES_LONGER = 4
-# By default gradients are judged up to step 24. Runs of so many steps have their middle well beyond that.
+# By default gradients are judged up to step 24. The middle of a run of this many steps lies well beyond that.
 _FEWEST_FOR_LATER = 100
 
 

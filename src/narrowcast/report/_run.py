@@ -13,9 +13,11 @@ from narrowcast.report._text import plural, wrapped
 def run_summary(capture: Capture) -> dict[str, Any]:
     """Return what a run did, as JSON-ready values; None for what is not known, NaN and infinities as strings.
 
-    argv, policy, ended (False: killed, or still going on), step_time_s_median, totals (as the ``end`` event
-    has them), devices (device_type, format, because), losses (by call site: count, first, last, final,
-    which is the mean of the last tenth, and not_finite, a count) and notes.
+    Returns:
+        ``argv``, ``policy``, ``ended`` (false: it was killed, or still goes on), ``step_time_s_median``,
+        ``totals`` (as the ``end`` event has them), ``devices`` (``device_type``, ``format``, ``because``),
+        ``losses`` (by call site: ``count``, ``first``, ``last``, ``final``, which is the mean of the last
+        tenth, and ``not_finite``, a count) and ``notes``.
     """
     spread = median_of_runs([times_s(capture, "training")])
     totals = dict(capture.totals())
@@ -108,7 +110,9 @@ def _formats_of_devices(capture: Capture) -> str:
         if not policy or device["because"] != "as asked":
             place += f" ({device['because']})"
         places.append(place)
-    return "; ".join(places) + policy if places else ""
+    if not places:
+        return ""
+    return "; ".join(places) + policy
 
 
 def _policy_words(capture: Capture) -> str:
@@ -140,7 +144,7 @@ def _losses_not_finite(capture: Capture) -> list[str]:
 
     notes = []
     for site, losses in by_site.items():
-        # The first loss of those at the end that are all not finite.
+        # Where the losses at the end are all not finite, the first of these.
         first = None
         for loss in losses:
             if math.isfinite(loss["value"]):

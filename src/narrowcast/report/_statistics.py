@@ -15,15 +15,14 @@ from narrowcast.report._text import plural
 # A final loss is the mean of this share of a run's losses, the last ones.
 _LAST_SHARE = 0.1
 _ENOUGH_SEEDS = 3
-# One seed alone can show that losses are far apart, if each run has at least so many.
+# One seed alone can show that losses are far apart, if each run has at least this many losses.
 _FEWEST_LOSSES = 10
-# With one or two seeds the answer is "cannot tell" if each final loss is more than so many times FP32's.
+# With one or two seeds the answer is "cannot tell" if each final loss is more than this many times FP32's.
 _MANY_TIMES = 10.0
-# From this share of skipped steps on, the formats did not do the same work; nor did they if one of them
-# called modules so many times as often.
+# The formats did not do the same work if more than this share of the steps was skipped, or if one of them
+# called modules more than this many times as often as the other.
 _MANY_SKIPPED = 0.1
 _MORE_CALLS = 1.2
-
 
 # Losses of one run by call site; and final losses by call site and seed.
 Losses = dict[str, list[float]]
@@ -279,6 +278,7 @@ def doubts(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun]) -> list[str]:
 
 
 def _other_work(runs: Iterable[TimedRun]) -> list[str]:
+    """Say where runs took different numbers of steps; those that were ended early do not count."""
     steps = {len(run.capture.of("step")) for run in runs if not run.cut}
     if len(steps) < 2:
         return []

@@ -50,10 +50,12 @@ from narrowcast.report._text import beside_others, measured_speed, percent_chang
 _NOTHING_TRAINED = "mixed precision skipped every step, so nothing was trained"
 _NOTHING_RAN = "no module with parameters was called in a run that ended"
 _SCHEMA = 1
+# Verdicts on losses.
 _WORST_FIRST = ("fail", "cannot tell", "not judged", "pass")
 _TIMES = ("step_time_s_median", "step_time_s_interval", "forward_time_s_median", "forward_time_s_interval")
+# With less than this share of FP32's tensor memory, a "no" to "worth it" mentions what is saved.
 _LESS_MEMORY = 0.95
-# The speedup is explained if it differs by more than this factor from the ratio of the medians shown with it.
+# A note explains the speedup if it differs by more than this factor from the ratio of the medians shown.
 _ALIKE = 1.05
 
 
@@ -63,9 +65,9 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     None stands for a number that cannot be had, and ``reasons`` says why, by the number's path. NaN and
     infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
 
-    Which runs a number is of:
+    The runs that each number comes from:
 
-    - times, peaks and ``calls_per_step``: all runs of a format, of times without the warm-up
+    - times, peaks and ``calls_per_step``: all runs of a format; times leave out the warm-up
     - ``steps``, ``skipped_steps`` (of all optimizers), ``final_scale``, ``stopped``, ``wall_s``: first run
     - ``final_loss``, by call site: the seeds that both formats ran
     - ``peak_tensor_bytes``: of CUDA's allocator; on a CPU a short run of its own, which counts live tensors
@@ -177,7 +179,8 @@ class _Side:
         # In a finished comparison such a run may have done all of its work.
         self.whole = [run for run in self.runs if comparison.finished or run.capture.end is not None]
         self.time = median_of_runs(times_of_runs(self.captures, kind))
-        # By run, of both formats: if a run that was ended early is used, all are cut to the shortest.
+        # The losses of the runs of both formats: if one that was ended early is used, all are cut to the
+        # shortest.
         self.losses = losses_of(comparison.runs)
         self.final_losses = final_losses(self.whole, self.losses, name)
         self._totals = [capture.totals() for capture in self.captures]
@@ -302,12 +305,13 @@ def _ratios(fp32: _Side, mixed: _Side, kind: str | None) -> tuple[dict[str, Any]
 
 
 def _means_of_seeds(own: FinalLosses, other: FinalLosses) -> dict[str, float]:
-    """Return the mean final loss of each call site, over the seeds of the verdict: those of both formats."""
+    """Return the mean final loss of each call site, over the seeds that both formats ran."""
     means = {}
     for site, by_seed in own.items():
         common = _seeds_of_both(by_seed, other.get(site, {}))
-        # A loss that only one format has is shown too.
-        means[site] = mean([by_seed[seed] for seed in common or by_seed])
+        # Without such a seed, the mean is over the seeds of this format, so that its losses are shown too.
+        seeds = common or by_seed
+        means[site] = mean([by_seed[seed] for seed in seeds])
     return means
 
 
@@ -478,7 +482,7 @@ def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str
         for key, value in numbers.items():
             if value is None:
                 reasons[f"{name}.{key}"] = check["reason"]
-        # These are missing for reasons of their own, not for that of the verdict.
+        # The reason of the verdict does not say why these are missing.
         if f"{name}.loss_scale" in reasons and check["relative_error"] is not None:
             reasons[f"{name}.loss_scale"] = "losses were not scaled"
         if f"{name}.times_fp32" in reasons:

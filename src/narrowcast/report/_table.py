@@ -84,7 +84,7 @@ def rows(summary: Mapping[str, Any]) -> list[Row]:
     unit = "forward" if kind == "inference" else "step"
     interval, first = "  95 % in one run", ""
     if len(summary["fp32"]["runs"]) > 1 or len(summary["mixed"]["runs"]) > 1:
-        # Times are of all runs, counts of the first one.
+        # The times are those of all runs, the counts those of the first one.
         interval, first = "  95 % interval", ", first run"
     tensors = percent_change(summary["memory_ratio"])
     process = percent_change(summary["process_memory_ratio"])

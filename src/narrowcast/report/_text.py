@@ -151,7 +151,7 @@ def count(value: float) -> str:
 
 @_or_unknown
 def number(value: float, digits: int = 5) -> str:
-    """Format to so many significant digits."""
+    """Format to ``digits`` significant digits."""
     return f"{value:.{digits}g}"
 
 

@@ -49,7 +49,7 @@ class _ModuleCall(NamedTuple):
     """A running call of a module.
 
     Attributes:
-        task: the backward pass that recomputes it, as ``graph_task_id`` has it.
+        task: number of the backward pass that recomputes it, or ``NO_GRAPH_TASK`` in a forward pass.
         hook: handle of the hook that ends it; None if a call of the same module around it has the hook.
     """
 
@@ -67,7 +67,7 @@ class _RunningCalls(threading.local):
 
 
 class ModulePaths:
-    """Tracks which module each thread is in, between entering and leaving it."""
+    """Tracks which module each thread is in, while this context is open."""
 
     def __init__(self) -> None:
         self.in_optimizer = False
@@ -84,7 +84,8 @@ class ModulePaths:
         modules = list(modules_by_path(model))
         title = ""
         for path, module in modules:
-            if path == "":  # the last one is inside wrappers such as DDP's or torch.compile's
+            # Wrappers such as DDP's have this path too, and come before the model that they wrap.
+            if path == "":
                 title = type(module).__name__
         self._titles[title] += 1
         if self._titles[title] > 1:
@@ -93,7 +94,7 @@ class ModulePaths:
             self._names.setdefault(module, (title, path))
 
     def called_modules(self) -> list[tuple[str, torch.nn.Module]]:
-        """Return path and module of each that was called and still exists."""
+        """Return path and module of each named module that was called and still exists."""
         called = []
         for module, (_, path) in list(self._names.items()):
             if module in self._called:
@@ -128,6 +129,7 @@ class ModulePaths:
         if name is None and not calls:
             return
         fp8_rule = vars(module).get("fp8_rule")
+        # A module without a name, such as one that its caller made just now, counts as a part of its caller.
         place = calls[-1].place if name is None else Place(*name, FORWARD, fp8_rule)
         self._called.add(module)
         # Registered now, it runs after the module's other hooks: those that cast its output run inside. A
@@ -225,7 +227,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _clock_of(tensors: list[torch.Tensor]) -> str:
-    """Return the type of the device whose time an operation on these tensors takes."""
+    """Return the type of the device on which an operation on these tensors is timed."""
     for tensor in tensors:
         if not tensor.is_cpu:
             # A CUDA graph that is being captured takes no events that tell the time.
@@ -251,7 +253,7 @@ def _narrowest_operand(tensors: list[torch.Tensor]) -> str | None:
 
 @functools.cache
 def _name_of(func: Any) -> str | None:
-    """Return ``"aten::add.Tensor"``; None if it does not work on tensors."""
+    """Return the name, such as ``"aten::add.Tensor"``; None for an operator without any tensor."""
     name: str = func.name()
     if name.startswith("prim::"):
         return None

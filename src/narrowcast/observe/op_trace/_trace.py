@@ -40,7 +40,8 @@ from narrowcast.policy import (
 
 _BORDER = "a rule for the module casts what goes in, or what comes out"
 _WIDE = ("fp32", "float64", "complex64", "complex128")
-_MOST_MODULES = 500  # that a rule's name is compared with
+# How many names of modules a rule's name is compared with, to suggest a similar one.
+_MOST_MODULES = 500
 # Which of these a matmul becomes depends on its bias and its number of dimensions.
 _MATMULS = ("mm", "addmm", "matmul", "bmm", "baddbmm", "mv", "addmv")
 
@@ -150,7 +151,7 @@ class OpTrace:
             self._unclaimed.operations.append(operation)
 
     def _saw_call(self, call: Any) -> None:
-        """Record an operator that was decided about, or an outermost one with what its parts left."""
+        """Record an operator that was decided about, or an outermost one, with the operations it claims."""
         depth = len(call.enclosing)
         module_rule = rule_that_casts()
         rule = module_rule or call.rule

@@ -197,6 +197,7 @@ class LiveTensorBytes:
             if it was left or read in another thread.
     """
 
+    # ``open`` is the block that records in a thread, or None.
     _thread = threading.local()
 
     def __enter__(self) -> Self:
@@ -329,7 +330,7 @@ class Recorder:
             pass
 
     def closure(self) -> AbstractContextManager[Any]:
-        """Return a context for a closure inside of an optimizer's step, which is no work of the optimizer."""
+        """Return a context for a closure that an optimizer's step calls: its work is not the optimizer's."""
         return record_function(CLOSURE)
 
     def stop(self) -> tuple[list[Any], Any]:
@@ -353,7 +354,7 @@ class Recorder:
 
 
 def every_event(tops: Any) -> Iterator[Any]:
-    """Yield the events of a tree, in no order."""
+    """Yield every event of some trees, in no particular order."""
     waiting = list(tops)
     while waiting:
         event = waiting.pop()

@@ -15,9 +15,9 @@ _READS = (
     "item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", "to", "__bool__", "__int__",
     "__float__", "__index__", "__repr__", "__format__", "__array__", "__getitem__",
 )  # fmt: skip
-# CPU tensors that these modules read are their own counters and indices, which stay on the CPU if the model
-# is on a GPU.
-_ON_CPU_ANYWHERE = ("torch.optim.", "torch.utils.data.", "narrowcast.")
+# Reads of CPU tensors by these modules do not count: the tensors are the modules' own counters and indices,
+# which stay on the CPU even if the model is on a GPU.
+_READERS_OF_CPU_TENSORS = ("torch.optim.", "torch.utils.data.", "narrowcast.")
 
 
 class HostReads(TorchFunctionMode):
@@ -57,7 +57,7 @@ class HostReads(TorchFunctionMode):
         tensor = args[0] if args else None
         if name in _READS and isinstance(tensor, torch.Tensor) and _reads(name, tensor, args, kwargs):
             caller = sys._getframe(1).f_globals.get("__name__", "")
-            if tensor.device.type != "cpu" or not caller.startswith(_ON_CPU_ANYWHERE):
+            if tensor.device.type != "cpu" or not caller.startswith(_READERS_OF_CPU_TENSORS):
                 site = "narrowcast" if caller.startswith("narrowcast.") else self._call_site()
                 self._counts[site, f"{name.strip('_')}()", tensor.device.type] += 1
         return func(*args, **kwargs)
@@ -82,7 +82,7 @@ def _reads(name: str, tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
 
 
 def _is_mask(index: Any) -> bool:
-    """Return whether an index must be counted to know the size of the result."""
+    """Return whether an index is a mask: its true values are counted to know the size of the result."""
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
@@ -90,7 +90,7 @@ def _moves_to_cpu(tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
     if tensor.device.type == "cpu":
         return False
     for target in (*args[1:], kwargs.get("device")):
-        device = getattr(target, "device", target)  # of another tensor, or itself
+        device = getattr(target, "device", target)  # ``to`` takes a device, or a tensor on it
         if str(device).startswith("cpu"):
             return True
     return False

@@ -149,6 +149,7 @@ def _on_gpu(events: Iterable[Any]) -> _OnGpu:
 
 def union_ns(intervals: Iterable[_Interval], start: int, end: int) -> int:
     """Return how much of the time from ``start`` to ``end`` is covered by any of ``intervals``."""
+    # In the order of their starts, an interval adds the part of it that lies after all earlier ones.
     covered, reached = 0, start
     for begins, ends in sorted(intervals):
         fresh = min(ends, end) - max(begins, reached)
@@ -159,7 +160,10 @@ def union_ns(intervals: Iterable[_Interval], start: int, end: int) -> int:
 
 
 def _shares(parts_ns: Mapping[str, int], steps_ns: int, busy_ns: int | None) -> dict[str, float]:
-    """Return shares of a step's time; times of overlapping kernels are scaled to the GPU's busy time."""
+    """Return the share of each part in a step's time.
+
+    On a GPU, kernels overlap, so that their times are scaled to the GPU's busy time, ``busy_ns``.
+    """
     known_ns = dict(parts_ns)
     del known_ns[PYTHON]
     total_ns = sum(known_ns.values())
@@ -193,7 +197,7 @@ class _ProductTimes:
 
     @property
     def each_ns(self) -> float:
-        """A median: on a busy machine one product out of hundreds lasts ten times as long."""
+        """The median time of one: on a busy machine one product out of hundreds lasts ten times as long."""
         return statistics.median(self.times_ns)
 
 
@@ -313,7 +317,7 @@ def _is_op(name: str) -> bool:
 
 
 def _operands(op: Any) -> list[Any]:
-    """Return metadata of its tensors by position; None for other arguments."""
+    """Return the metadata of each argument that is a tensor, None for each other argument."""
     if op.tag.name != "TorchOp":
         return []
     return [argument if hasattr(argument, "sizes") else None for argument in op.typed[1].inputs]
@@ -328,7 +332,7 @@ def _narrowest_format(operands: Sequence[Any]) -> str:
 
 
 def _cast_sides(op: Any) -> list[Any]:
-    """Return destination and source of a copy between fp32, bf16 and fp16; nothing for other ops."""
+    """Return destination and source of a copy between fp32, bf16 and fp16; for other ops an empty list."""
     if op.name != "aten::copy_":
         return []
     sides = _operands(op)[:2]
@@ -372,17 +376,19 @@ def is_product(name: str) -> bool:
 def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]:
     """Return kind and size of a product from the ``shapes`` of its arguments (None: not a tensor).
 
-    ``("matmul", (M, N, K))`` is an M x K matrix times a K x N one. Others: ``("batched matmul", (B, M, N,
-    K))``, ``("convolution", input + weight)``, ``("attention", query + key)``, ``("recurrent layer", input)``
+    ``("matmul", (M, N, K))`` is an M x K matrix times a K x N one. The others are ``("batched matmul", (B, M,
+    N, K))``, ``("convolution", input + weight)``, ``("attention", query + key)`` and ``("recurrent layer",
+    input)``, where ``+`` joins two shapes.
     """
     op = name.partition("::")[2].removesuffix("_")
     is_attention = op.startswith(_ATTENTION)
     is_convolution = _CONVOLUTION.search(op) is not None
     operands = [shape or () for shape in shapes]
-    # Backward of these gets the gradient of the output first.
+    # Backward operators of these take the gradient of the output as their first argument.
     if "backward" in op and (is_attention or is_convolution):
         operands = operands[1:]
     operands = operands[_MATRICES.get(op, 0) :]
+    # A product with fewer than two recorded operands gets empty shapes.
     first, second, *_ = [*operands, (), ()]
 
     if is_convolution:
@@ -402,7 +408,11 @@ def product_size(name: str, shapes: Sequence[Shape | None]) -> tuple[str, Shape]
 
 
 def same_size(kind: str, shape: Sequence[int]) -> tuple[str, Shape]:
-    """Return a key for products of one size; the three matmuls of a linear layer permute its sizes."""
+    """Return a key that products of one size share.
+
+    Matmuls whose M, N and K are permuted are of one size, as the forward matmul of a linear layer and the two
+    of its backward pass.
+    """
     if kind == "matmul":
         return kind, tuple(sorted(shape))
     if kind == "batched matmul":
