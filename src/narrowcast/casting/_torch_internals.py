@@ -199,7 +199,8 @@ def scripted_as(function: Callable[..., Any], name: str) -> None:
 # ---- calls of modules
 
 # nn.Module.__call__ calls ``_call_impl``, which runs the hooks and ``forward``. An attribute of the instance
-# with that name stands in front of both, and is traced by Dynamo:
+# with that name stands in front of both, and is traced by Dynamo. ``module.compile()`` sets
+# ``_compiled_call_impl``, which is then called instead:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/variables/nn_module.py
 CALL = "_call_impl"
@@ -243,6 +244,7 @@ class Replacements:
         if not self.users:
             for replaced in self._names:
                 now = getattr(replaced.owner, replaced.name)
+                # At the first time, and where another library has replaced the name since.
                 if now is not replaced.below and now is not replaced.ours:
                     replaced.below = now
                     replaced.ours = replaced.make(now)

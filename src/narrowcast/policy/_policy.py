@@ -314,6 +314,7 @@ def _entries(rules: tuple[Rule, ...]) -> list[tuple[str, str]]:
 
 _by_preset: dict[str, Policy] = {}
 _by_file: dict[str, tuple[bytes, Policy]] = {}
+"""Absolute path -> the content that was read, and its policy."""
 
 
 def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:

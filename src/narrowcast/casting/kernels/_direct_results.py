@@ -449,7 +449,8 @@ def recomputed_while_traced(output: Any) -> Any:
         if tensor.dtype not in LOW:
             return tensor
         wide = _noted_or_real_in_fp32(tensor)
-        # Still low: it was not noted. Leave the call out of the graph, where it would cast a real tensor.
+        # If it is still low, it was not noted. Then use the tensor itself, so that the graph does without the
+        # call, which would cast a real tensor.
         return tensor if wide.dtype in LOW else wide
 
     return map_tensors(output, low_to_fp32, say_nothing)
@@ -464,9 +465,9 @@ def _noted_or_real_in_fp32(tensor: torch.Tensor, did: str = "returned") -> torch
     real                   in fp32: computed again if noted, else cast
     =====================  ============================================
 
-    Dynamo puts the call itself into the graph. A tracer below Dynamo makes it with fake tensors. Where none
-    follows, as with ``backend="eager"``, the graph makes it with real ones: fp32 is then expected of them,
-    since Dynamo found fp32 when it traced. Eager code makes it too, in ``in_fp32_for``.
+    Dynamo puts a call of this function into the graph. A tracer below Dynamo then calls it with fake tensors.
+    Where no tracer follows, as with ``backend="eager"``, the graph calls it with real tensors: it has to
+    return fp32 then, as it did when Dynamo traced. Eager code calls it too, in ``in_fp32_for``.
     """
     wide = tensor
     results = _results_for(tensor)

@@ -353,6 +353,7 @@ class Promotion:
         _promotion.living.add(self)
 
     def __call__(self, op: str, what: str) -> None:
+        """Call ``say`` if this is the first message about ``op``; ``what``: how it runs, and why."""
         if op not in self._said:
             self._said.add(op)
             self._say(f"{op} {what}")

@@ -19,8 +19,8 @@ with one format. The backward passes of norms need it under ``vmap``: outside of
 beside a low input, under it they do not. The kernels for ``vmap`` promote as long as a promotion lives, in
 whatever region the forward ran.
 
-Products of sparse CSR matrices on a CPU have no low kernel either. Theirs stand on the key of that layout, so
-that no other product pays for them.
+Products of sparse CSR matrices on a CPU have no low kernel either. The kernels that promote them are on the
+dispatch key of that layout, so that other products do not become slower.
 
 Norms raise only if their weights are low, which no ordinary model has, and are called often. A kernel in
 Python would cost each call some 6 microseconds. So norms have no kernels: ``torch.layer_norm`` and the others
