@@ -16,13 +16,16 @@ _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class _Moves:
-    """Counts how often weights of a module were moved or cast, by ``to``, ``cuda``, ``half`` and the like."""
+    """Counts how often weights of any module were moved or cast, by ``to``, ``cuda``, ``half`` and the like.
+
+    While the count stays the same, the device types that were found for a model still hold.
+    """
 
     def __init__(self) -> None:
         self.count = 0
 
     def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what stands in place of ``Module._apply``, which each way to move or cast a module calls."""
+        """Wrap ``Module._apply``, which all methods that move or cast a module call, and count the calls."""
 
         def _apply(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
@@ -37,7 +40,7 @@ moves = _Moves()
 def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list[str]:
     """Return the device types of the weights of ``module``; if there are none, those of its inputs.
 
-    With neither, the type of torch's default device. "meta" is left out.
+    Without weights and inputs, the type of torch's default device. "meta" is left out.
     """
     devices = weight_device_types(module) if module is not None else []
     if not devices:
@@ -50,7 +53,7 @@ def device_types(module: torch.nn.Module | None, args: Any, kwargs: Any) -> list
 
 def weight_device_types(module: torch.nn.Module) -> list[str]:
     """Return the device types of parameters and buffers of ``module``, each once."""
-    devices: dict[str, None] = {}  # in place of a set, which has no order
+    devices: dict[str, None] = {}  # keeps the order of the weights, which a set would not
     for part in module.modules():
         for weight in (*part._parameters.values(), *part._buffers.values()):
             if weight is not None:
@@ -62,9 +65,10 @@ def check_device_type(device_type: Any, *, enabled: bool) -> None:
     """Refuse a device type that torch cannot autocast, or, if ``enabled``, that this machine lacks."""
     if not isinstance(device_type, str):
         raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
-    if device_type != "cpu":  # every build has it, and a region is opened at each step
+    # Regions are opened at each step, so skip the checks for a CPU, which every build of torch can autocast.
+    if device_type != "cpu":
+        # A policy was given in the place of the device type, as in nc.autocast("bf16").
         if device_type in PRESET_TABLE:
-            # A policy in the place of the device type, as nc.autocast("bf16").
             here = "cuda" if torch.cuda.is_available() else "cpu"
             raise DeviceError(
                 f"expected a device type first, got the policy {device_type!r}: "

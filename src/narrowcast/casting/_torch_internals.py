@@ -1,6 +1,6 @@
 """Private names of torch that this package uses; tests/casting/test_torch_internals.py checks each one.
 
-Each has its reason and its source in PyTorch 2.13 beside it.
+Beside each stand its reason and a link to PyTorch's source: 2.13, or the version whose behaviour requires it.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def nesting() -> int:
 
 
 def _key(device_type: str) -> Any:
-    # DispatchKey has no attribute for those of MTIA, MAIA and XLA.
+    # Parsed from its name, since DispatchKey has no attributes for the autocast keys of MTIA, MAIA and XLA.
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
     return _C._parse_dispatch_key(autocast_key(device_type))
 
 
 def without_key(device_type: str) -> Callable[[], AbstractContextManager[None]]:
-    """Return a maker of context managers in which the dispatcher skips the autocast of ``device_type``.
+    """Return a function that makes contexts in which the dispatcher skips the autocast of ``device_type``.
 
-    As PyTorch's own kernels of autocast do, for code that may run where autocast is off already: there
-    ``torch.set_autocast_enabled`` would have to read the state first. ``torch.autocast(enabled=False)`` takes
-    five times as long.
+    PyTorch's own autocast kernels exclude the key in this way. It suits code that may run where autocast is
+    off already: there ``torch.set_autocast_enabled`` would have to read the state first, to restore it.
+    ``torch.autocast(enabled=False)`` takes five times as long.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/python_dispatch.cpp
     return functools.partial(_C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_key(device_type)))
@@ -66,6 +66,7 @@ def is_below_autograd() -> bool:
     """Return whether this call comes from an autograd kernel, which records what its operator does."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/c10/core/impl/LocalDispatchKeySet.h
     excluded = _C._dispatch_tls_is_dispatch_key_excluded(_C.DispatchKey.AutogradFunctionality)
+    # Inference mode excludes the key everywhere, and records nothing.
     return bool(excluded) and not torch.is_inference_mode_enabled()
 
 
@@ -90,7 +91,7 @@ def after_autocast(device_type: str) -> Any:
 
 
 def takes_numbers_for_tensors(op: Any) -> bool:
-    """Return whether Python may call ``op`` with a number where it takes a tensor, as addition."""
+    """Return whether Python may call ``op``, such as ``add``, with a number where it takes a tensor."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/Module.cpp
     namespace, _, base = op._schema.name.partition("::")
     return namespace == "aten" and bool(_C._should_allow_numbers_as_tensors(base))
@@ -102,10 +103,9 @@ has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_ke
 
 
 def is_of_pytorch(kernel: Any) -> bool:
-    """Return whether a kernel that ``torch.library.get_kernel`` gave comes with PyTorch.
-
-    By the file in its text: https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
-    """
+    """Return whether an autocast kernel, from ``torch.library.get_kernel``, is one of PyTorch's table."""
+    # Its repr names the source file that registered it.
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/autocast_mode.cpp
     return "autocast_mode.cpp" in repr(kernel)
 
 
@@ -129,27 +129,31 @@ def register_kernel(op: str, key: str, kernel: Callable[..., Any], library: Any 
 
 
 def is_proxy_tracing() -> bool:
-    """Return whether ``make_fx`` or ``torch.export`` records calls, or they compute on fake tensors.
+    """Return whether ``make_fx`` or ``torch.export`` records calls, or calls compute on fake tensors.
 
-    There casts of weights are not kept: fake tensors have no values, and a record needs the cast itself.
+    Casts of weights are not kept then: fake tensors have no values, and a recorded program needs the cast
+    itself.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py
     keys = _C._TorchDispatchModeKey
     return (
         _C._get_dispatch_mode(keys.PROXY) is not None
         or _C._get_dispatch_mode(keys.FAKE) is not None
-        or vars(torch._ops)["_get_dispatch_mode_pre_dispatch"](keys.PROXY) is not None
+        or torch._ops._get_dispatch_mode_pre_dispatch(keys.PROXY) is not None  # type: ignore[no-untyped-call]
     )
 
 
 def is_exporting() -> bool:
-    """As ``torch.compiler.is_exporting``, which is True in ``torch.compile`` too while Dynamo 2.11 traces."""
+    """Return whether ``torch.export`` traces.
+
+    ``torch.compiler.is_exporting`` also returns True while Dynamo 2.11 traces for ``torch.compile``.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/variables/torch.py
     return torch.compiler._is_exporting_flag
 
 
 def is_tracing() -> bool:
-    """Return whether ``torch.jit.trace`` records calls, which would make constants of kept casts."""
+    """Return whether ``torch.jit.trace`` records calls; it would record a kept cast as a constant."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_trace.py
     return _C._get_tracing_state() is not None
 
@@ -161,10 +165,10 @@ def is_transforming() -> bool:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether a hook of Python, or ``retain_grad``, waits for the gradient of ``tensor``.
+    """Return whether a Python hook or ``retain_grad`` is registered for the gradient of ``tensor``.
 
-    Not the hook that Fabric puts on each output of a model: it only tells who calls ``loss.backward()`` in
-    place of ``fabric.backward(loss)``.
+    The hook that Fabric puts on each output of a model does not count: it only detects a call of
+    ``loss.backward()`` in place of ``fabric.backward(loss)``.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_tensor.py (register_hook)
     hooks = (tensor._backward_hooks or {}).values()
@@ -180,7 +184,7 @@ def _is_of_fabric(hook: Any) -> bool:
 
 
 def saves_by_hooks() -> bool:
-    """Return whether hooks see what autograd saves here, as in a checkpoint and when it is computed again."""
+    """Return whether hooks see the tensors that autograd saves, as in a checkpoint and its recomputation."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp
     return _C._autograd._top_saved_tensors_default_hooks(False) is not None
 
@@ -188,14 +192,15 @@ def saves_by_hooks() -> bool:
 def scripted_as(function: Callable[..., Any], name: str) -> None:
     """Have ``torch.jit.script`` take ``function`` for the operator ``name``."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/jit/_builtins.py
-    register: Any = vars(torch.jit._builtins)["_register_builtin"]
+    register: Any = torch.jit._builtins._register_builtin
     register(function, name)
 
 
 # ---- calls of modules
 
 # nn.Module.__call__ calls ``_call_impl``, which runs the hooks and ``forward``. An attribute of the instance
-# with that name stands in front of both, and is traced by Dynamo:
+# with that name stands in front of both, and is traced by Dynamo. ``module.compile()`` sets
+# ``_compiled_call_impl``, which is then called instead:
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/variables/nn_module.py
 CALL = "_call_impl"
@@ -226,7 +231,8 @@ class Replacements:
     ours must do no harm without users.
 
     Args:
-        names: of each the object that has it, the name, and the function that wraps what it stands for.
+        names: a tuple for each name: the object that has it, the name, and a function that takes what the
+            name stands for and returns what replaces it.
     """
 
     def __init__(self, *names: tuple[Any, str, Callable[[Any], Any]]) -> None:
@@ -238,6 +244,7 @@ class Replacements:
         if not self.users:
             for replaced in self._names:
                 now = getattr(replaced.owner, replaced.name)
+                # At the first time, and where another library has replaced the name since.
                 if now is not replaced.below and now is not replaced.ours:
                     replaced.below = now
                     replaced.ours = replaced.make(now)
@@ -259,7 +266,7 @@ class Replacements:
 # this replaces the constructor of the record that load_state_dict makes after writing each module; its class
 # has no subclasses.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
-LOADED_KEYS = (vars(torch.nn.modules.module)["_IncompatibleKeys"], "__new__")
+LOADED_KEYS = (torch.nn.modules.module._IncompatibleKeys, "__new__")
 # torch.autograd.backward and torch.autograd.grad look this name up at each call, whoever imported the two.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/__init__.py
 ENGINE = (torch.autograd, "_engine_run_backward")
@@ -337,7 +344,10 @@ def constant_while_tracing(function: _F) -> _F:
 
 
 def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
-    """Call ``torch.set_autocast_dtype``, for which Dynamo 2.15 would restore the dtype again at its end."""
+    """Set the autocast dtype in traced code, by one call in the graph: see ``let_dynamo_trace_autocast``.
+
+    Where traced code calls torch's own function, Dynamo 2.15 restores the dtype at the end of the graph.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.15.0/torch/_dynamo/variables/torch.py
     torch.set_autocast_dtype(device_type, dtype)
 
@@ -351,11 +361,13 @@ def let_dynamo_trace_autocast() -> None:
 
 
 def let_dynamo_trace(function: Callable[..., Any]) -> Callable[[], None]:
-    """Return what traced code calls ahead of ``function`` of torch, so that Dynamo puts it into graphs.
+    """Return a function that traced code calls first, so that Dynamo puts calls of ``function`` into graphs.
 
-    Dynamo lists torch's functions when it is first used, perhaps while ours stands in place of this one.
+    Dynamo does so by itself only with functions of torch that it finds under their names when it is first
+    used. It does not find one that has been replaced by then, and functions of ours are not among them.
     """
 
+    # At the time of the trace, so that narrowcast does not import torch._dynamo, which takes seconds.
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/trace_rules.py
     @constant_while_tracing
     def let() -> None:
@@ -390,7 +402,7 @@ def keep_graphs_with_regions() -> None:
 
 
 def trace_backward_outside_of_regions() -> bool:
-    """Have ``torch.compile`` cast nothing in backward passes, as eager code whose backward is outside.
+    """Have ``torch.compile`` cast nothing in backward passes, as eager code does outside of regions.
 
     By default it casts there as in the forward: a matmul that a region computes in fp32 would have gradients
     in the region's format (https://github.com/pytorch/pytorch/issues/153044). A setting other than the
@@ -452,7 +464,7 @@ _COMPILE_WRAPPER = "compile_wrapper"
 def is_compiling_a_frame() -> bool:
     """Return whether Dynamo traces in this thread, or builds the guards of what it traced."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_guards.py
-    return vars(torch)["_guards"].CompileContext.try_get() is not None
+    return torch._guards.CompileContext.try_get() is not None
 
 
 def dynamo_error() -> type[Exception]:
@@ -474,7 +486,7 @@ def stand_for(compiled: Callable[..., Any], function: Callable[..., Any]) -> Non
 
 
 def trace_as_called(compiled: Any) -> None:
-    """Have Dynamo trace ``compiled.forward``, where it would trace the model that was compiled.
+    """Have Dynamo trace ``compiled.forward`` rather than the model that was compiled.
 
     ``compiled`` is a module that ``torch.compile`` returned; its class becomes one of ours.
     """
@@ -517,7 +529,7 @@ def model_of(compiled: torch.nn.Module) -> torch.nn.Module:
 def one_level(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """Return the children of a container that torch's pytree knows, and a function that rebuilds it; or None.
 
-    ``torch.utils._pytree`` is what libraries register their containers with, under this name.
+    Libraries register their containers with ``torch.utils._pytree``, although the name is private.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_pytree.py
     children, spec = _pytree.tree_flatten(value, is_leaf=lambda inner: inner is not value)

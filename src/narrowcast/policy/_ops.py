@@ -75,7 +75,7 @@ def every_operator() -> tuple[str, ...]:
 
 
 def _for_rules(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name.removeprefix("aten::") for name in names if _why_not(name) is None)
+    return tuple(name.removeprefix("aten::") for name in names if _why_excluded(name) is None)
 
 
 def operator(name: str) -> Any:
@@ -116,13 +116,15 @@ def _without_prefix(name: str) -> str:
 def _names(base: str) -> tuple[str, ...]:
     """Return the qualified names of all overloads of ``base``."""
     name = qualified(base)
+    # The operators of aten never change, but other libraries may have defined some since.
     if name not in _by_base() or not name.startswith("aten::"):
-        _by_base.cache_clear()  # a library may have defined operators since
+        _by_base.cache_clear()
     return _by_base().get(name, ())
 
 
 @functools.cache
 def _by_base() -> dict[str, tuple[str, ...]]:
+    """Return all operators: qualified name without overload -> the qualified names of its overloads."""
     grouped: dict[str, list[str]] = {}
     for name in operator_names():
         grouped.setdefault(base_of(name), []).append(name)
@@ -130,7 +132,7 @@ def _by_base() -> dict[str, tuple[str, ...]]:
 
 
 @functools.cache
-def _why_not(overload: str) -> str | None:
+def _why_excluded(overload: str) -> str | None:
     """Return why rules cannot select an overload, or None if they can."""
     try:
         schema = operator(overload)._schema
@@ -153,7 +155,7 @@ def _not_for_rules(name: str, base: str) -> str:
     # Each reason once, in the order of the overloads.
     reasons: dict[str, None] = {}
     for overload in _names(base):
-        reason = _why_not(overload)
+        reason = _why_excluded(overload)
         if reason is not None:
             reasons[reason] = None
     advice = ""
@@ -272,6 +274,7 @@ _CUDNN = {LOWER: "cudnn_convolution cudnn_convolution_transpose _cudnn_rnn"}
 
 
 def _by_op(*parts: dict[str, str]) -> Mapping[str, str]:
+    """Return operator -> how it is cast, from tables that list the operators of each way."""
     kind_of = {}
     for part in parts:
         for kind, ops in part.items():

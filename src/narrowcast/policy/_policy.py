@@ -264,6 +264,7 @@ def policy_name(policy: Policy | str | os.PathLike[str]) -> str:
 
 
 def _in_words(policy: Policy) -> str:
+    """Return the format of a policy that is no preset, and how it differs from the preset of that format."""
     differences = []
     if policy.tables != "native":
         differences.append(f"the table for {policy.tables}")
@@ -313,6 +314,7 @@ def _entries(rules: tuple[Rule, ...]) -> list[tuple[str, str]]:
 
 _by_preset: dict[str, Policy] = {}
 _by_file: dict[str, tuple[bytes, Policy]] = {}
+"""Absolute path -> the content that was read, and its policy."""
 
 
 def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
@@ -373,15 +375,16 @@ def with_fp32_weights(policy: Policy | str | os.PathLike[str]) -> Policy:
     """
     wanted = as_policy(policy)
     if wanted.master_weights:
-        raise PolicyError(_needs_a_stepper("O2", " and updates fp32 master weights"))
+        raise PolicyError(_needs_a_stepper("O2", and_masters=" and updates fp32 master weights"))
     if wanted.low_weights:
-        raise PolicyError(_needs_a_stepper("O3", ""))
+        raise PolicyError(_needs_a_stepper("O3", and_masters=""))
     return wanted
 
 
-def _needs_a_stepper(name: str, masters: str) -> str:
+def _needs_a_stepper(name: str, and_masters: str) -> str:
     return (
-        f"policy {name!r} holds the model's weights in a low format{masters}, which only nc.Stepper does: "
+        f"policy {name!r} holds the model's weights in a low format{and_masters}, "
+        "which only nc.Stepper does: "
         f"nc.Stepper(model, optimizer, policy={name!r}). Here use 'bf16' or 'fp16', which leave the weights "
         "in fp32"
     )

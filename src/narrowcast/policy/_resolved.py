@@ -137,7 +137,8 @@ class Scope:
         for rule in self._ops:
             if _covers(rule, op) and _decides(rule):
                 return Decision(compute=rule.compute, output=rule.output, rule=rule, because=str(rule))
-        # A rule for the whole module is about what is cast anyway, and leaves outputs to the module.
+        # A rule for the whole module decides only operators that are cast anyway. Its ``output`` is for what
+        # the module returns, not for these operators.
         if self.rule is not None and self.resolved.is_cast_anywhere(op):
             return Decision(compute=self.rule.compute, rule=self.rule, because=str(self.rule))
         return self.resolved.decide_anywhere(op)
@@ -147,7 +148,7 @@ class Scope:
         for rule in self._ops:
             if _covers(rule, op):
                 return rule
-        # ``decide`` leaves out rules with an fp8 recipe, so each place where one may stand is looked at here.
+        # ``decide`` ignores rules with an fp8 recipe. Such a rule may be for all calls, or for the module.
         if self._nearest is None:
             everywhere = [rule for rule in self.resolved.rules if not rule.is_for_modules]
             return _best(rule for rule in everywhere if _covers(rule, op))
@@ -222,6 +223,7 @@ class ResolvedPolicy:
         rule = self.rule_for(op)
         if rule is not None:
             return Decision(compute=rule.compute, output=rule.output, rule=rule, because=str(rule))
+        # Where the two tables agree, PyTorch's own kernel does what the policy wants.
         kind = self.table.get(op)
         if kind == self.native.get(op):
             return None
@@ -240,7 +242,8 @@ class ResolvedPolicy:
         if any(rule.op is None for rule in deciding):
             ops += self.table
 
-        # PyTorch's kernels that promote raise an error where bf16 meets fp16.
+        # PyTorch's kernels that promote raise an error where bf16 meets fp16, as they may if rules name a low
+        # format other than the region's. Ours promote to fp32.
         words: set[str | None] = set()
         for rule in self.rules:
             words |= {rule.compute, rule.output}
@@ -265,9 +268,10 @@ def names_module(rule: Rule, path: str, names: tuple[str, ...]) -> bool:
 
 
 def without_prefix(rule: Rule, named: Iterable[tuple[str, tuple[str, ...]]]) -> str | None:
-    """Return the end of ``rule.module`` that names one of these modules: ``"head"`` of ``"model.head"``.
+    """Return the end of ``rule.module`` that names one of these modules, as ``"head"`` of ``"model.head"``.
 
-    Paths start at the model that is called, not at the variable or the module that holds it.
+    None: no end of it does. Paths start at the model that is called, not at the variable or the module that
+    holds it.
     """
     modules = list(named)
     path = rule.module or ""
@@ -293,7 +297,7 @@ def _covers(rule: Rule, op: str) -> bool:
 
 
 def _best(rules: Iterable[Rule]) -> Rule | None:
-    """Return the winning rule among those for all calls of an operator."""
+    """Return the rule of the highest specificity; None: there are no ``rules``."""
     return max(rules, key=specificity, default=None)
 
 

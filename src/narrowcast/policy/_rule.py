@@ -11,9 +11,10 @@
 linear layers. ``output`` is the format of the outputs; without it they are not cast.
 
 The more specific rule wins: an operator inside a module, then a module, then an operator, then PyTorch's
-table. The innermost module wins over outer ones. At one module a rule for one overload wins over a rule for
-all, a path with a class over one of them, and the later rule among equals. A rule for a module applies to the
-operators that PyTorch's table or another rule casts, not to every operator inside.
+table. The innermost module wins over outer ones. At one module, a rule for one overload wins over a rule for
+all overloads, and a rule with both a path and a class over a rule with only one of them; otherwise the later
+rule wins. A rule for a module applies to the operators that PyTorch's table or another rule casts, not to
+every operator inside.
 """
 
 from __future__ import annotations

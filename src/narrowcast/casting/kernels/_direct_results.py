@@ -4,7 +4,7 @@ bf16 rounds a sigmoid above 0.998 to 1, where its gradient is 0. A loss outside 
 script computes from what the model returns, then stops training. So while a model of ``run`` is called, these
 operators note their results, each with the operator's input (``noting``). What the model returns of them is
 computed again, in fp32, from that input, in the autograd graph (``DirectResults.recomputed``). A result is
-recognized by its memory, so that views of it are too. What ``gather`` takes out of a noted result is noted as
+recognized by its memory, and so are views of it. What ``gather`` takes out of a noted result is noted as
 well.
 
 Autograd saves the result of these operators and not their input, which therefore has to be kept until the
@@ -60,6 +60,7 @@ _NODE_NAMES = {
     "_log_softmax": "LogSoftmaxBackward0",
     GATHER: "GatherBackward0",
 }
+"""Operator -> the name of its node in the autograd graph."""
 _FLAG_DEVICE = PROMOTING[0]
 """The device type on which autocast is enabled, as a flag, while the script calls a compiled model."""
 # Nodes of torch's own operators; custom functions have no number at the end of their names.
@@ -260,7 +261,7 @@ class DirectResults:
             if not _is_whole(value):
                 return go_on()
             value = value.clone()
-        dim = args[1] if len(args) > 1 else None
+        dim = args[1] if len(args) > 1 else None  # a sigmoid has none
         noted = _Result(op, value, dim, below)
         result = go_on()
         self._note(noted, result)
@@ -430,8 +431,8 @@ def begin_traced_model() -> None:
 def _end_traced_model() -> bool:
     """Mark the call as in one graph if the compilation that began the model ends it.
 
-    Return whether a tracer noted results. One function for both, since Dynamo calls it while it traces and
-    keeps what it returns as a constant.
+    Return whether a tracer noted results. Dynamo calls this while it traces, and the traced code takes the
+    result as a constant.
     """
     if thread.results is not None and thread.traced_from == compile_id():
         thread.results.is_in_one_graph = True
@@ -448,7 +449,8 @@ def recomputed_while_traced(output: Any) -> Any:
         if tensor.dtype not in LOW:
             return tensor
         wide = _noted_or_real_in_fp32(tensor)
-        # Still low: it was not noted. Leave the call out of the graph, where it would cast a real tensor.
+        # If it is still low, it was not noted. Then use the tensor itself, so that the graph does without the
+        # call, which would cast a real tensor.
         return tensor if wide.dtype in LOW else wide
 
     return map_tensors(output, low_to_fp32, say_nothing)
@@ -463,9 +465,9 @@ def _noted_or_real_in_fp32(tensor: torch.Tensor, did: str = "returned") -> torch
     real                   in fp32: computed again if noted, else cast
     =====================  ============================================
 
-    Dynamo puts the call itself into the graph. A tracer below Dynamo makes it with fake tensors. Where none
-    follows, as with ``backend="eager"``, the graph makes it with real ones: fp32 is then expected of them,
-    since Dynamo found fp32 when it traced. Eager code makes it too, in ``in_fp32_for``.
+    Dynamo puts a call of this function into the graph. A tracer below Dynamo then calls it with fake tensors.
+    Where no tracer follows, as with ``backend="eager"``, the graph calls it with real tensors: it has to
+    return fp32 then, as it did when Dynamo traced. Eager code calls it too, in ``in_fp32_for``.
     """
     wide = tensor
     results = _results_for(tensor)

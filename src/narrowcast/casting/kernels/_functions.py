@@ -5,9 +5,9 @@ bf16 gradient in ``backward``, which runs outside of all regions: PyTorch casts 
 In regions that promote, the Function's context keeps the state of autocast, and ``backward`` runs in it.
 
 ``custom_fwd`` and ``custom_bwd`` of ``torch.amp`` and of this package open their own region inside this one.
-Functions of PyTorch are left alone, but for those of ``_IN_REGIONS``. While a promotion lives, ``__init__``
-and ``apply`` of the class of all contexts are replaced; neither is looked up where there is no custom
-Function.
+PyTorch's own Functions are left alone, except those in the modules ``_IN_REGIONS``. While a promotion lives,
+``__init__`` and ``apply`` of the base class of all contexts are replaced. Only custom Functions call the two,
+so that other code does not become slower.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from narrowcast.casting.kernels._promotion import living
 from narrowcast.casting.regions._regions import state_here
 from narrowcast.casting.regions._scopes import is_promoting, promotion_here
 
-# torch.func and Dynamo make Functions that call the script's, and a Dirichlet distribution calls an operator
-# that has no low kernel.
+# Modules of PyTorch whose Functions run in the kept region too: those of torch.func and Dynamo call the
+# script's Functions, and that of the Dirichlet distribution calls an operator that has no low kernel.
 _IN_REGIONS = ("torch._functorch.autograd_function", "torch.distributions.dirichlet")
 _STATE = "_narrowcast_state"
 
@@ -51,9 +51,9 @@ def _keeping_state(below: Callable[..., None]) -> Callable[..., None]:
         module = node._forward_cls.__module__
         if module.startswith("torch.") and module not in _IN_REGIONS:
             return
-        # A compiled graph enters a region without its promotion: then all are told of what promotes.
-        is_in_graph = promotion_here() is None
-        setattr(node, _STATE, state_here(_tell_all if is_in_graph else None))
+        # None keeps the promotion of the region. A compiled graph enters a region without its promotion.
+        promotion = _tell_all if promotion_here() is None else None
+        setattr(node, _STATE, state_here(promotion))
 
     return __init__
 

@@ -126,7 +126,8 @@ class _PromotingKernels(_AutocastKernels):
     """Kernels on a key other than autocast's. They only make operators promote; rules do not use them."""
 
     def __init__(self, key: str, promote: Callable[[str, _Kernel], _Kernel]) -> None:
-        super().__init__("cpu")  # any device type, since only its key is used, and that is replaced
+        # Any device type: only ``add`` of the base class uses it, and this class replaces that.
+        super().__init__("cpu")
         self.key = key
         self._promote = promote
 
@@ -176,7 +177,7 @@ _needs_of: weakref.WeakKeyDictionary[object, list[_Need]] = weakref.WeakKeyDicti
 
 
 class _Ended:
-    """Whether a user of kernels was freed that ``_update`` has not seen yet."""
+    """Holds whether a user of kernels was freed since ``_update`` last looked."""
 
     unnoticed = False
 
@@ -300,7 +301,7 @@ def root_scope(policy: Policy, device_type: str, dtype: torch.dtype) -> Scope:
 def serve(resolved_policy: ResolvedPolicy) -> None:
     """Install a kernel for each operator about which this policy decides, as long as the policy lives."""
     if resolved_policy not in _needs_of:
-        make_room_for_marks()
+        make_room_for_marks()  # the scopes of a new policy will need marks
         ops = resolved_policy.kernels()
         need(resolved_policy, _Need(resolved_policy.device_type, ops, by_rules=True))
 
@@ -336,21 +337,23 @@ class Promotion:
 
         needs = [_Need(_BATCHED, promoted_under_vmap())]
         if device_type in TABLES:
-            formats = {format_name(dtype)}
+            words: set[str | None] = {format_name(dtype)}
             for rule in policy.rules:
-                formats.update((rule.compute, rule.output or ""))
-            needs.append(_Need(device_type, promoted_on(device_type, frozenset(formats & {"bf16", "fp16"}))))
+                words |= {rule.compute, rule.output}
+            low_formats = frozenset({"bf16", "fp16"} & words)
+            needs.append(_Need(device_type, promoted_on(device_type, low_formats)))
         if device_type == "cpu":
             needs.append(_Need(_SPARSE_CSR, SPARSE_PRODUCTS))
         need(self, *needs)
 
-        user = object()
-        for names in (NORMS, FUNCTIONS, DISTRIBUTIONS):
-            names.begin(user)
-            weakref.finalize(self, names.end, user).atexit = False
+        user = object()  # not self, which the set of users would keep alive
+        for replacements in (NORMS, FUNCTIONS, DISTRIBUTIONS):
+            replacements.begin(user)
+            weakref.finalize(self, replacements.end, user).atexit = False
         _promotion.living.add(self)
 
     def __call__(self, op: str, what: str) -> None:
+        """Call ``say`` if this is the first message about ``op``; ``what``: how it runs, and why."""
         if op not in self._said:
             self._said.add(op)
             self._say(f"{op} {what}")

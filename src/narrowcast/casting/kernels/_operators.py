@@ -80,7 +80,7 @@ def _positions_to_wrap(op: Any) -> tuple[int, ...]:
 
 def _tensors_for_numbers(positions: tuple[int, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``args`` with a 0-dim tensor for each number at ``positions``."""
-    # Most calls have no number.
+    # Most calls have no number: find that out without making a list, since this runs at each call.
     for index in positions:
         if index < len(args) and not isinstance(args[index], torch.Tensor):
             break
@@ -97,7 +97,7 @@ def _tensors_for_numbers(positions: tuple[int, ...], args: tuple[Any, ...]) -> t
 
 
 def _tensor_of(number: float | complex, beside: list[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor that affects type promotion no more than the number would.
+    """Return a 0-dim tensor of ``number`` that affects type promotion among tensors as the number would.
 
     PyTorch ranks tensors with dimensions, then 0-dim tensors, then numbers, and a lower rank counts only if
     its category is higher. We make a 0-dim tensor, so its dtype must not win where the number would not.
@@ -141,7 +141,7 @@ def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
         call = call_of(op)
 
         def with_autocast_off(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            # As ``_running`` does, with a call of Python less.
+            # Written out as in ``_running``: calling that would be slower.
             torch.set_autocast_enabled(device_type, False)
             try:
                 return call(*args, **kwargs)
@@ -163,7 +163,8 @@ def below_autocast(op: Any, device_type: str) -> Callable[..., Any]:
 
 def plain_call(op: Any) -> Callable[..., Any]:
     """Return what ``op(...)`` of an ``OpOverload`` calls, with as few steps in Python as possible."""
-    call, positions = call_of(op), _positions_to_wrap(op)
+    call = call_of(op)
+    positions = _positions_to_wrap(op)
     if takes_numbers_for_tensors(op) or not positions:
         return call
     return lambda *args, **kwargs: call(*_tensors_for_numbers(positions, args), **kwargs)
@@ -251,9 +252,9 @@ def depends_on_inputs(compute: str) -> bool:
 def _casts(
     compute: str, device: str, find_lower: Callable[[], torch.dtype]
 ) -> Callable[[Any, Any], tuple[Any, Any]] | None:
-    """Return what casts the arguments of an operator; None: nothing is cast.
+    """Return a function that casts the arguments of an operator, or None if ``compute`` casts nothing.
 
-    ``find_lower()`` gives the dtype of "lower".
+    ``find_lower()`` returns the dtype of "lower" in the calling thread.
     """
     to = CASTS_TO[compute]
     if to is None:
@@ -282,10 +283,10 @@ def cast_all(args: Any, kwargs: Any, dtype: torch.dtype | None, device: str) -> 
     if kwargs:
         kwargs = {name: _cast(value, dtype, device) for name, value in reversed(kwargs.items())}
     # A comprehension is fastest, and this runs at each call of an operator with a rule.
-    args = reversed(args)
-    args = [_cast(value, dtype, device) if isinstance(value, _MAY_BE_CAST) else value for value in args]
-    args.reverse()
-    return args, kwargs
+    backwards = reversed(args)
+    cast = [_cast(value, dtype, device) if isinstance(value, _MAY_BE_CAST) else value for value in backwards]
+    cast.reverse()
+    return cast, kwargs
 
 
 def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
@@ -293,7 +294,7 @@ def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
     if isinstance(value, torch.Tensor):
         if value.dtype is dtype or not is_eligible(value, device):
             return value
-        # The class first, since isinstance of Parameter runs Python code.
+        # Two fast checks first, since isinstance(value, torch.nn.Parameter) runs Python code.
         may_be_weight = type(value) is not torch.Tensor and value.dtype is torch.float32
         if may_be_weight and isinstance(value, torch.nn.Parameter) and is_cacheable(value):
             return cast_weight(value, dtype)
@@ -346,11 +347,11 @@ def _refusing(name: str, decision: Decision) -> Action:
     return refuse
 
 
-# ---- as PyTorch's tables do with ops that take a dtype
+# ---- operators whose dtype argument PyTorch's tables set
 
 
 def _setting_dtype(op: Any, device: str) -> Action:
-    """Set the optional ``dtype`` of ``op`` to fp32 where it is unset and the first argument is eligible."""
+    """Return the action that sets an unset ``dtype`` of ``op`` to fp32 if the first argument is eligible."""
     names = [argument.name for argument in op._schema.arguments]
     position = names.index("dtype")
     run = _running(op, device, None)
@@ -369,11 +370,14 @@ def _setting_dtype(op: Any, device: str) -> Action:
 
 
 def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
-    """Call the overload of ``op`` that takes a ``dtype`` instead, in fp32."""
+    """Return the action that calls ``with_dtype``, the overload of ``op`` with a ``dtype``, in fp32."""
     plain = _running(op, device, None)
     appended = _running(with_dtype, device, None)
     names = [argument.name for argument in op._schema.arguments]
-    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    defaults = {}
+    for argument in op._schema.arguments:
+        if argument.has_default_value():
+            defaults[argument.name] = argument.default_value
 
     def append_dtype(keyset: Any, args: Any, kwargs: Any) -> Any:
         if not is_eligible(args[0], device):
@@ -391,7 +395,7 @@ def _appending_dtype(op: Any, with_dtype: Any, device: str) -> Action:
 
 CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Classes of tensors that hold plain values; others may be fake or wrap several tensors."""
-# Tensors of other formats, such as fp8, go to PyTorch's own kernel.
+# Calls with tensors of other formats, such as fp8, go to PyTorch's own kernel.
 _FORMATS = frozenset({
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -399,15 +403,16 @@ _FORMATS = frozenset({
 
 
 def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
-    """Return what does the work of the kernel that is on the autocast key now; None: there is none.
+    """Return a function that does what the present kernel on the autocast key does; None: there is no kernel.
 
-    The returned function is called with a keyset first. For a kernel of PyTorch that casts, it runs an action
-    of ours, as a fetched kernel has two faults. It holds Python's lock, so no other thread runs while it
-    computes. It may also wait for the lock of PyTorch's cache of weight casts, while the thread that clears
-    the cache waits for Python's lock: a deadlock. Any other kernel is returned as it was fetched.
+    The function is called with a keyset first. Where PyTorch's kernel casts, the function runs an action of
+    ours instead, since a kernel of PyTorch has two faults if Python calls it. It holds Python's lock, so no
+    other thread runs while it computes. It may also wait for the lock of PyTorch's cache of weight casts,
+    while the thread that clears the cache waits for Python's lock: a deadlock. Any other kernel is returned
+    unchanged.
 
-    Arguments that the action does not handle go to PyTorch's kernel. Not so in ``PROMOTE``, whose kernel
-    raises an error if bf16 meets fp16.
+    Calls with arguments that the action does not handle go to PyTorch's kernel. Operators of ``PROMOTE`` are
+    an exception, since their kernel raises an error if bf16 meets fp16.
     """
     key = autocast_key(device_type)
     if not has_kernel(qualified(op), key):
@@ -419,14 +424,15 @@ def native_kernel(op: str, device_type: str) -> Callable[..., Any] | None:
     # another overload. None: the operator is not on the table.
     if kind not in (LOWER, FP32, FP32_SET_DTYPE, PROMOTE) or not is_of_pytorch(fetched):
         return call
-    action, call = native_action(op, kind, device_type), without_autocast_cache(call)
+    action = native_action(op, kind, device_type)
+    pytorchs_kernel = without_autocast_cache(call)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # In PROMOTE the action always runs; see the docstring.
         if kind != PROMOTE:
             plain = _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
             if not plain or is_transforming() or _is_traced():
-                return call(keyset, *args, **kwargs)
+                return pytorchs_kernel(keyset, *args, **kwargs)
         return action(keyset, args, kwargs)
 
     return kernel
@@ -456,6 +462,7 @@ def _is_traced() -> bool:
 
 
 def _are_plain(values: Iterable[Any]) -> bool:
+    """Return whether all tensors among ``values`` have a class of ``CLASSES`` and a dtype of ``_FORMATS``."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if type(value) not in CLASSES or value.dtype not in _FORMATS:

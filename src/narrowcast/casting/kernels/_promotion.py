@@ -19,13 +19,13 @@ with one format. The backward passes of norms need it under ``vmap``: outside of
 beside a low input, under it they do not. The kernels for ``vmap`` promote as long as a promotion lives, in
 whatever region the forward ran.
 
-Products of sparse CSR matrices on a CPU have no low kernel either. Theirs stand on the key of that layout, so
-that no other product pays for them.
+Products of sparse CSR matrices on a CPU have no low kernel either. The kernels that promote them are on the
+dispatch key of that layout, so that other products do not become slower.
 
-Norms raise only where their weights are low, which no ordinary model has, and are called often. A kernel in
-Python would cost each call some 6 microseconds. So they have none: the functions of ``torch`` that Python
-calls, from ``torch.nn`` too, are replaced by ones that do the same when PyTorch raises. While a promotion
-lives, this costs each norm that Python calls, in plain fp32 code too, 0.2 to 0.4 microseconds.
+Norms raise only if their weights are low, which no ordinary model has, and are called often. A kernel in
+Python would cost each call some 6 microseconds. So norms have no kernels: ``torch.layer_norm`` and the others
+of ``_NORMS``, which ``torch.nn`` calls too, are replaced by functions that promote when PyTorch raises. This
+costs each call from Python 0.2 to 0.4 microseconds while a promotion lives, in plain fp32 code too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ from narrowcast.casting._torch_internals import (
     without_key,
 )
 from narrowcast.casting.kernels._operators import (
-    CASTABLE,
     CLASSES,
     LOW,
     cast_all,
@@ -73,9 +72,10 @@ _Kernel = Callable[..., Any]
 _FP32 = """linalg_matrix_exp addr addr_ linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor
     linalg_lu_solve pdist special_i1 special_i1e _sparse_mm _sparse_mm.reduce _sparse_addmm
     lgamma digamma polygamma mvlgamma special_gammaln special_digamma special_psi special_polygamma"""
-# Give a third format for a low one, beside which the next operator raises: fp64, or complex32 for fp16.
-# tests/policy/scripts/formats_with_promotion.py finds them. CUDA's table has no Fourier transforms, and those
-# of fp16 compute there if sizes are powers of two: https://docs.pytorch.org/docs/stable/fft.html
+# For a low input these return a third format, fp64 or (for fp16) complex32, with which the next operator
+# raises. tests/policy/scripts/formats_with_promotion.py finds them. CUDA computes Fourier transforms of fp16,
+# where sizes are powers of two, and its table does not cast them.
+# https://docs.pytorch.org/docs/stable/fft.html
 _THIRD_FORMAT = """bincount complex view_as_complex stft stft.center
     fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn
     fft_ihfft fft_ihfft2 fft_ihfftn"""
@@ -87,7 +87,8 @@ _IN_FP32 = frozenset((*_FP32.split(), *_THIRD_FORMAT.split())) | _LSTM
 # of policy.PROMOTED, for which preset "safe" has rules.
 _MIXED = """_chunk_cat _foreach_lerp.List _foreach_lerp_.List addbmm_ addmm_ addmv addmv_ allclose baddbmm_
     binomial chain_matmul inner linalg_multi_dot masked_fill.Tensor mv rrelu"""
-# Not clamp_min and hardtanh, which each ReLU and ReLU6 calls.
+# Operators whose number fp16 may not hold. Not clamp_min and hardtanh: every ReLU and ReLU6 calls them, with
+# numbers that it holds.
 _NUMBERS = """clamp clamp_ clamp_max constant_pad_nd fill_.Scalar full_like
     index_fill.int_Scalar index_fill_.int_Scalar masked_fill.Scalar masked_fill_.Scalar new_full pow.Scalar
     scatter.value scatter_.value threshold"""
@@ -97,8 +98,10 @@ _NO_LOW_KERNEL = """_dirichlet_grad _linalg_det _linalg_slogdet _linalg_solve_ex
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn histc
     linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_matrix_norm
     linalg_matrix_norm.str_ord linalg_solve_triangular linalg_vander logdet sparse_sampled_addmm sspaddmm"""
+# What the names of those functions in torch.special contain that have no low kernel.
 _SPECIAL = re.compile("airy|bessel|erfcx|log_ndtr|ndtri|polynomial")
-# Of the operators on PyTorch's table for the CPU, those that its table for CUDA lacks.
+# What the names of those operators contain that PyTorch's table for the CPU casts to fp32, its table for CUDA
+# lacks, and CUDA has no low kernel for.
 _ON_CPU_ALONE = re.compile(
     "linalg|fft|chol|lu_|qr|quantile|svd|inverse|triangular|polar|complex|grid_s|stft|ctc"
 )
@@ -142,7 +145,7 @@ def promoted() -> frozenset[str]:
 
 @functools.cache
 def promoted_on(device_type: str, formats: frozenset[str]) -> tuple[str, ...]:
-    """Return the operators to promote on ``device_type``, which this PyTorch has and does not cast there.
+    """Return the operators to promote on ``device_type``: those of this PyTorch that it does not cast there.
 
     ``formats``: the low formats of the policy, ``"bf16"`` or ``"fp16"`` or both.
     """
@@ -162,6 +165,7 @@ def _overloads(bases: Iterable[str]) -> Iterator[str]:
         if packet is None:
             continue
         for overload in packet.overloads():
+            # Some overloads take a number in place of a tensor, and only TorchScript calls "hacked_twin".
             if not re.search("out|value|scalar|dimname|twin", overload):
                 yield name if overload == "default" else f"{name}.{overload}"
 
@@ -176,7 +180,7 @@ def _exists(op: str) -> bool:
 
 @functools.cache
 def why_no_lstm(dtype: torch.dtype) -> str | None:
-    """Return the error of an LSTM in ``dtype`` on this CPU, or None: oneDNN has no kernel on some."""
+    """Return the error of an LSTM in ``dtype`` on this CPU, or None. On some CPUs oneDNN has no kernel."""
     errors: list[str] = []
     # A new thread is in no mode and no region.
     trial = threading.Thread(target=_try_lstm, args=(dtype, errors))
@@ -232,7 +236,7 @@ def _again(name: str, device: str) -> Callable[..., Any]:
         if not (in_fp32 or stays_fp32):
             # No cast would change anything: the error is the script's own, and a second call in place would
             # write twice.
-            if formats == {dtype} or dtype not in CASTABLE:
+            if formats == {dtype}:
                 raise _Unchanged
             if by_formats and _takes_formats(inputs, name, lacks_low):
                 raise _Unchanged
@@ -264,7 +268,7 @@ def _would_lose_statistics(name: str, args: Any, kwargs: Any, dtype: torch.dtype
 
 @contextmanager
 def _lower_is(dtype: torch.dtype | None, device: str) -> Iterator[None]:
-    """Have a region on ``device`` cast to ``dtype`` meanwhile.
+    """Return a context in which a region on ``device`` casts to ``dtype``.
 
     Below a layer of ``torch.func`` autocast is on again, for the parts into which an operator falls there.
     The layer has recorded the operator in ``dtype``, and its backward pass cannot mix that with another.
@@ -279,7 +283,10 @@ def _lower_is(dtype: torch.dtype | None, device: str) -> Iterator[None]:
 
 
 def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
-    """Return a kernel that calls ``go_on``, PyTorch's, and runs the operator again where that raises."""
+    """Return a kernel that calls ``go_on``, PyTorch's, and runs the operator again where that raises.
+
+    Operators of ``_IN_FP32`` run in fp32 at once, and those of ``_WITH_NUMBERS`` by their numbers.
+    """
     if name in _WITH_NUMBERS:
         return _within_range(name, go_on, device)
     again = _again(name, device)
@@ -312,8 +319,8 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
         if is_promoting():
             why = None  # not reported
             runs_in_fp32 = True
-            # An LSTM only where oneDNN has no kernel. ``why_no_lstm`` tries one outside of all regions, so
-            # that this kernel calls PyTorch's for it, and does not begin another trial.
+            # An LSTM runs in fp32 only if oneDNN has no kernel. ``why_no_lstm`` tries one outside of all
+            # regions: there this kernel calls PyTorch's, and so does not begin another trial.
             if name in _LSTM:
                 why = why_no_lstm(torch.get_autocast_dtype(device))
                 runs_in_fp32 = why is not None
@@ -412,21 +419,22 @@ def _promoting_norm(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 NORMS = Replacements(*((torch, name, _promoting_norm(name)) for name in _NORMS))
-"""The norms of torch while there are promotions: they have no kernels."""
+"""The functions that stand for norms of torch while a promotion lives."""
 
 
 def _dtype_written(args: Any, device: str) -> torch.dtype:
     """Return the dtype of what an operator writes to in place, its first argument."""
     dtypes = {tensor.dtype for tensor in tensors_in(args[:1]) if is_eligible(tensor, device)}
     if len(dtypes) != 1:
-        raise _Unchanged  # a cast of one of several would lose what is written
+        raise _Unchanged  # with several, one would be cast, and what is written to the cast would be lost
     return dtypes.pop()
 
 
 def _within_range(name: str, go_on: _Kernel, device: str) -> _Kernel:
     """Return a kernel for an operator that takes a number, which fp16 may not hold."""
     op = operator(name)
-    off, call = without_key(device), plain_call(op)
+    off = without_key(device)
+    call = plain_call(op)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # full_like and new_full may be asked for another dtype.

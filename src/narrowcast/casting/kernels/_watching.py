@@ -1,9 +1,10 @@
 """Report each call of an operator together with the decision of autocast about it.
 
 While a watcher is active, all operators that do not write to their arguments have a kernel on the autocast
-key, on top of the existing one: it calls that one and reports the call. Composites are reported, and so are
-their parts if they are decomposed. Calls inside an operator that was cast as a whole are not: autocast is off
-there. Calls that other kernels make are reported where they are cast, as the matmul inside a sparse one.
+key that calls the kernel below it and reports the call. Composites are reported, and so are their parts if
+they are decomposed. Calls inside an operator that was cast as a whole are not reported: autocast is off
+there. Calls that other kernels make are reported only if they are cast, for example the matmul that a sparse
+matmul calls.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class OpCall:
         inputs, outputs: tensors among the arguments before casts, and among the results, lists flattened.
         dtype: the dtype that eligible inputs were cast to; None: no cast.
         rule: the rule that decided; None: PyTorch's table, or nothing.
-        because: the same in words.
+        because: the reason of the decision, as text.
         listed: whether a rule or a table decides about it.
         composite: whether it was decomposed; its parts are then reported as calls of their own.
         enclosing: the operators that it was called in, outermost first.
@@ -80,7 +81,7 @@ def watch_ops(listener: Callable[[OpCall], None], *, device_type: str = "cpu") -
             "expected no other trace of operators, got one that is still open: leave its with statement first"
         )
     for low in (torch.bfloat16, torch.float16):
-        why_no_lstm(low)  # once: its trial would be seen as an operator of the caller
+        why_no_lstm(low)  # tries an LSTM at the first call, which would be reported as the caller's
     with _kernels.overlaid(_Watch(device_type, listener)):
         yield
 
@@ -159,7 +160,10 @@ class _Watch:
 
 
 def _decided(op: str, device_type: str, kind: str | None) -> tuple[str | None, Rule | None, str]:
-    """Return the word that decides about ``op`` in this thread (None: nothing does), the rule, and why."""
+    """Return the word that decides about ``op`` in this thread (None: nothing does), the rule, and why.
+
+    ``kind`` is how PyTorch's table for ``device_type`` casts ``op``; None: it is not on the table.
+    """
     scope = scope_on(device_type)
     decision = None if scope is None else scope.decide(op)
     if decision is not None:
