@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from narrowcast.attach import call_site
 from narrowcast.capture import (
@@ -405,10 +406,14 @@ class ProfileProbe(StepProbe):
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(module) in self._known_modules:
             return
-        self._known_modules.add(id(module))
+        parameters = list(module.parameters())
+        # A lazy parameter has no storage before the first call has ended, so the next call looks again.
+        if not any(map(is_lazy, parameters)):
+            self._known_modules.add(id(module))
         # The profile has the storage that a cast reads, which tells whether it is a cast of a weight.
-        for parameter in module.parameters():
-            if parameter.layout == torch.strided and not parameter.is_meta:
+        for parameter in parameters:
+            has_storage = parameter.layout == torch.strided and not parameter.is_meta
+            if has_storage and not is_lazy(parameter):
                 self._device = parameter.device.type
                 self._weight_storages.add(parameter.untyped_storage().data_ptr())
 

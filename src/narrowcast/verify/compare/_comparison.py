@@ -152,11 +152,11 @@ class _Comparison:
             self._write("note", text=f"{text}; {settings.policy} was compared")
         try:
             self.timed.time_all()
-            first = self.timed.captures["fp32"][0].totals()
+            totals = self.timed.captures["fp32"][0].totals()
             # A run that the time limit ended earlier has a note of its own.
             reached_steps = 0 < settings.steps <= self.timed.spent[0].steps
-            if first["stopped"] and reached_steps:
-                unit = "optimizer steps" if first["steps"] else "calls of its modules"
+            if totals["stopped"] and reached_steps:
+                unit = "optimizer steps" if totals["steps"] else "calls of its modules"
                 ended = f"each run was ended after {settings.steps} {unit}"
                 self._write("note", text=f"{ended}; --steps 0 runs the whole script")
             self._explain_speed()
@@ -301,9 +301,9 @@ class _Comparison:
         """
         if self.settings.at_step is not None:
             return [self.settings.at_step]
-        first = self.timed.captures["fp32"][0].totals()
-        taken = first["steps"] + first["skipped_steps"]
-        ends_by_itself = not first["stopped"]
+        totals = self.timed.captures["fp32"][0].totals()
+        taken = totals["steps"] + totals["skipped_steps"]
+        ends_by_itself = not totals["stopped"]
         latest = min(_LATEST_STEP, taken // 4)
         is_slow = statistics.median(self.timed.step_times("fp32") or [0.0]) > _QUICK_STEP_S
         if latest >= _EARLY_STEP and not is_slow:

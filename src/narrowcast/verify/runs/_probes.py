@@ -208,14 +208,14 @@ class MemoryProbe(Probe):
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
-        self._counted = threading.get_ident()
+        self._counted_thread = threading.get_ident()
         self._elsewhere = False
         self._live = LiveTensorBytes()
         self._live.__enter__()
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         on_cpu = all(parameter.is_cpu for parameter in module.parameters())
-        if not on_cpu or threading.get_ident() != self._counted:
+        if not on_cpu or threading.get_ident() != self._counted_thread:
             self._elsewhere = True
 
     def finish(self) -> None:
