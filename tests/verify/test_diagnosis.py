@@ -9,6 +9,7 @@ import pytest
 from narrowcast.capture import Estimate
 from narrowcast.verify import DiagnosisSettings, diagnose
 from narrowcast.verify._diagnosis import side_by_side
+from narrowcast.verify.runs._runs import Purpose, read_result
 
 NO_RATES = {"devices": []}
 HEAD = """\
@@ -80,6 +81,20 @@ def test_reads_are_counted_by_line(small):
     assert counts == {("item()", 1), ("bool()", 1)}
     lines = {row["what"]: row["site"].rpartition(":")[2] for row in reads["sites"]}
     assert lines == {"item()": "11", "bool()": "12"}
+
+
+def test_lazy_weights_are_known_once_they_have_values(runs):
+    text = """
+        import torch
+        net = torch.nn.Sequential(torch.nn.LazyLinear(16), torch.nn.Linear(16, 1))
+        net(torch.ones(4, 8))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(30):
+            net(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+    """
+    result = read_result(runs(text).start("mixed", "mixed", Purpose.PROFILE))
+    assert result["profile"]["casts"]["weight_count"] == 4
 
 
 @pytest.mark.long

@@ -40,3 +40,39 @@ def test_a_model_that_is_called_last_is_counted_beside_two_calls(ranges):
         last(torch.ones(16))
     """
     assert ranges(text) == ("call", 1, {("ReLU6", "activation"): 16, ("Linear", "activation"): 8})
+
+
+def test_calls_after_the_second_of_a_model_are_counted_too(ranges):
+    text = """
+        import torch
+        first, other = torch.nn.Linear(8, 1), torch.nn.ReLU6()
+        other.weight = torch.nn.Parameter(torch.ones(1))
+        for _ in range(2):
+            first(torch.ones(4, 8))
+            other(torch.ones(16))
+    """
+    assert ranges(text) == ("call", 1, {("Linear", "activation"): 8, ("ReLU6", "activation"): 32})
+
+
+def test_weight_gradients_of_a_step_are_those_of_its_closure(ranges):
+    text = """
+        import torch
+        net = torch.nn.Linear(8, 1, bias=False)
+
+        class Outer(torch.optim.SGD):
+            def step(self, closure):
+                inner.step(closure)
+
+        inner = torch.optim.SGD(net.parameters(), 0.1)
+        outer = Outer(net.parameters(), 0.1)
+
+        def closure():
+            outer.zero_grad()
+            loss = net(torch.ones(4, 8)).sum()
+            loss.backward()
+            return loss
+
+        outer.step(closure)
+    """
+    _, _, numbers = ranges(text)
+    assert numbers["Linear.weight", "weight gradient"] == 8

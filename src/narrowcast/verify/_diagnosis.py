@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from narrowcast.attach import call_site
 from narrowcast.capture import (
@@ -208,17 +209,23 @@ def side_by_side(
     Times of products come from profiled steps, and ``speedup`` with its interval from timed ones.
 
     Returns:
-        ``speedup`` of a step, and ``speedup_interval``, null if other programs used the CPUs; ``worth_it``,
-        ``"yes"``, ``"no"`` or ``"cannot tell"`` as in ``compare``, with ``why_unknown`` if there is no
-        speedup; ``by_others``, which share of the CPUs other programs used; ``products_share`` of the FP32
-        step; ``products_speedup`` in this script, of the products in FP32 by the same in the mixed format,
-        casts not counted, null if none ran in it; ``sizes``, the products that take the most time in FP32,
-        each with its ``share`` there, ``speedup`` in this script and ``machine_speedup`` in the machine's
-        rates, null if none is of this size; ``machine_speedup`` over all sizes, weighted by time, null unless
-        known for more than half of that time; ``not_faster``, the ``Reason`` why it is not worth it, null
-        unless ``worth_it`` is ``"no"``; ``limit_here`` and ``limit_machine``, how much faster a step gets if
-        only its products get faster, by ``products_speedup`` or by ``machine_speedup``; ``machine_best``,
-        ``speed`` and ``shape`` of the matmul that gains most on this machine, or null.
+        JSON-ready; what is not known is null.
+
+        - ``speedup``: of a step; ``speedup_interval``: null also if other programs used the CPUs.
+        - ``worth_it``: ``"yes"``, ``"no"`` or ``"cannot tell"``, as in ``compare``.
+        - ``why_unknown``: why there is no ``speedup``; ``not_faster``: the ``Reason`` for ``"no"``.
+        - ``by_others``: which share of the CPUs other programs used.
+        - ``products_share``: which share of the FP32 step the products take.
+        - ``products_speedup``: of the products in this script, without casts; null if none ran in the mixed
+          format.
+        - ``machine_speedup``: of the products by the machine's rates, weighted by time; null unless known for
+          more than half of that time.
+        - ``machine_best``: ``speed`` and ``shape`` of the matmul that gains most on this machine.
+        - ``limit_here`` and ``limit_machine``: how much faster a step gets if only its products get faster,
+          by ``products_speedup`` or by ``machine_speedup``.
+        - ``sizes``: the products that take the most time in FP32, each with its ``share`` of the FP32 step,
+          its ``speedup`` in this script, and its ``machine_speedup``, null if the machine's rates have no
+          product of this size; ``sizes_left_out``: how many others there are.
     """
     fp32, mixed = TimedProfile.of(diagnosis["fp32"]), TimedProfile.of(diagnosis["mixed"])
     speeds = _speeds(diagnosis["format"], diagnosis["device"], rates)
@@ -266,7 +273,7 @@ def side_by_side(
 
 
 def most_speedup(share: float, ratio: float) -> float:
-    """Amdahl's law: a step of which ``share`` gets ``ratio`` times as fast, and the rest stays."""
+    """Return the speedup of a step of which ``share`` gets ``ratio`` times as fast (Amdahl's law)."""
     return 1.0 / (1.0 - share + share / ratio)
 
 
@@ -328,7 +335,8 @@ def _speeds(format_: str, device_type: str, rates: dict[str, Any]) -> dict[_Size
             if rate["format"] != format_ or not rate["steady"]:
                 continue
             kind, shape = rate["kind"], rate["shape"]
-            # A profile has the sizes of both operands: of a matmul M, N and K, here all the same.
+            # A profile has M, N and K of a matmul, here all the same, or the shapes of input and weight of a
+            # convolution.
             if kind == "matmul":
                 speeds[same_size(kind, shape[:1] * 3)] = rate["speed_against_fp32"]
             elif kind == "convolution":
@@ -352,7 +360,7 @@ def _best_matmul(speeds: Mapping[_Size, float]) -> dict[str, Any] | None:
 class Phase(NamedTuple):
     """A few steps for one purpose.
 
-    Ends after ``steps``, or with the first step that ends more than ``seconds`` after the phase began.
+    The phase ends after ``steps``, or with the first step that ends more than ``seconds`` after it began.
     """
 
     name: str
@@ -398,10 +406,14 @@ class ProfileProbe(StepProbe):
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(module) in self._known_modules:
             return
-        self._known_modules.add(id(module))
+        parameters = list(module.parameters())
+        # A lazy parameter has no storage before the first call has ended, so the next call looks again.
+        if not any(map(is_lazy, parameters)):
+            self._known_modules.add(id(module))
         # The profile has the storage that a cast reads, which tells whether it is a cast of a weight.
-        for parameter in module.parameters():
-            if parameter.layout == torch.strided and not parameter.is_meta:
+        for parameter in parameters:
+            has_storage = parameter.layout == torch.strided and not parameter.is_meta
+            if has_storage and not is_lazy(parameter):
                 self._device = parameter.device.type
                 self._weight_storages.add(parameter.untyped_storage().data_ptr())
 
@@ -465,7 +477,7 @@ class ProfileProbe(StepProbe):
         self._steps = 0  # that have ended in this phase
 
     def _leave(self) -> None:
-        """End the current phase and keep its result; none of its steps may have ended."""
+        """End the current phase, perhaps before any of its steps has ended, and keep its result."""
         if self._profiler is not None:
             if self._device == "cuda":
                 torch.cuda.synchronize()

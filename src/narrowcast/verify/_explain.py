@@ -90,7 +90,8 @@ def explain(
         raise SettingError(
             "expected the inputs to call the model with, got none: nc.explain(model, policy, inputs)"
         )
-    policy_value, device = with_fp32_weights(policy), _device_of(model)
+    policy_value = with_fp32_weights(policy)
+    device = _device_of(model)
     notes = []
     with as_before(model), apply(model, policy_value) as applied:
         for path, why in applied.fp8.left_out.items():

@@ -85,8 +85,12 @@ class RangesProbe(StepProbe):
         # Outputs that were counted: a container returns the same tensor as its last module.
         self._counted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._boundaries = 0
-        # What was counted in the first step, which is shown only if there is no other.
+        # What was counted in the first step, which is shown only if there is no other. If calls are counted
+        # in place of steps, what follows the second call counts here too.
         self._of_first_step: dict[tuple[str, str], ExponentHistogram] = {}
+        # The optimizer whose step begins, until its closure is known; and those that step with a closure.
+        self._stepping: torch.optim.Optimizer | None = None
+        self._with_closure: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.done or module in self._models:
@@ -121,18 +125,42 @@ class RangesProbe(StepProbe):
         return False
 
     def _add(self, name: str, what: str, tensor: torch.Tensor) -> None:
-        if not self.done:
-            self._histograms.setdefault((name, what), ExponentHistogram()).add(tensor)
+        if self.done:
+            return
+        self._histograms.setdefault((name, what), ExponentHistogram()).add(tensor)
+        if self._boundaries == 1 and self.unit == "call":
+            self._of_first_step.setdefault((name, what), ExponentHistogram()).add(tensor)
 
     def holds_back(self, optimizer: torch.optim.Optimizer) -> bool:
+        self._stepping = optimizer
+        # Before a closure is evaluated, the gradients are those of the step before.
+        if optimizer not in self._with_closure:
+            self._add_weight_gradients(optimizer)
+        return False
+
+    def closure_of_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        optimizer, self._stepping = self._stepping, None
+        # The step of an optimizer inside another one gets the closure that is wrapped already.
+        if optimizer is None:
+            return closure
+        self._with_closure.add(optimizer)
+
+        @functools.wraps(closure)
+        def counted() -> Any:
+            loss = closure()
+            self._add_weight_gradients(optimizer)
+            return loss
+
+        return counted
+
+    def _add_weight_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         if self.done:
-            return False
+            return
         names = self.attachment.parameter_names()
         for parameter in parameters_of(optimizer):
             gradient = parameter.grad
             if gradient is not None and _is_countable(gradient):
                 self._add(names.get(id(parameter), "a parameter"), WEIGHT_GRADIENT, gradient)
-        return False
 
     def restart(self) -> None:
         self._histograms.clear()
@@ -158,9 +186,7 @@ class RangesProbe(StepProbe):
         self._end()
         if self._boundaries == 1:
             # What came after the only step, as an evaluation, is no part of it. Of calls all are shown.
-            if self.unit == "step":
-                self._histograms.clear()
-            self._histograms |= self._of_first_step
+            self._histograms = self._of_first_step
         steps = max(1, self._boundaries - 1)
 
         gradients = []

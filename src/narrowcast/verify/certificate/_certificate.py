@@ -34,7 +34,8 @@ class ParameterResult:
         noise_norm: of the FP32 gradient minus that of another batch, same weights.
         rounding_norm: of the FP32 gradient minus one by ops that round only once. A gradient not much larger
             than this is rounding noise.
-        error_over_noise: ``error_norm / noise_norm``; for a step of several minibatches, of their mean.
+        error_over_noise: ``error_norm / noise_norm``; for a step of several minibatches, that of the mean of
+            their gradients.
         relative_error: ``error_norm / gradient_norm``.
         cosine: of the angle between the mixed and the FP32 gradient.
         judged: whether totals and verdict include it.
@@ -78,11 +79,11 @@ class Certificate:
 
     Attributes:
         policy: as it was asked for.
-        format: what was computed in, as ``"bf16"``.
+        format: in which mixed precision computed, as ``"bf16"``.
         at_step: after how many optimizer steps; 0 at the start.
         loss_scale: of the mixed gradients; None without one.
-        minibatches: that a step averages: accumulation times ranks. The verdict is for such a step.
-        averaged: minibatches in each gradient that was measured.
+        minibatches: how many a step averages, accumulation times ranks. The verdict is for such a step.
+        averaged: how many minibatches each measured gradient averages.
         samples: in a minibatch; None: not known.
         error_over_noise: of all judged parameters with a second batch together, in a step of ``minibatches``;
             below 0.05 passes. None if there was no noise, as ``reason`` says.
@@ -149,7 +150,7 @@ class Certificate:
 
     @property
     def worst_parameter(self) -> ParameterResult | None:
-        """The judged one with the largest error over noise, or relative error without noise."""
+        """The judged parameter with the largest error over noise; without noise, relative error."""
         for parameter in worst_first(self.parameters):
             if parameter.judged:
                 return parameter
@@ -200,7 +201,7 @@ def _public(record: Certificate | ParameterResult) -> dict[str, Any]:
 
 
 def worst_first(parameters: Iterable[ParameterResult]) -> list[ParameterResult]:
-    """Sort judged ones first, then by error over noise, or by relative error if none has noise."""
+    """Sort by error over noise, or by relative error if none has noise; judged parameters come first."""
     parameters = list(parameters)
     has_noise = any(one.judged and one.error_over_noise is not None for one in parameters)
 
@@ -280,7 +281,7 @@ def number(value: float | None) -> str:
 
 
 def up_to(certificate: Certificate) -> str | None:
-    """Say in words what ``holds_up_to`` says: "batches of up to 96 samples (12 of yours averaged)"."""
+    """Say ``holds_up_to`` in words: "batches of up to 96 samples (12 of yours averaged)"; None: not known."""
     k, samples = certificate.holds_up_to, certificate.samples
     if k is None:
         return None

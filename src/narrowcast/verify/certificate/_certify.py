@@ -131,9 +131,10 @@ class _Passes:
     """Gradients of one model, each from the same random state and the same buffers.
 
     Attributes:
+        formats: for each device type, the format of the mixed pass.
         restore: restores buffers and random states, as ``as_before`` yields it.
         note: a sentence to add to the reason of the verdict.
-        loss_is_finite: whether the loss of the last pass was.
+        loss_is_finite: whether the loss of the last pass was finite.
         states: the random states from which each pass of a batch begins; None: those from before ``certify``.
     """
 
@@ -168,7 +169,8 @@ class _Passes:
         cannot_tell: str | None = None
         for batch in batches:
             fp32 = self._gradients(batch)
-            # The mixed pass must draw as many random numbers. The next batch goes on from here.
+            # The mixed pass must end in the same random states. The next batch starts from them, so that
+            # it draws other masks.
             fingerprint_after_fp32 = random_fingerprint()
             next_states = random_states()
             if self.draws.made_narrow:
@@ -183,15 +185,14 @@ class _Passes:
                 sums[name].add(fp32[name], gradient, scale=scale or 1.0)
             if random_fingerprint() != fingerprint_after_fp32:
                 cannot_tell = cannot_tell or _OTHER_NUMBERS
-            # The mixed pass has set this, which is asked again after the next FP32 pass.
+            # Forget what the mixed pass has set: only FP32 passes are checked.
             self.draws.made_narrow = False
-            # The next batch has other masks.
             self.states = next_states
 
         measured = []
         for name, parameter in self._parameters.items():
             measured.append(sums[name].measured(name, tuple(parameter.shape), rounding[name]))
-        # Without float64 the exact pass was no more exact than the first.
+        # Without float64 the exact pass rounded as the FP32 pass did.
         rounding_unknown: str | None = None
         if not self.formats.keys().isdisjoint(NO_FLOAT64):
             rounding_unknown = "FP32's rounding could not be measured without float64."
@@ -222,7 +223,7 @@ class _Passes:
     ) -> tuple[_Gradients, float | None]:
         """Return the gradients of a batch in mixed precision, and the loss scale that they have.
 
-        If it ``searches``, that is the first one, from ``scale`` down, whose gradients are finite.
+        With ``searches``, try ``scale`` and then smaller ones, until the gradients are finite.
         """
         if not searches:
             return self._gradients(batch, mixed=True, scale=scale), scale
@@ -237,7 +238,7 @@ class _Passes:
             scale /= 2
 
     def _gradients(self, batch: Any, *, mixed: bool = False, scale: float | None = None) -> _Gradients:
-        # Each pass begins at the same buffers and random numbers, also those of the script's own generators.
+        # Each pass begins with the same buffers and random states, also of generators that the user passes.
         self.draws.rewind_generators()
         self.restore()
         if self.states is not None:

@@ -243,8 +243,8 @@ def _can_be_exact(func: Any, values: Sequence[Any]) -> bool:
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     schema = func._schema
-    for value in (*schema.arguments, *schema.returns):
-        if value.alias_info is not None:  # it writes, or returns a view
+    for part in (*schema.arguments, *schema.returns):
+        if part.alias_info is not None:  # it writes, or returns a view
             return False
 
     formats = set()

@@ -17,7 +17,7 @@ _CHUNK = 1 << 22
 # with the number of batches.
 _GROUPS = 8
 FEWEST_BATCHES = 4
-"""From so many on, bias and variance are told apart."""
+"""From so many batches on, bias and variance are told apart."""
 # A prior for the spread (standard deviation) of log(error over noise) between groups of batches. It weighs as
 # much as _USUAL_BATCHES groups, since four alone estimate the spread badly. Measured in an MLP and in CNNs
 # with and without batch norm on scikit-learn's digits: the spread grows with the share of bias in the error.
@@ -329,14 +329,15 @@ class Batches:
         return values
 
     def measured(self, name: str, shape: tuple[int, ...], rounding: Sums | None) -> Measured:
-        """Return what was measured; ``rounding`` is that of the first batch."""
+        """Return what was measured; ``rounding`` was measured on the first batch."""
         error = Sums.mean(self._sums)
         count = sum(self._differences.counts)
         if count < 2:
             return Measured(name, shape, error, None, rounding)
 
-        # Bias and variance are told apart where every batch has a mixed gradient too.
-        has_moments = count == len(self._sums) >= FEWEST_BATCHES
+        # Bias and variance are told apart only where every batch has a mixed gradient too.
+        all_have_mixed = len(self._sums) == count
+        has_moments = all_have_mixed and count >= FEWEST_BATCHES
         left_out: list[int | None] = [None]
         if has_moments:
             left_out.extend(range(len(self._errors.counts)))
@@ -370,7 +371,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Norms over several parameters, and their ratios."""
+    """Norms over several parameters, and their ratios; ``product`` is that of FP32 and mixed gradients."""
 
     gradient: float
     mixed: float
@@ -384,7 +385,7 @@ class Totals:
         errors = [parameter.error for parameter in measured]
         noises = [parameter.noise for parameter in measured if parameter.noise]
         roundings = [parameter.rounding for parameter in measured if parameter.rounding]
-        # With one of zeros in front, so that there are columns without any parameter, too.
+        # The zeros in front make ``zip`` return columns even where there are no sums.
         first, second, product, error, _ = zip(_ZEROS, *errors, strict=True)
         _, _, _, noise, _ = zip(_ZEROS, *noises, strict=True)
         _, _, _, rounding, _ = zip(_ZEROS, *roundings, strict=True)

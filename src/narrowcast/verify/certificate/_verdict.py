@@ -365,8 +365,8 @@ def _verdict_of_all(
 
     Args:
         totals: of all judged parameters.
-        totals_with_second: of those with a second batch; None: there is none.
-        totals_without_second: of those without one.
+        totals_with_second: of judged parameters with a second batch; None: there are none.
+        totals_without_second: of judged parameters without a second batch.
         of_step: the verdict on a step of several minibatches; None: a step is of one.
     """
     if totals.error == 0:
@@ -468,7 +468,7 @@ def _errors_in_step(
 ) -> list[tuple[Estimate, str]]:
     """Return error over noise of each parameter that has a limit of its own in a step, worst first.
 
-    Those whose error is not known are left out, as where one batch alone has noise.
+    A parameter whose error over noise is not known is left out, as where only one batch has noise.
     """
     estimates = []
     for parameter in parameters:

@@ -46,9 +46,9 @@ _SLOW_STEP_S = 2.0
 _UNTIMED_RUNS, _UNTIMED_STEPS = 5, 10
 # The latest step at which gradients are compared, and that of a script with room for one later step only.
 _LATEST_STEP, _EARLY_STEP = 24, 8
-# If an FP32 step takes longer, ``_LATEST_STEP`` is not reached: three dozen more steps would leave too little
-# time for timed ones.
-_MANY_STEPS_S = 0.1
+# If an FP32 step takes longer, gradients are not compared at ``_LATEST_STEP``. That takes three dozen more
+# steps, which would leave too little time for timed ones.
+_QUICK_STEP_S = 0.1
 # Steps of a profile, and after how many seconds its two phases end, each at the end of a step.
 _PROFILE_STEPS, _PROFILE_S = 7, 1.5
 _PROFILE_SHARE = 0.3  # of the time limit; what takes longer is for narrowcast doctor
@@ -152,11 +152,11 @@ class _Comparison:
             self._write("note", text=f"{text}; {settings.policy} was compared")
         try:
             self.timed.time_all()
-            first = self.timed.captures["fp32"][0].totals()
+            totals = self.timed.captures["fp32"][0].totals()
             # A run that the time limit ended earlier has a note of its own.
             reached_steps = 0 < settings.steps <= self.timed.spent[0].steps
-            if first["stopped"] and reached_steps:
-                unit = "optimizer steps" if first["steps"] else "calls of its modules"
+            if totals["stopped"] and reached_steps:
+                unit = "optimizer steps" if totals["steps"] else "calls of its modules"
                 ended = f"each run was ended after {settings.steps} {unit}"
                 self._write("note", text=f"{ended}; --steps 0 runs the whole script")
             self._explain_speed()
@@ -246,7 +246,7 @@ class _Comparison:
     def _profile_s(self) -> float:
         """Return about how long the two runs take that profile a few steps."""
         step_s = self.timed.step_s()  # in both formats together
-        # Two runs of so many seconds, each of whose two phases ends with a whole step.
+        # By time, each of the two runs takes ``_PROFILE_S``. Its two phases end up to one step later.
         by_time_s = 2 * _PROFILE_S + 2 * step_s
         steps_s = min(_PROFILE_STEPS * step_s, by_time_s)
         return steps_s + self.timed.pair_besides_s()
@@ -301,16 +301,16 @@ class _Comparison:
         """
         if self.settings.at_step is not None:
             return [self.settings.at_step]
-        first = self.timed.captures["fp32"][0].totals()
-        taken = first["steps"] + first["skipped_steps"]
-        ends_by_itself = not first["stopped"]
+        totals = self.timed.captures["fp32"][0].totals()
+        taken = totals["steps"] + totals["skipped_steps"]
+        ends_by_itself = not totals["stopped"]
         latest = min(_LATEST_STEP, taken // 4)
-        is_slow = statistics.median(self.timed.step_times("fp32") or [0.0]) > _MANY_STEPS_S
+        is_slow = statistics.median(self.timed.step_times("fp32") or [0.0]) > _QUICK_STEP_S
         if latest >= _EARLY_STEP and not is_slow:
             return [0, latest // 3, latest]
         latest = min(_EARLY_STEP, taken // 2)
         if ends_by_itself:
-            latest = min(latest, taken - _steps_besides(2))
+            latest = min(latest, taken - _steps_besides(compared_steps=2))
         if latest >= _EARLY_STEP // 2:
             return [0, latest]
         return [0]
@@ -320,6 +320,9 @@ class _Comparison:
         return no_certificate(why, format=self.timed.format(), **fields)
 
 
-def _steps_besides(compared: int) -> int:
-    """Return how many steps a script needs besides the training up to the last of ``compared`` steps."""
-    return compared * FEWEST_BATCHES + MOVES
+def _steps_besides(compared_steps: int) -> int:
+    """Return how many steps a script needs besides those up to the last compared one.
+
+    These are the steps whose updates are held back, and those that show how far the weights move.
+    """
+    return compared_steps * FEWEST_BATCHES + MOVES

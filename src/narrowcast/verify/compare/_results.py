@@ -39,8 +39,9 @@ _TRAINS_IN = "mixed"
 # How far the inputs of two runs may differ, as a share of how far they vary: a state that is carried in bf16
 # differs by 0.004 to 0.02, and another batch by 1.4.
 _CARRIED_STATE_LIMIT = 0.1
-# By which share steps may move weights less or more far than in FP32. Beyond the first, for all weights
-# together, the verdict is "cannot tell"; beyond the second, for all or for one parameter, it is "fail".
+# Steps in mixed precision may move weights by this share farther, or less far, than in FP32. Beyond the first
+# limit for all weights together, the verdict is "cannot tell". Beyond the second limit for all weights or for
+# one parameter, it is "fail".
 # Measured in bf16: 0.04 for all and 0.1 for one at most, with Adam, which follows signs.
 _MOVE_LIMIT, _MOVE_FAILS = 0.15, 0.5
 
@@ -103,7 +104,8 @@ def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) 
         rounding_unknown = _why_not_alike(fp32, _facts(kept.exact, at_step), at_step)
         if not rounding_unknown:
             exact_folder = tensors_at(kept.exact, at_step)
-    fp32_folder, mixed_folder = tensors_at(kept.reference, at_step), tensors_at(kept.mixed, at_step)
+    fp32_folder = tensors_at(kept.reference, at_step)
+    mixed_folder = tensors_at(kept.mixed, at_step)
 
     # Numbers are shown even where the runs cannot be compared.
     measured: list[Measured] = []
@@ -117,10 +119,13 @@ def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) 
     note: str | None = None
     if fp32.never_stepped:
         note = f"Left out: {fp32.never_stepped} of the optimizers, which did not step in time."
+    # A step of the script averages over all processes that a launcher started. The kept gradients average
+    # over those of torch.distributed alone.
     averaged = fp32.backwards * fp32.ranks
+    minibatches = max(averaged, fp32.backwards * fp32.launched)
     certificate = certificate_of(
         measured,
-        minibatches=max(averaged, fp32.backwards * fp32.launched),
+        minibatches=minibatches,
         averaged=averaged,
         samples=fp32.samples,
         policy=policy,
@@ -187,8 +192,11 @@ def _run_mixed(runs: ScriptRuns, asked: dict[str, Any]) -> Path:
     # Training under a fixed scale goes on at that scale, so it is judged at that scale, too.
     given = runs.settings.loss_scale
     is_fixed = given is not None and isinstance(parse(given), Static)
+    tries = _MOST_TRIES
+    if is_fixed:
+        tries = 1
     scale: float | None = None
-    for tried in range(1 if is_fixed else _MOST_TRIES):
+    for tried in range(tries):
         folder = runs.start(Purpose.MIXED, _TRAINS_IN, Purpose.MIXED, start_scale=scale, **asked)
         good_scales = [facts.good_scale for facts in _all_facts(folder) if facts.good_scale is not None]
         if not good_scales:
@@ -288,7 +296,8 @@ def _verdict_of_steps(
     if fp32.passes != mixed.passes:
         counts = f"{fp32.passes} backward passes in FP32 and {mixed.passes} in mixed precision"
         return {"verdict": CANNOT_TELL, "reason": f"The same steps took {counts}."}
-    moves, mixed_moves = _load(fp32_folder / MOVES_FILE) or {}, _load(mixed_folder / MOVES_FILE) or {}
+    moves = _load(fp32_folder / MOVES_FILE) or {}
+    mixed_moves = _load(mixed_folder / MOVES_FILE) or {}
     judged = {parameter.name: parameter.judged for parameter in certificate.parameters}
     return _judge_steps(moves, mixed_moves, judged)
 
@@ -448,7 +457,8 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
     """
     # Calls with other inputs, as samples of random numbers, say nothing of the format.
     nothing: dict[str, Any] = {"inputs": [], "problem": None}
-    facts, mixed_facts = read_result(fp32) or nothing, read_result(mixed) or nothing
+    facts = read_result(fp32) or nothing
+    mixed_facts = read_result(mixed) or nothing
     alike = []
     both_inputs = zip(facts["inputs"], mixed_facts["inputs"], strict=False)
     for call, (fingerprint, mixed_fingerprint) in enumerate(both_inputs):

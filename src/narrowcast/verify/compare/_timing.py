@@ -59,8 +59,9 @@ _LEAST_SLOW_RUN_S = 15.0
 # as many as take both runs of the pair two seconds, if those are more.
 _FEWEST_STEPS = 12
 _ENOUGH_STEPS, _ENOUGH_S = 40, 2.0
-# If the untimed runs leave no time, as many short pairs as an interval needs are timed all the same. Each has
-# steps for ``_SHORT_S``. None is timed if they would take more than ``_SHORT_PAIRS_SHARE`` of the time limit.
+# If the untimed runs leave no time, as many short pairs as an interval needs are timed all the same. The
+# steps of each pair take ``_SHORT_S``. If all these pairs would take more than ``_SHORT_PAIRS_SHARE`` of the
+# time limit, none is timed.
 _SHORT_S = 1.0
 _SHORT_PAIRS_SHARE = 0.4
 # For how long to watch whether other programs use the CPUs, before each pair and after the last. The system
@@ -125,7 +126,7 @@ class TimedPairs:
     memory: int = 0
     changes_files: bool = False
     shares_of_others: list[float] = field(default_factory=list)
-    _pair_s: list[float] = field(default_factory=list)
+    _pair_s: list[float] = field(default_factory=list)  # of each pair, how long it took
     _why_alone: list[str] = field(default_factory=list)  # of pairs whose runs took no turns
 
     # ---- what is known so far
@@ -289,13 +290,9 @@ class TimedPairs:
         self.write({"event": "note", "text": text})
 
     def _pairs_that_fit(self, most: int) -> tuple[int, int]:
-        """Return how many more pairs of runs there is time for, and the steps of each run of the next one.
+        """Return how many more pairs of runs there is time for, at most ``most``, and the steps of each run.
 
-        Args:
-            most: pairs to return.
-
-        Returns:
-            Steps of 0: the runs end by themselves.
+        With 0 steps the runs end by themselves.
         """
         # A short run has enough steps for a median, after those of the script that are not timed.
         step_s = self.step_s()
@@ -324,7 +321,7 @@ class TimedPairs:
         return pairs, self._steps_setting(steps)
 
     def _steps_of_a_run(self, timed: int) -> int:
-        """Return how many steps a run must take to time so many; at most those that the script has."""
+        """Return how many steps a run must take to time ``timed`` of them; at most those of the script."""
         return min(self._steps_taken(), self._steps_before_timed() + timed)
 
     def _steps_taken(self) -> int:
@@ -332,7 +329,7 @@ class TimedPairs:
         return max(run.steps for run in self.spent[:2])
 
     def _steps_setting(self, steps: int) -> int:
-        """Return ``steps`` as a setting; if the first pair took no more, the setting of that."""
+        """Return ``steps``, or the setting of the first pair if that took no more steps."""
         if steps < self._steps_taken():
             return steps
         return self.settings.steps
@@ -375,7 +372,7 @@ class TimedPairs:
             self._why_alone.append(why_alone)
 
     def _limit_of_run_s(self, run: LiveRun, first: LiveRun) -> float:
-        """Return after how many seconds of steps to end a run of a pair; ``first`` is the one that began it.
+        """Return after how many seconds of steps to end a run; ``first`` is the first run of its pair.
 
         During the first pair, also tell progress when all runs will have ended.
         """
@@ -438,7 +435,9 @@ class TimedPairs:
             stepping_s = sum(times_s(capture, kind_of([capture])))
         self.spent.append(Spent(run.active_s - stepping_s, stepping_s, max(reached, 1)))
 
-        cut = bool(totals["stopped"]) and (not self.settings.steps or reached < self.settings.steps)
+        took_fewer = not self.settings.steps or reached < self.settings.steps
+        cut = bool(totals["stopped"]) and took_fewer
+        # The runs of later pairs are cut on purpose.
         was_to_be_whole = len(self.captures[run.format]) <= self.settings.repeats
         if cut and was_to_be_whole and self.settings.longest_run_s is None:
             self._note(

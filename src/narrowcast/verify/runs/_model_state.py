@@ -21,9 +21,9 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def put_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` to ``tensor`` if a bit differs, hidden from autograd.
+    """Write ``value`` to ``tensor`` if a bit differs.
 
-    Else a backward pass that has saved the tensor would raise.
+    Autograd does not see it: a backward pass that has saved the tensor would raise otherwise.
     """
     if tensor.layout != torch.strided or not _have_same_bits(tensor.detach(), value):
         tensor.data.copy_(value)
@@ -96,7 +96,7 @@ def fingerprint(value: Any, *, floating: bool = True) -> str:
 
 
 def some_values(value: Any, most: int = 256) -> list[list[float]]:
-    """Return values of each floating tensor in ``value``, at most so many, evenly spaced."""
+    """Return values of each floating tensor in ``value``, evenly spaced, at most ``most`` of each."""
     values: list[list[float]] = []
     for tensor in tensors_inside(value):
         if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
@@ -106,7 +106,8 @@ def some_values(value: Any, most: int = 256) -> list[list[float]]:
             continue
         # Evenly spaced to the end, since the first elements may all be padding.
         spacing = max(1, math.ceil(plain.numel() / most))
-        values.append(plain.flatten()[::spacing].double().tolist())
+        # To the CPU first, since not every device has float64.
+        values.append(plain.flatten()[::spacing].cpu().double().tolist())
     return values
 
 

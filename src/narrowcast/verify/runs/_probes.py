@@ -190,6 +190,7 @@ class TimedProbe(StepProbe):
         while 0 < self._numbers[UNTIL] <= self._numbers[STEPS]:
             os.killpg(os.getpgrp(), signal.SIGSTOP)
         self._numbers[PAUSED] = 0
+        # The wait for the GPU is part of the time of the steps so far.
         waited_s = stopped - began if on_gpu else 0.0
         self.attachment.recorder.paused(time.perf_counter() - stopped, waited_s)
 
@@ -207,14 +208,14 @@ class MemoryProbe(Probe):
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
-        self._counted = threading.get_ident()
+        self._counted_thread = threading.get_ident()
         self._elsewhere = False
         self._live = LiveTensorBytes()
         self._live.__enter__()
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         on_cpu = all(parameter.is_cpu for parameter in module.parameters())
-        if not on_cpu or threading.get_ident() != self._counted:
+        if not on_cpu or threading.get_ident() != self._counted_thread:
             self._elsewhere = True
 
     def finish(self) -> None:
@@ -258,7 +259,7 @@ class GradientProbe(Probe):
         self._wait_for_next()
 
     def _wait_for_next(self) -> None:
-        """Wait for the next step at which updates are held back; forget what belongs to the one before."""
+        """Wait for the next step at which updates are held back; forget what belongs to the previous one."""
         self._at_step = self._later_at_steps.pop(0)
         self._is_holding = False
         self._calls = 0
@@ -300,8 +301,8 @@ class GradientProbe(Probe):
                 parameter.grad = None
 
         self._exact.paused = False
-        # FP32 runs have no scale while they hold updates back, and train on at this one (``_train_on``). The
-        # mixed run keeps its scale, and trains on at what that is then.
+        # FP32 runs have no loss scale while they hold updates back, and ``_train_on`` restores this one. The
+        # mixed run goes on with the scale that it has.
         self._scale = self.attachment.scale.value
         if self._role != Purpose.MIXED:
             self.attachment.continue_in_fp32()
@@ -457,7 +458,7 @@ class GradientProbe(Probe):
             facts.launched = max(1, int(launched))
 
     def _see_overflow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find the first scale at which every optimizer's gradients are finite again."""
+        """Note the first scale at which every optimizer's gradients are finite again after an overflow."""
         gradients: list[torch.Tensor] = []
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:

@@ -125,10 +125,13 @@ class _Server:
         its end if it could not become a run, as on a full disk.
         """
         running = set(self._running)
-        while (words := self.read_line()) is not None:
-            if words[0] not in running:
-                return words[0]
-        return None
+        while True:
+            line = self.read_line()
+            if line is None:
+                return None
+            pid = line[0]
+            if pid not in running:
+                return pid
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
@@ -153,15 +156,15 @@ class _Server:
                 return None
             self._unread += received
         line, _, self._unread = self._unread.partition(b"\n")
-        words = [int(word) for word in line.split()]
-        pid, *code = words
+        numbers = [int(word) for word in line.split()]
+        pid, *code = numbers
         if code:
             self._running.discard(pid)
             self.codes[pid] = code[0]
         else:
             self._running.add(pid)
             self.codes.pop(pid, None)  # of an earlier process with this number
-        return words
+        return numbers
 
     def close(self) -> None:
         """End the server, and runs that have not ended."""
@@ -178,10 +181,12 @@ class _ForkedProcess:
         self._server = server
 
     def wait(self, timeout: float | None = None) -> int:
-        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        deadline = math.inf
+        if timeout is not None:
+            deadline = time.monotonic() + timeout
         was_gone = False
         while self.pid not in self._server.codes:
-            left_s = max(0.0, until_s - time.monotonic())
+            left_s = max(0.0, deadline - time.monotonic())
             try:
                 line = self._server.read_line(min(left_s, _CHECK_AFTER_S))
             except TimeoutError:

@@ -144,7 +144,7 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         seed_shift: added to ``seed`` and to the seeds that the script sets itself.
         steps: after which the run is ended; 0: it ends by itself.
-        is_training: a run before this one trained: calls of modules before it trains are not steps.
+        is_training: whether an earlier run trained, so that calls of modules before training are not steps.
         at_steps: how many optimizer steps come before updates are held back, in a run that keeps gradients;
             between two of them it trains in mixed precision.
         start_scale: the largest loss scale while updates are held back; None: as ``loss_scale`` says.
@@ -411,7 +411,7 @@ class LiveRun(ExitStack):
         self.code: int | None = None
         self.active_s = self.startup_s = 0.0
         self.changes_files = self._files_made_way = False
-        self._title, self._tell, self._full = title, tell, ""
+        self._title, self._tell, self._full_disk = title, tell, ""
         # Files are restored last, once the process has ended that changes them.
         self.enter_context(locked_journal(self.folder))
         self.callback(lambda: written(restore_files(self.folder)))
@@ -428,7 +428,9 @@ class LiveRun(ExitStack):
         self._process.wait()
         with suppress(OSError):
             (self.folder / _TURNS).unlink()
-        self._full = full_disk(self.folder) if self.code else ""
+        # Looked at before the user's files are restored, which may free the disk.
+        if self.code:
+            self._full_disk = full_disk(self.folder)
 
     def go(self, until: int = 0, *, patience_s: float = math.inf, limit_s: float = math.inf) -> bool:
         """Go on until a step, by default to the end; return whether it pauses there.
@@ -441,7 +443,9 @@ class LiveRun(ExitStack):
         if self._files_made_way:
             bring_back(self.folder)
             self._files_made_way = False
-        began, before_s, told = time.monotonic(), self.active_s, 0.0
+        began = time.monotonic()
+        before_s = self.active_s
+        told_at = 0.0
         self.numbers[UNTIL] = until
         while self.code is None:
             self._signal(signal.SIGCONT)  # again, since it may have come before the process stopped itself
@@ -459,8 +463,8 @@ class LiveRun(ExitStack):
                 return False
             if self.stepping_s > limit_s:
                 self.numbers[UNTIL] = -1
-            if now - told > _POLL_S:
-                told = now
+            if now - told_at > _POLL_S:
+                told_at = now
                 self._tell(last_line(self.folder))
         return False
 
@@ -526,7 +530,7 @@ class LiveRun(ExitStack):
         lines = _tail(self.folder / "stderr.txt", _ERROR_BYTES).splitlines()[-_ERROR_LINES:]
         if lines:
             text = "; it ended with:\n" + "\n".join(map(_printable, lines))
-        where = f"in run {self._title}{self._full}"
+        where = f"in run {self._title}{self._full_disk}"
         raise ScriptError(f"the script {ended} {where}{text}\nall of its output: {self.folder}")
 
 
@@ -676,8 +680,9 @@ def _alternate(
         first_block = max(1, min(_FIRST_BLOCK, (steps - _WARM_UP) // _FEWEST_BLOCKS))
     while True:
         spent_s: list[float] = []
+        # One turn of each run.
         for run, other in (order, order[::-1]):
-            # The first run has warmed up before.
+            # The first run of the pair has warmed up before.
             if not block and run is first_run:
                 continue
             until = _WARM_UP
@@ -701,6 +706,7 @@ def _alternate(
             if run.stepping_s > limit_s(run, first_run):
                 return other, None
         block = _next_block(block, min(spent_s), first_run, steps, first_block)
+        # The run that went last goes first, so that a machine that gets slower slows both alike.
         order.reverse()
 
 
