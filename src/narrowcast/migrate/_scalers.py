@@ -213,7 +213,7 @@ class Scalers:
         return not is_negated if _TAKEN_TO_HOLD.match(name) else None
 
     def chosen(self, value: ast.expr) -> ast.expr:
-        """Return the branch of ``a if use_amp else b`` for mixed precision, and other expressions as they are."""
+        """Return the branch of ``a if use_amp else b`` for mixed precision; ``value`` where none is known."""
         if isinstance(value, ast.IfExp):
             holds = self.assumed(value.test)
             if holds is not None:

@@ -104,7 +104,7 @@ def _new_home(full: str) -> str | None:
 
 
 def _rewrite(source: Source, changes: Changes, reference: Reference, device: str, name: str) -> bool:
-    """Rewrite a use of ``name`` of the old module for ``device``; False if the right change is not certain."""
+    """Rewrite a use of ``name`` of ``device``'s old module; False if the right change is not certain."""
     node = reference.node
     # In an f-string the quotes around the device may end the string.
     in_f_string = any(isinstance(outer, ast.JoinedStr) for outer in source.around(node))
