@@ -76,7 +76,7 @@ class Scalers:
         return scalers
 
     def _makes_scaler(self, value: ast.expr) -> bool:
-        """Return whether a value makes a scaler, perhaps in one branch only, that is not always off."""
+        """Return whether a value makes a scaler without ``enabled=False``, if only in one branch."""
         for node in ast.walk(value):
             if not isinstance(node, ast.Call):
                 continue

@@ -67,8 +67,8 @@ _BESIDE_TORCH = (
     "computes in mixed precision"
 )
 _GRAD_SCALER = re.compile(r"(torch|narrowcast)\.((cuda\.|cpu\.)?amp\.)?(grad_scaler\.)?GradScaler$")
-# What the packages of narrowcast.apex offer. They are not asked for their names, because that would import
-# torch. amp.init is missing: narrowcast.apex has it only to raise an error.
+# What the packages of narrowcast.apex offer, listed here because importing them would import torch. amp.init
+# is left out: narrowcast.apex has it only to raise an error.
 _NAMES_IN_NARROWCAST = {
     "amp": (
         "_amp_state",

@@ -361,9 +361,9 @@ def _check_flow(source: Source, shape: Shape) -> None:
         if isinstance(node, _JUMPS):
             reason = "this may leave between the backward pass and the step, which a scaler refuses"
             refuse(node, f"{reason}: step in an if instead")
-    # A try in this function is refused, and one in a caller cannot be seen. The latter trains on no wrong
-    # numbers: a scaler that this function makes is a new one in the next call, and a scaler that was made
-    # outside raises at the next unscale_.
+    # Only a try in this function can be seen. If a caller catches an exception, nothing trains on wrong
+    # numbers either: this function makes a new scaler in its next call, or a scaler that was made outside
+    # raises at the next unscale_.
     for outer in source.around(shape.block.statement):
         if isinstance(outer, Function):
             break
@@ -386,7 +386,7 @@ def _check_rest(source: Source, shape: Shape, surroundings: list[_Surrounding]) 
         # The scaler would divide gradients by a scale that they were not multiplied by.
         if node.attr == "backward" and source.call_of(node) is not None:
             refuse(node, "a backward pass without amp.scale_loss: put it into a block of amp.scale_loss")
-        # It would step on scaled gradients, or use the same gradients a second time.
+        # Such a step would use scaled gradients, or the same gradients a second time.
         if node.attr == "step" and source.code(node.value) == shape.setup.optimizer:
             refuse(
                 node, "another step of this optimizer, or one that is passed on: step once, behind the block"
