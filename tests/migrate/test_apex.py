@@ -1,10 +1,14 @@
 """The canonical training loop of apex is rewritten as a whole; every other file keeps apex's calls."""
 
+import importlib
 import re
 import textwrap
 
 import pytest
 from rewriting import left_alone, migrated, sides, told
+
+import narrowcast.apex
+from narrowcast.migrate.apex._file import _NAMES_IN_NARROWCAST
 
 HEAD = """\
 import torch
@@ -362,7 +366,7 @@ def test_another_shape_runs_on_with_narrowcast_apex(name):
     ],
 )
 def test_kept_calls_find_their_names_in_narrowcast_apex(before, after):
-    used = "apex.amp.y()\nSyncBatchNorm()\namp.x()\n"
+    used = "apex.amp.state_dict()\nSyncBatchNorm()\namp.state_dict()\n"
     assert migrated(before + used, "narrowcast").text == after + used
 
 
@@ -382,6 +386,17 @@ LACKING = {
         "import os, apex.contrib.xentropy as xe\nimport narrowcast.apex.amp as a\n",
         "contrib.xentropy",
     ),
+    "an optimizer of an old apex": (
+        "from apex.optimizers import FP16_Optimizer as LN, FusedSGD as a\n",
+        "from apex.optimizers import FP16_Optimizer as LN\n"
+        "from narrowcast.apex.optimizers import FusedSGD as a\n",
+        "narrowcast.apex has no optimizers.FP16_Optimizer",
+    ),
+    "the file of an optimizer": (
+        "from apex.optimizers.fused_adam import FusedAdam as a\n",
+        "from apex.optimizers.fused_adam import FusedAdam as a\n",
+        "narrowcast.apex has no optimizers.fused_adam",
+    ),
     "lists and the state, which are modules": (
         "from apex.amp.lists import torch_overrides\nfrom apex.amp._amp_state import _amp_state\n",
         "from narrowcast.apex.amp.lists import torch_overrides\n"
@@ -399,6 +414,12 @@ def test_narrowcast_apex_is_imported_for_what_it_has(name):
     assert outcome.text == after + rest.replace("from apex", "from narrowcast.apex")
     left = [message for _, message in left_alone(outcome)]
     assert not left if reason is None else any(reason in message for message in left)
+
+
+@pytest.mark.parametrize("package", narrowcast.apex.__all__)
+def test_the_names_that_narrowcast_apex_has_are_known(package):
+    names = set(importlib.import_module(f"narrowcast.apex.{package}").__all__)
+    assert set(_NAMES_IN_NARROWCAST[package]) == names - {"init"}
 
 
 @pytest.mark.parametrize("start", ["from apex import amp\namp.", "import apex\napex.amp."])

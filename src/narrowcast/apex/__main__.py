@@ -27,7 +27,10 @@ with its own exit code.
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the script that ``words`` name; return 2 for wrong use, and let the script's exceptions through."""
+    """Run the script that the command line ``words`` names.
+
+    Return 2 for wrong use. Exceptions of the script are not caught.
+    """
     rest = list(words)
     if rest[:1] in (["-h"], ["--help"]):
         sys.stdout.write(_HELP)

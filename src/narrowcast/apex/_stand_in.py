@@ -16,12 +16,13 @@ from narrowcast.errors import MissingModuleError
 
 _OURS = "narrowcast.apex"
 OFFERED = ("apex.amp", "apex.optimizers", "apex.parallel")
-# Files of apex that scripts import from. Their names lead to the package that narrowcast has instead.
+# Files of apex that scripts import from. narrowcast provides the package in place of each.
 _FILES_OF_APEX = {
     "apex.amp": ("amp", "frontend", "handle", "scaler"),
     "apex.optimizers": ("fused_adam", "fused_lamb", "fused_novograd", "fused_sgd"),
     "apex.parallel": ("distributed", "optimized_sync_batchnorm", "sync_batchnorm"),
 }
+# What error messages advise for modules of apex that narrowcast does not offer.
 _INSTEAD = {
     "apex.contrib": "torch.nn.functional.cross_entropy(label_smoothing=) for xentropy, "
     "torch.nn.functional.scaled_dot_product_attention for fmha and multihead_attn, and torch.nn has layers "
@@ -51,15 +52,16 @@ class _ApexFinder(MetaPathFinder):
     def __init__(self, *, announces: bool) -> None:
         self.announces = announces
         self._apex_is_installed: bool | None = None
-        # Whether anything was imported under the name apex, and not only narrowcast.apex by its own name.
-        self._is_asked = False
+        # A script that only imports narrowcast.apex by its own name needs no announcement.
+        self._apex_was_imported = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.startswith(f"{_OURS}."):
-            # `from apex import x` asks for narrowcast.apex.x, because the module that it gets has that name.
-            spec = self._from_others(fullname, path, target)
+            # `from apex import x` comes here as narrowcast.apex.x, because the module apex has the name
+            # narrowcast.apex.
+            spec = self._spec_from_other_finders(fullname, path, target)
             if spec is None:
                 raise MissingModuleError(refusal(fullname.removeprefix("narrowcast.")))
             self.announce_provided(fullname.removeprefix("narrowcast."))
@@ -67,11 +69,11 @@ class _ApexFinder(MetaPathFinder):
         package, _, rest = fullname.partition(".")
         if package != "apex":
             return None
-        self._is_asked = True
+        self._apex_was_imported = True
 
-        # An apex that is installed comes first, and narrowcast has what it lacks.
+        # Prefer the modules of an installed apex. narrowcast provides those that it lacks.
         if not rest or self._apex_is_installed:
-            spec = self._from_others(fullname, path, target)
+            spec = self._spec_from_other_finders(fullname, path, target)
             if not rest:
                 self._apex_is_installed = spec is not None
             if spec is not None:
@@ -86,7 +88,7 @@ class _ApexFinder(MetaPathFinder):
         is_package = spec is not None and spec.submodule_search_locations is not None
         return ModuleSpec(fullname, _AliasLoader(fullname, ours, self), is_package=is_package)
 
-    def _from_others(
+    def _spec_from_other_finders(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         for finder in sys.meta_path:
@@ -100,7 +102,7 @@ class _ApexFinder(MetaPathFinder):
 
     def announce_provided(self, name: str) -> None:
         """Announce the first module below ``apex`` that narrowcast provides to the script."""
-        if self._is_asked and name != "apex" and _is_public(name):
+        if self._apex_was_imported and name != "apex" and _is_public(name):
             self._announce(f"{name} is provided by narrowcast.{name}")
 
     def _announce(self, text: str) -> None:
@@ -123,12 +125,12 @@ class _AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has just set the spec of the alias.
+        # The import system has just replaced the module's own spec by that of the alias.
         module.__spec__ = self._spec
         self._finder.announce_provided(self._name)
-        # Register the submodules under apex's names too: importing one that is in sys.modules already does
-        # not set the attribute of its package. apex.amp._amp_state is an object and a module, and the import
-        # would put the module in place of the object.
+        # Register the submodules under apex's names too, so that no import loads them under these names and
+        # sets them as attributes of their packages: amp._amp_state is an object, and the import of the
+        # submodule apex.amp._amp_state would replace it.
         for name, loaded in list(sys.modules.items()):
             path = name.removeprefix(f"{_OURS}.")
             if name.startswith(f"{self._ours}.") and _is_public(path):
@@ -136,6 +138,7 @@ class _AliasLoader(Loader):
 
 
 def _is_public(path: str) -> bool:
+    # Scripts also import apex.amp._amp_state.
     return all(not part.startswith("_") or part == "_amp_state" for part in path.split("."))
 
 
@@ -144,24 +147,29 @@ def _our_name(fullname: str) -> str | None:
     if file in _FILES_OF_APEX.get(package, ()):
         return _OURS + package.removeprefix("apex")
     ours = _OURS + fullname.removeprefix("apex")
+    if not _is_public(fullname):
+        return None
     try:
-        return ours if _is_public(fullname) and importlib.util.find_spec(ours) else None
+        spec = importlib.util.find_spec(ours)
     except ModuleNotFoundError:  # it, or a package above it, is missing
         return None
+    return None if spec is None else ours
 
 
 def refusal(fullname: str) -> str:
     """Return the error text for a module of apex that narrowcast does not offer."""
     text = f"narrowcast provides {', '.join(OFFERED[:-1])} and {OFFERED[-1]}, but not {fullname}"
-    # For apex.contrib.xentropy, say what is said of apex.contrib.
+    # For apex.contrib.xentropy, give the advice for apex.contrib.
     prefix = fullname
     while prefix not in _INSTEAD and "." in prefix:
         prefix = prefix.rpartition(".")[0]
-    return f"{text}. In place of it: {_INSTEAD[prefix]}" if prefix in _INSTEAD else text
+    if prefix in _INSTEAD:
+        text += f". In place of it: {_INSTEAD[prefix]}"
+    return text
 
 
 class _InstallInChild:
-    """Part of the data that a spawned process unpickles before it imports the script."""
+    """Part of the data that a spawned process unpickles before it imports the script: calls ``install``."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return install, ()

@@ -22,7 +22,7 @@ _USES_AMP = re.compile(r"GradScaler|autocast|unscale_|\.scale\(")
 _SCALED_ELSEWHERE = re.compile(r"scal|accelerat|fabric|stepper|deepspeed|apex", re.IGNORECASE)
 _IGNORE = re.compile(r"#\s*narrowcast:\s*ignore(?:\[([\w\s,-]*)\])?")
 
-# Name in kebab case: why it is a mistake, and what to write; ``{code}`` is the text of the call, for
+# For each rule, why it is a mistake, and what to write instead. ``{code}`` is the text of the call, and for
 # backward-in-region the first line of its statement.
 RULES = {
     "clip-before-unscale": (
@@ -110,7 +110,7 @@ def _backward_in_regions(scalers: Scalers) -> Iterator[Mistake]:
     for call in source.all_calls:
         if method_of(call) != "backward":
             continue
-        # One finding a region: one change mends them all.
+        # Moving the code out of the region fixes all of its backward passes, so the first is enough.
         region = _region_around(scalers, call)
         if region is not None and region not in seen:
             seen.append(region)
@@ -138,29 +138,29 @@ def _openings(node: ast.AST) -> list[ast.expr]:
 
 
 def _backward_without_scale(scalers: Scalers) -> Iterator[Mistake]:
-    """Report backward passes beside the step of a scaler, in a file that scales no loss."""
+    """Report backward passes in a function that calls a scaler's step, in a file that scales no loss."""
     source = scalers.source
     for call in source.all_calls:
-        # scaler.scale(loss) alone on its line scales nothing.
+        # scaler.scale(loss) as a statement of its own discards its result, and scales nothing.
         if scalers.scaler_of(call, "scale") and not isinstance(source.parents[call], ast.Expr):
             return
 
     scaler_stepping_in = {}
     for call in source.all_calls:
         scaler = scalers.scaler_of(call, "step")
-        # A closure may scale, and a scaler of another file may belong to another loss.
+        # A closure that is given to step may scale the loss. A scaler of another file may scale there.
         if scaler is not None and len(call.args) == 1 and scaler in scalers.made:
             scaler_stepping_in[source.function(call)] = scaler
     for call in source.all_calls:
         function = source.function(call)
-        # engine.backward(loss) may scale it.
+        # Leave out engine.backward(loss), which may scale the loss itself.
         is_of_tensor = scalers.is_backward(call) and not call.args
         if function in scaler_stepping_in and is_of_tensor and not _may_be_scaled(scalers, call):
             yield Mistake("backward-without-scale", call, scaler_stepping_in[function])
 
 
 def _may_be_scaled(scalers: Scalers, backward: ast.Call) -> bool:
-    """Return whether the loss of a backward pass may have been scaled by the caller, or out of sight."""
+    """Return whether the loss of a backward pass may have been scaled by a caller or by another library."""
     source = scalers.source
     loss = receiver_of(backward)
     function = source.function(backward)
@@ -180,7 +180,7 @@ def _fp16_without_scaler(scalers: Scalers) -> Iterator[Mistake]:
     for line in source.text.splitlines():
         if _SCALED_ELSEWHERE.search(line.partition("#")[0]):
             return
-    # Region, backward pass and step in one function: elsewhere a caller may scale.
+    # Report only where region, backward pass and step are in one function: otherwise a caller may scale.
     functions_in_fp16 = []
     functions_that_step = []
     for call in source.all_calls:

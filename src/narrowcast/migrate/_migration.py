@@ -1,8 +1,8 @@
 """Run the stages of a migration, and report the result: a diff, findings, counts, JSON.
 
-A stage is a function ``stage(source: Source, target: Target) -> Changes``. It gets one parsed file as the
-stages before it left it, and returns the edits of its text and the findings. A stage must find nothing to
-change in its own output. Lines in findings are those of the file as it was read.
+A stage is a function ``stage(source: Source, target: Target) -> Changes``. It gets one parsed file, as
+changed by the stages before it, and returns the edits of its text and the findings. A stage must find nothing
+to change in its own output. Findings give the lines of the file as it was read.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from narrowcast.migrate.source._tree import Source
 Stage = Callable[[Source, Target], Changes]
 _STAGES: tuple[Stage, ...] = (apex, deprecated_names, lint, to_narrowcast)
 _JSON_SCHEMA = 1
-_MOST_NOTEBOOKS = 3  # how many a message names
+_MAX_NOTEBOOKS_NAMED = 3
 # Not str.splitlines(keepends=True), which also ends lines at form feeds and other separators.
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
-# ANSI colors of the lines of a diff, by how a line begins.
+# ANSI colors of the lines of a diff, by how a line begins. The first match counts.
 _COLORS = {"+++": "1", "---": "1", "@@": "36", "+": "32", "-": "31"}
 
 
@@ -55,7 +55,7 @@ def migrate_files(
 
 
 def migrate_file(path: Path, target: Target) -> FileOutcome:
-    """Migrate one file, without writing it. Why it cannot be read or parsed is in ``problem``."""
+    """Migrate one file, without writing it. If it cannot be read or parsed, ``problem`` says why."""
     try:
         data = path.read_bytes()
         text = decoded(data)[0]
@@ -65,7 +65,7 @@ def migrate_file(path: Path, target: Target) -> FileOutcome:
         return FileOutcome(path=str(path), problem=f"cannot be decoded: {error}")
 
     try:
-        # Most files of a folder have none of the words, and need no tree.
+        # Most files match none of the words, and no stage needs to run on them.
         if not WORDS.search(data):
             Source(str(path), text)  # raises if it does not parse
             return FileOutcome(path=str(path))
@@ -75,7 +75,7 @@ def migrate_file(path: Path, target: Target) -> FileOutcome:
         if error.lineno:
             problem += f" (line {error.lineno})"
         return FileOutcome(path=str(path), problem=problem)
-    except Exception as error:  # a bug here; the other files go on
+    except Exception as error:  # a bug in narrowcast must not end the migration of the other files
         return FileOutcome(path=str(path), problem=f"narrowcast failed on it, please report: {error!r}")
     return FileOutcome(path=str(path), before=text, after=outcome.text, findings=outcome.findings)
 
@@ -112,7 +112,7 @@ def migrate_text(text: str, target: Target, path: str = "<text>") -> Outcome:
                 message = f"{path}: the migrated text does not parse; nothing was changed"
                 raise RuntimeError(message) from error
 
-    # What was changed comes first at each place, then what was left alone there.
+    # At one place, findings that were fixed come first.
     findings.sort(
         key=lambda finding: (finding.line, finding.column, not finding.fixed, finding.rule, finding.message)
     )
@@ -124,11 +124,12 @@ def migrate_text(text: str, target: Target, path: str = "<text>") -> Outcome:
 
 def diff_of(outcome: FileOutcome, *, color: bool = False) -> str:
     """Return the change of one file as a unified diff; an empty string if nothing changes."""
-    before, after = _LINE.findall(outcome.before), _LINE.findall(outcome.after)
+    before = _LINE.findall(outcome.before)
+    after = _LINE.findall(outcome.after)
     lines = []
     for line_of_diff in unified_diff(before, after, outcome.path, outcome.path):
         line = line_of_diff
-        # As git writes it, so that git can apply the difference.
+        # git marks a missing line end in this way, and can then apply the diff.
         if not line.endswith(("\n", "\r")):
             line += "\n\\ No newline at end of file\n"
         if color:
@@ -169,9 +170,9 @@ def passed_over_text(paths: Sequence[Path]) -> list[str]:
         lines.append(f"no Python file in {folder}")
     paths_of_notebooks = [str(path) for path in notebooks(paths)]
     if paths_of_notebooks:
-        names = ", ".join(paths_of_notebooks[:_MOST_NOTEBOOKS])
-        if len(paths_of_notebooks) > _MOST_NOTEBOOKS:
-            names += f", and {len(paths_of_notebooks) - _MOST_NOTEBOOKS} more"
+        names = ", ".join(paths_of_notebooks[:_MAX_NOTEBOOKS_NAMED])
+        if len(paths_of_notebooks) > _MAX_NOTEBOOKS_NAMED:
+            names += f", and {len(paths_of_notebooks) - _MAX_NOTEBOOKS_NAMED} more"
         lines.append(f"{_counted(len(paths_of_notebooks), 'notebook')} not looked at: {names}")
     return lines
 
@@ -220,7 +221,6 @@ def as_json(
     Files without changes, findings or problems are left out. ``paths`` are those that the run was given,
     ``written`` the files that it wrote if it writes.
     """
-    # Of a large folder most files have nothing to say.
     files = []
     for outcome in outcomes:
         if not outcome.changes and not outcome.findings and outcome.problem is None:

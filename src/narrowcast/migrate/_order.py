@@ -1,6 +1,7 @@
-"""Mistakes that the order of calls in one function shows.
+"""Find mistakes in the order of the calls in one function.
 
-Each function is read on its own. After a call that may scale, unscale or step out of sight nothing is known.
+Each function is read on its own. After a call of other code that may scale, unscale or step, nothing is
+known.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class _State:
         unscaled: optimizers that ``unscale_`` was called for since the last scaled backward pass, step of the
             scaler or update. A step of the optimizer itself does not count: the scaler does not see it.
         stepped: whether the scaler stepped since the last backward pass.
-        updated: the update since that step.
-        may_skip: the scaler that stepped since the last backward pass, in this iteration of the innermost
-            loop, so that the step may have been skipped; None if none did, or inside a branch, whose
-            condition may ask for it.
+        updated: the call of ``update`` since that step; None if there was none.
+        may_skip: the scaler whose step, since the last backward pass and in this iteration of the innermost
+            loop, may have been skipped. None if there was no step, and in a branch, whose condition may ask
+            whether it was skipped.
     """
 
     scaled: str | None = None
@@ -75,7 +76,7 @@ class _State:
 
 
 class Order:
-    """Reads the statements of each function of a file in their order."""
+    """Follow the calls in each function of a file, in the order of its statements."""
 
     def __init__(self, scalers: Scalers) -> None:
         self._scalers = scalers
@@ -108,7 +109,7 @@ class Order:
                     self._read_branch(inner, state)
                 else:
                     self._read(inner, state)
-            # A scheduler that moves once an epoch stands after the loop. It need not wait for single steps.
+            # After a loop, a scheduler steps once an epoch, and need not wait for single steps.
             if isinstance(statement, _LOOPS):
                 state.may_skip = None
 
@@ -133,12 +134,12 @@ class Order:
             state.forget()
 
     def _own_nodes(self, statement: ast.stmt) -> list[ast.AST]:
-        """Return the calls and attributes of a statement without its suites, in their order when it runs."""
+        """Return the calls and attributes of a statement outside of its suites, in the order they run."""
         nodes: list[ast.AST] = []
         waiting: list[ast.AST] = [statement]
         while waiting:
             node = waiting.pop()
-            # scaler.scale(loss) if use_amp else loss
+            # Of (scaler.scale(loss) if use_amp else loss), follow the part with mixed precision.
             if isinstance(node, ast.IfExp):
                 node = self._scalers.chosen(node)
             if isinstance(node, ast.Call | ast.Attribute):
@@ -146,13 +147,13 @@ class Order:
             for child in ast.iter_child_nodes(node):
                 if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
                     waiting.append(child)
-        # Outer calls were found before their arguments, and later ones before earlier ones.
+        # The stack gives a call before its arguments, and the last argument first: reverse both orders.
         nodes.reverse()
         return nodes
 
     def _read_node(self, node: ast.AST, state: _State) -> None:
         if isinstance(node, ast.Attribute):
-            # A gradient that is set, as an average over ranks or of another loss, may have any scale.
+            # A gradient that the file assigns may have any scale: it may be an average, or of another loss.
             if node.attr == "grad" and not isinstance(node.ctx, ast.Load):
                 state.mixed = True
             return
@@ -192,7 +193,7 @@ class Order:
     def _read_scaler_call(self, call: ast.Call, scaler: str, state: _State) -> None:
         method = method_of(call)
         if method == "scale":
-            # A new loss is scaled, so a backward pass comes before the next step.
+            # A backward pass of this loss will come before the next step.
             state.updated = None
         elif method == "update":
             state.updated = call if state.stepped else None
@@ -204,10 +205,10 @@ class Order:
         elif method.startswith("clip_"):
             state.may_be_unscaled = True
         elif len(call.args) > 1:
-            # A step with a closure, which goes backward inside.
+            # A closure runs backward passes inside the step.
             state.forget()
         else:
-            # Two steps with an update between them, and no backward pass.
+            # This is a second step after the update, without a backward pass since the first step.
             if state.updated is not None:
                 self._report("update-between-steps", state.updated, scaler)
             state.forget_gradients()
@@ -218,7 +219,7 @@ class Order:
         """Read the step of a scheduler or an optimizer."""
         receiver = receiver_of(call)
         if _SCHEDULER.search(self._source.code(receiver)):
-            # As a part of an expression it may be chosen by whether the step was taken.
+            # As a part of an expression it may run only if the step was taken.
             is_alone = isinstance(self._source.parents[call], ast.Expr)
             if state.may_skip is not None and is_alone:
                 self._report("scheduler-on-skip", call, state.may_skip)

@@ -1,4 +1,4 @@
-"""What one file shows of its scalers, its optimizers, and the conditions around them."""
+"""Find the scalers and optimizers of one file, and what its calls do with them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from narrowcast.migrate.source._tree import (
     receiver_of,
 )
 
-# Names of conditions that are taken to hold: mixed precision is on (use_amp, self.scaler), or there is a
-# scheduler, whose step is then read as one without a condition.
+# Names in conditions that are taken to be true: mixed precision is on (use_amp, self.scaler), or the script
+# has a scheduler, whose step is then read as if it stood outside of the if.
 _TAKEN_TO_HOLD = re.compile(
     r"^(use|with|do|is|enable|enabled)?_*(amp|fp16|half|mixed|autocast|grad_?scaler|scaler|mixed_precision|"
     r"lr_scheduler|scheduler|sched)(_enabled|_on)?$",
     re.IGNORECASE,
 )
-_OPTIMIZER = re.compile(r"(?<![a-z])opt(im(izers?)?)?(?![a-z])|optim", re.IGNORECASE)
+# opt, optim, optimizer, opt_g and the like, but not "option" or "adopt".
+_OPTIMIZER = re.compile(r"(?<![a-z])opt(?![a-z])|optim", re.IGNORECASE)
 _SCALER = re.compile(r"scaler$", re.IGNORECASE)
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 _REGIONS = ("torch.autocast", "torch.amp.autocast", "narrowcast.autocast")
@@ -34,8 +35,8 @@ class Scalers:
     """The scalers and optimizers of one file, known by the text of their names.
 
     Attributes:
-        scalers: what is made as a scaler, or used as only a scaler is.
-        made: the values that each name is given.
+        scalers: the names that are assigned a new scaler, or are called scaler and used as one.
+        made: for each name, the values that are assigned to it.
     """
 
     def __init__(self, source: Source) -> None:
@@ -63,8 +64,8 @@ class Scalers:
                 if self._makes_scaler(value):
                     scalers.add(text)
 
-        # Other scalers come from elsewhere: a parameter, or self.scaler = scaler. They are known by name and
-        # by a method of scalers. A name that this file gives the result of a call was judged above.
+        # Other scalers come from elsewhere: a parameter, or self.scaler = scaler. Their name and a call of a
+        # scaler's method show them. A name that is assigned the result of a call was decided above.
         for call in self.source.all_calls:
             if method_of(call) not in ("scale", "unscale_", "step") or len(call.args) != 1:
                 continue
@@ -75,7 +76,7 @@ class Scalers:
         return scalers
 
     def _makes_scaler(self, value: ast.expr) -> bool:
-        """Return whether a value is a new scaler that is not off for good, perhaps under a condition."""
+        """Return whether a value makes a scaler without ``enabled=False``, if only in one branch."""
         for node in ast.walk(value):
             if not isinstance(node, ast.Call):
                 continue
@@ -96,7 +97,7 @@ class Scalers:
                     scaled_losses[name] = scaler
         return scaled_losses
 
-    # ---- what a call is
+    # ---- what a call does
 
     def scaler_of(self, node: ast.AST, *methods: str) -> str | None:
         """Return the scaler on which one of these methods is called."""
@@ -113,7 +114,7 @@ class Scalers:
 
     def scaler_of_loss(self, backward: ast.Call) -> str | None:
         """Return the scaler by which the loss of a backward pass was scaled."""
-        # loss.backward(), and torch.autograd.backward(loss).
+        # The loss is the receiver in loss.backward(), and an argument in torch.autograd.backward(loss).
         loss = receiver_of(backward)
         if self.source.code(loss) == "torch.autograd" and backward.args:
             loss = backward.args[0]
@@ -134,7 +135,7 @@ class Scalers:
         return full.rpartition(".")[2] in _CLIPS and not uses_scaler
 
     def may_hide_steps(self, call: ast.Call) -> bool:
-        """Return whether a call may scale, unscale or step out of sight."""
+        """Return whether a call runs other code that may scale, unscale or step."""
         # It gets a scaler as an argument.
         for node in ast.iter_child_nodes(call):
             value = node.value if isinstance(node, ast.keyword) else node
@@ -155,7 +156,7 @@ class Scalers:
 
     def optimizer_after(self, node: ast.AST) -> str:
         """Return the optimizer that steps next after ``node``, for the corrected line."""
-        # An optimizer that steps by itself is the one.
+        # If the node is itself the step of an optimizer without a scaler, take that optimizer.
         if method_of(node) == "step" and self.scaler_of(node, "step") is None:
             return self.source.code(receiver_of(node))
         for call in self.source.all_calls:
@@ -174,7 +175,7 @@ class Scalers:
 
     def region_state(self, opening: ast.expr) -> bool | None:
         """Return whether an expression opens a region that is on; None if it opens none."""
-        # A region may be made before, under a name.
+        # A region may be made earlier and entered by its name.
         for value in [opening, *self.made.get(self.source.code(opening), [])]:
             chosen = self.chosen(value)
             if isinstance(chosen, ast.Call) and self.source.names.full(chosen.func) in _REGIONS:
@@ -198,7 +199,7 @@ class Scalers:
 
     def assumed(self, test: ast.expr) -> bool | None:
         """Return what a condition is if those of ``_TAKEN_TO_HOLD`` hold; None if they do not decide it."""
-        # use_amp, self.use_amp; not use_amp; scaler is not None, scaler is None.
+        # Reduce "not use_amp", "scaler is None" and "scaler is not None" to the name in them.
         is_negated = False
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             is_negated = True
@@ -212,7 +213,7 @@ class Scalers:
         return not is_negated if _TAKEN_TO_HOLD.match(name) else None
 
     def chosen(self, value: ast.expr) -> ast.expr:
-        """Return the part of ``a if use_amp else b`` that holds where mixed precision is on."""
+        """Return the branch of ``a if use_amp else b`` for mixed precision; ``value`` where none is known."""
         if isinstance(value, ast.IfExp):
             holds = self.assumed(value.test)
             if holds is not None:

@@ -12,16 +12,17 @@ from narrowcast.migrate.source._tree import Reference, Source, argument, is_cons
 DEPRECATED = "deprecated-amp"
 TO_NARROWCAST = "to-narrowcast"
 _DEVICES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
-# Modules in which the names are defined; some scripts import them from there.
+# Some scripts import the names from the modules that define them.
 _INNER_MODULES = (".autocast_mode", ".grad_scaler")
 _NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
-# The arguments of the old regions by their places.
+# The positional arguments of torch.cuda.amp.autocast and torch.cpu.amp.autocast, in their order.
 _AUTOCAST_ORDER = ("enabled", "dtype", "cache_enabled")
-# What the old regions compute in by default; the new ones use the dtype that is set for the device.
+# The default dtypes of the old regions. torch.autocast takes the dtype that is set for the device instead.
 _DEFAULT_DTYPES = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
-# Text of a file in which a region may have another dtype than the default.
+# A file with such text may have a region of another dtype.
 _NAMES_A_DTYPE = re.compile(r"float16|half|dtype")
-# In a script that runs without a GPU too, where torch's regions and scalers for CUDA turn themselves off.
+# A script with this check also runs without a GPU, where torch's regions and scalers for CUDA turn themselves
+# off.
 _FALLS_BACK = re.compile(r"cuda\.is_available\(\)")
 _NARROWCAST_NAMES = {
     "torch.autocast": "autocast",
@@ -35,17 +36,17 @@ _NARROWCAST_NAMES = {
 
 
 def deprecated_names(source: Source, target: Target) -> Changes:
-    """Replace ``torch.cuda.amp`` and ``torch.cpu.amp`` by ``torch.amp``, all of a file or nothing."""
+    """Replace ``torch.cuda.amp`` and ``torch.cpu.amp`` by ``torch.amp``: all uses in a file, or none."""
     changes = Changes()
     unclear = Changes()
     moved = set()
     for reference in source.references:
-        split = _split(reference.full)
-        if split is None:
+        device_and_name = _device_and_name(reference.full)
+        if device_and_name is None:
             continue
-        device, name = split
+        device, name = device_and_name
         moved.add(reference.name)
-        # Other files call what is exported with the old arguments.
+        # Other files may call an exported name with the old arguments.
         if reference.name in source.exported or not _rewrite(source, changes, reference, device, name):
             message = (
                 f"{reference.full} is deprecated, and what should replace it here is not clear: write "
@@ -61,7 +62,7 @@ def deprecated_names(source: Source, target: Target) -> Changes:
     # An import without a use in this file stays, since other files may import it from here.
     for imported in source.imports:
         is_unused = imported.name not in ("torch", *used)
-        if is_unused and _split(imported.full) is not None:
+        if is_unused and _device_and_name(imported.full) is not None:
             message = (
                 f"{imported.full} is deprecated, and its import was left: no use of it by name was found "
                 "here, and other files may use it"
@@ -73,8 +74,11 @@ def deprecated_names(source: Source, target: Target) -> Changes:
     return changes
 
 
-def _split(full: str) -> tuple[str, str] | None:
-    """Split ``torch.cuda.amp.autocast`` into device and name, which is empty for a module; else None."""
+def _device_and_name(full: str) -> tuple[str, str] | None:
+    """Return ``("cuda", "autocast")`` for ``torch.cuda.amp.autocast``; None for other modules.
+
+    The name is empty if ``full`` is the old module itself, or one of the modules inside it.
+    """
     for module, device in _DEVICES.items():
         if full == module or full.startswith(module + "."):
             name = full.removeprefix(module)
@@ -86,10 +90,10 @@ def _split(full: str) -> tuple[str, str] | None:
 
 def _new_home(full: str) -> str | None:
     """Return the full name that replaces ``full`` in an import."""
-    split = _split(full)
-    if split is None:
+    device_and_name = _device_and_name(full)
+    if device_and_name is None:
         return None
-    _, name = split
+    _, name = device_and_name
     if name:
         return f"torch.amp.{name}"
     # The old module itself, or one of the modules inside it.
@@ -100,14 +104,14 @@ def _new_home(full: str) -> str | None:
 
 
 def _rewrite(source: Source, changes: Changes, reference: Reference, device: str, name: str) -> bool:
-    """Rewrite one use, of ``name`` in the old module for ``device``; False where that is not certain."""
+    """Rewrite a use of ``name`` of ``device``'s old module; False if the right change is not certain."""
     node = reference.node
-    # In an f-string the quotes of the device may end the string.
+    # In an f-string the quotes around the device may end the string.
     in_f_string = any(isinstance(outer, ast.JoinedStr) for outer in source.around(node))
     if name not in _NAMES or in_f_string or _is_for_old_torch(source, node):
         return False
     by_full_name = reference.name == "torch"
-    # As cuda.amp.autocast, after "from torch import cuda".
+    # Leave cuda.amp.autocast after "from torch import cuda", since that import cannot move to torch.amp.
     if not by_full_name and isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
         return False
 
@@ -116,7 +120,7 @@ def _rewrite(source: Source, changes: Changes, reference: Reference, device: str
         if not _name_device(source, changes, call, device, name):
             return False
     elif name.startswith("custom_"):
-        # Only as a decorator without brackets: a function that is passed on may be called with anything.
+        # A decorator without brackets gets them. Elsewhere it is not known how the function is called.
         if node not in getattr(source.parents[node], "decorator_list", ()):
             return False
         changes.insert(source.span(node)[1], f'(device_type="{device}")')
@@ -133,7 +137,7 @@ def _rewrite(source: Source, changes: Changes, reference: Reference, device: str
 def _is_for_old_torch(source: Source, node: ast.expr) -> bool:
     """Return whether a use may be the fallback for a torch without ``torch.amp``."""
     for outer in source.around(node):
-        # if hasattr(torch.amp, "GradScaler"), a comparison of versions, or an AttributeError that is caught.
+        # The check is hasattr(torch.amp, "GradScaler"), a comparison of versions, or a try.
         if isinstance(outer, ast.If | ast.IfExp | ast.Try):
             code = source.code(outer)
             is_check = isinstance(outer, ast.Try) or re.search(r"hasattr|version", code, re.IGNORECASE)
@@ -143,7 +147,7 @@ def _is_for_old_torch(source: Source, node: ast.expr) -> bool:
 
 
 def _is_annotation(source: Source, node: ast.expr) -> bool:
-    """Return whether a class stands in an annotation, where it means the same by its new name."""
+    """Return whether ``node`` stands in an annotation, where the new name means the same class."""
     inner: ast.AST = node
     for outer in source.around(node):
         if inner in (getattr(outer, "annotation", None), getattr(outer, "returns", None)):
@@ -163,9 +167,9 @@ def _is_type_test(source: Source, node: ast.expr) -> bool:
 
 
 def _name_device(source: Source, changes: Changes, call: ast.Call, device: str, name: str) -> bool:
-    """Add the device to a call; False where that is not certain."""
+    """Add the device to a call; False if the right change is not certain."""
     first = call.args[0] if call.args else None
-    # A device is given already, which the old classes do not take.
+    # The old classes take no device. A call with one is an error, or calls something else by this name.
     is_named = isinstance(first, ast.Constant) and isinstance(first.value, str)
     for keyword in call.keywords:
         is_named = is_named or keyword.arg in ("device", "device_type")
@@ -189,7 +193,7 @@ def _name_region(source: Source, changes: Changes, call: ast.Call, device: str) 
     """Add the device to a region, and names before arguments whose position changes."""
     if not _can_be_named(source, call):
         return False
-    # Inside a region of another dtype, the new region would keep that dtype.
+    # torch.autocast without a dtype takes that of the region around it, and the old region its own default.
     is_on = not is_constant(argument(call, 0, "enabled"), False)
     has_default = is_on and argument(call, 1, "dtype") is None
     added = f'"{device}"'
@@ -231,7 +235,7 @@ def to_narrowcast(source: Source, target: Target) -> Changes:
     for reference in source.references:
         new = _NARROWCAST_NAMES.get(reference.full)
         stays = new is None or _must_stay_torchs(source, reference)
-        # The import of a name stays while one use of it stays, or other files import it from here.
+        # The import stays if one use of its name stays, or if other files import the name from here.
         if stays or reference.name in source.exported:
             kept.add(reference.name)
         if new is None or stays:
@@ -267,7 +271,7 @@ def _turn_off_without_cuda(source: Source, changes: Changes, node: ast.expr, new
     if not is_for_cuda or len(call.args) > 2 or not reaches(source, "torch", "torch"):
         return False
     for keyword in call.keywords:
-        if keyword.arg in ("enabled", None):  # set already, or perhaps
+        if keyword.arg in ("enabled", None):  # None is **kwargs, which may have enabled
             return False
     enabled = "enabled=torch.cuda.is_available()"
     if call.args:
@@ -278,7 +282,7 @@ def _turn_off_without_cuda(source: Source, changes: Changes, node: ast.expr, new
 
 
 def narrowcast_name(source: Source) -> str:
-    """Return what narrowcast is called in a file: as it is imported already, or ``nc`` if that is free."""
+    """Return the name of narrowcast in a file: that of its import, else ``nc`` unless the file uses it."""
     for imported in source.imports:
         is_at_top = imported.statement in source.tree.body
         if imported.full == "narrowcast" and is_at_top and source.names.is_only_imported(imported.name):
@@ -287,9 +291,9 @@ def narrowcast_name(source: Source) -> str:
 
 
 def _must_stay_torchs(source: Source, reference: Reference) -> bool:
-    """Return whether torch's own class must stay: as a base class, or in an ``isinstance`` of a scaler.
+    """Return whether a use must keep torch's class: as a base class, or for a scaler in an ``isinstance``.
 
-    An ``nc.GradScaler`` is an instance of torch's too.
+    An ``nc.GradScaler`` is an instance of torch's class too.
     """
     is_scaler = _NARROWCAST_NAMES.get(reference.full) == "GradScaler"
     if is_scaler and _is_type_test(source, reference.node):

@@ -52,7 +52,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 class _CallingThread(threading.local):
     def __init__(self) -> None:
-        self.disabled = 0
+        self.disable_depth = 0
 
 
 _calling_thread = _CallingThread()
@@ -61,17 +61,17 @@ _calling_thread = _CallingThread()
 @contextmanager
 def disable_casts() -> Iterator[None]:
     """Turn casts off inside, in this thread, also in models of O1; casts come back after an exception."""
-    _calling_thread.disabled += 1
+    _calling_thread.disable_depth += 1
     try:
         with _no_region():
             yield
     finally:
-        _calling_thread.disabled -= 1
+        _calling_thread.disable_depth -= 1
 
 
 @contextmanager
 def _no_region() -> Iterator[None]:
-    """Turn casts off inside. Calls of models still cast, unless ``_admits`` refuses them."""
+    """Turn casts off inside. A model of O1 that is called inside opens its own region, and casts."""
     with ExitStack() as regions:
         for device in active_scopes():
             regions.enter_context(ScopedRegion(device, torch.get_autocast_dtype(device), False))
@@ -122,6 +122,7 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, WIDEST)
 
 
+# The casts of registered functions. They are kept for every later initialize.
 registered: dict[Target, str] = {}
 
 
@@ -157,7 +158,7 @@ _replaced: set[Target] = set()
 
 
 def _replace(targets: Iterable[Target]) -> None:
-    """Put a casting function in place of each, for good: without casts in force it calls the original."""
+    """Replace each target by a casting function, for good: without casts in force it calls the original."""
     for target in targets:
         if target not in _replaced:
             owner, name = target
@@ -166,7 +167,7 @@ def _replace(targets: Iterable[Target]) -> None:
 
 
 def _casting(function: _F, how: WholeCast | Target) -> _F:
-    """Wrap ``function`` to cast its arguments by ``how``; for a ``Target``, as the casts in force say."""
+    """Wrap ``function`` to cast its arguments by ``how``; a ``Target`` is looked up in the casts in force."""
 
     @functools.wraps(function)
     def casting(*args: Any, **kwargs: Any) -> Any:
@@ -235,7 +236,8 @@ def planned_casts(half: torch.dtype, models: list[torch.nn.Module]) -> Casts:
     return Casts(policy, half, {**whole, **functions})
 
 
-# Key: id of the policy's rules, by which any thread finds the handle of its region. Oldest first.
+# Handles in force, oldest first, by the id of their policy's rules. The scope that is active in a thread has
+# these rules, so that any thread finds its handle.
 handles: dict[int, Handle] = {}
 
 
@@ -268,7 +270,7 @@ class Handle:
         if latest is not None:
             latest._close_region()
 
-        # If a model cannot have a policy, as one that has one of nc.apply already, all is undone.
+        # A model that has a policy of nc.apply refuses a second one: then end the casts that were begun here.
         try:
             self._region = LastingRegion(casts.policy, dict.fromkeys(_device_types(models), casts.half))
             self._apply_to(models)
@@ -280,7 +282,7 @@ class Handle:
 
     def _apply_to(self, models: list[torch.nn.Module]) -> None:
         for model in dict.fromkeys(models):
-            # A model that was initialized before follows the latest too.
+            # A model of an earlier initialize follows the latest.
             for handle in handles.values():
                 handle._release(model)
             self._applied[model] = Applied(model, self.casts.policy, admits=self._admits)
@@ -293,7 +295,8 @@ class Handle:
         """End the casts, as apex's method of this name does; models keep their weights.
 
         Raises:
-            OrderError: another thread began it, or a region of autocast was opened since and is still open.
+            OrderError: another thread made this handle, or a region of autocast that was opened later is
+                still open.
         """
         self._close_region()
         for model in list(self._applied):
@@ -301,7 +304,7 @@ class Handle:
         handles.pop(id(self.casts.policy.rules), None)
 
     def _clear_cache(self) -> None:
-        """Apex's method of this name, which scripts may call."""
+        """Drop kept casts of weights. apex has a method of this name, which scripts may call."""
         drop_casts()
 
     def _close_region(self) -> None:
@@ -316,14 +319,14 @@ class Handle:
 
     def _admits(self, model: torch.nn.Module) -> bool:
         """Return whether ``model``, which is about to be called, casts; drop casts that may be outdated."""
-        if _calling_thread.disabled:
+        if _calling_thread.disable_depth > 0:
             return False
         weights = (weight for weight in model.parameters() if not torch.nn.parameter.is_lazy(weight))
         version = sum(version_of(weight) for weight in weights if not weight.is_inference())
         was_written = self._versions.get(model) != version
         self._versions[model] = version
 
-        # Scripts swap weights through .data around an evaluation, which no version shows.
+        # Scripts replace weights by others through .data for an evaluation, and no version counts that.
         gradients_are_off = not torch.is_grad_enabled()
         if was_written or gradients_are_off or self._gradients_were_off:
             drop_casts()
@@ -332,7 +335,7 @@ class Handle:
 
 
 def _device_types(models: list[torch.nn.Module]) -> tuple[str, ...]:
-    """Return the device types of the models' weights and buffers, but "meta"; if none, the default one."""
+    """Return the device types of the models' weights and buffers without "meta", or else the default one."""
     device_types: dict[str, None] = {}
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -342,7 +345,7 @@ def _device_types(models: list[torch.nn.Module]) -> tuple[str, ...]:
 
 
 def _latest_here() -> Handle | None:
-    """Return the latest handle in force that this thread began."""
+    """Return the latest handle in force that this thread made."""
     for handle in reversed(handles.values()):
         if handle._thread is threading.current_thread():
             return handle
@@ -350,13 +353,13 @@ def _latest_here() -> Handle | None:
 
 
 def _leave_in_child() -> None:
-    """Close the region in a forked process (a worker of a data loader), whose only thread inherits it."""
+    """Close the region that a forked process inherits, so that workers of a data loader cast nothing."""
     latest = _latest_here()
     if latest is not None:
         try:
             latest._close_region()
         except OrderError:
-            return  # forked inside another region, which must be left first: the child keeps both
+            return  # another region was open at the fork, and must be closed first: the child keeps both
 
 
 if hasattr(os, "register_at_fork"):

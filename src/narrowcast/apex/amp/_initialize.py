@@ -44,11 +44,11 @@ def initialize(
     O0, O2 and O3 cast floating inputs of the models to their type and outputs to float32, in any nesting, and
     their ``state_dict()`` is in float32. O1 casts in each call of a model, in any thread. In this thread it
     also casts calls outside of models, on the models' device types. A second ``initialize`` with O1 replaces
-    the casts outside of models; with another level it leaves them. Neither changes the models of the first.
-    Nothing undoes ``initialize``.
-    Backward passes cast nothing. Move models to their device before, and wrap them in DDP after. Casts of
-    weights are kept from one backward pass to the next and follow every write, except those through ``.data``
-    between two forward passes: call ``nc.drop_casts()`` after them.
+    the casts outside of models; with another level it leaves them. Neither changes the casts in models of the
+    first, unless a model is given again. Nothing undoes ``initialize``. Backward passes cast nothing. Move
+    models to their device before, and wrap them in DDP after. Casts of weights are kept from one backward
+    pass to the next and follow every write, except those through ``.data`` between two forward passes: call
+    ``nc.drop_casts()`` after them.
 
     O1 is the policy preset ``"O1"`` with the user's edits of ``amp.lists``: functions on no list follow
     PyTorch's autocast table for CUDA. Values that overflow half become infinite, NaN stays NaN, subnormals
@@ -60,13 +60,14 @@ def initialize(
         models: a ``torch.nn.Module`` or a list of them, on any device.
         optimizers: an optimizer, a list of them, or None. Apex's LARC, and other wrappers that hold the
             optimizer as ``optim`` and call its ``step`` in their own, are optimizers too.
-        enabled: False leaves everything as it is; ``scale_loss`` then yields losses unchanged.
+        enabled: False changes nothing; ``scale_loss`` then yields losses unchanged.
         opt_level: ``"O0"``, ``"O1"``, ``"O2"`` or ``"O3"``.
         cast_model_type: replaces the level's type of weights: ``torch.float16``, ``torch.bfloat16`` or
             another floating type.
         patch_torch_functions, keep_batchnorm_fp32, master_weights: replace the level's own settings.
         loss_scale: a number above 0, or ``"dynamic"``.
-        cast_model_outputs: the type of floating outputs, in place of float32; under O1 they are cast too.
+        cast_model_outputs: the type of floating outputs of the models, in place of float32; under O1, which
+            casts no outputs by itself, they are then cast too.
         num_losses: how many losses have a scale of their own.
         verbosity: 0 turns the messages off.
         min_loss_scale, max_loss_scale: limits of a dynamic scale.
@@ -77,7 +78,7 @@ def initialize(
 
     Raises:
         AmpError: a level or setting that does not exist or does not go with the level; a model that is half
-            or wrapped already; what is no optimizer, or one that was initialized before.
+            or wrapped already; an object that is no optimizer, or an optimizer that was initialized before.
         OrderError: a region of autocast is open in this thread.
         TypeError: ``models`` is neither a module nor a list of modules.
         PolicyError: ``amp.lists`` names what PyTorch has no operator for, or contradicts itself; or a model
@@ -91,11 +92,12 @@ def initialize(
     if not enabled:
         for optimizer in optimizer_list:
             optimizer_of(optimizer)
-        process_state.opt_properties, process_state.loss_scalers = DISABLED, []
+        process_state.opt_properties = DISABLED
+        process_state.loss_scalers = []
         return _as_given(models, optimizers)
 
-    # Settings, models and optimizers are checked before anything is changed. ``lower`` and ``hold``, below,
-    # may still refuse a weight or an optimizer.
+    # Check settings, models and optimizers before anything is changed. Casting weights and making masters,
+    # below, may still refuse a weight or an optimizer.
     wanted = properties(
         opt_level,
         cast_model_type=cast_model_type,
@@ -117,11 +119,11 @@ def initialize(
     handle: Handle | None = None
     if casts is not None:
         handle = Handle(casts, model_list)
-    # Masters start from the float32 weights of before the cast.
+    # Masters start from the float32 values that the weights had before the cast.
     originals: dict[torch.Tensor, torch.Tensor] = {}
     for model in model_list:
         originals |= cast_model(model, wanted)
-    # It attaches itself to the optimizer, in whose place it steps, and makes the masters.
+    # A PreparedOptimizer attaches itself to its optimizer, replaces its step, and makes the masters.
     for optimizer in optimizer_list:
         PreparedOptimizer(optimizer_of(optimizer), wanted, scalers, originals)
 

@@ -129,7 +129,7 @@ def _checked(opt_level: str, name: str, value: Any) -> Any:
     if name == "loss_scale":
         return _checked_scale(value)
     if name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
-        # Scripts pass on what their command line says.
+        # Scripts pass on text from their command line.
         if name != "master_weights" and isinstance(value, str):
             value = {"True": True, "False": False}.get(value, value)
         if not isinstance(value, bool):
@@ -137,6 +137,7 @@ def _checked(opt_level: str, name: str, value: Any) -> Any:
         if name == "patch_torch_functions" and value and opt_level != "O1":
             raise AmpError("expected patch_torch_functions=True only with opt_level='O1', which sets it")
         return value
+    # As in apex, False means that the model is not cast.
     if name == "cast_model_type" and value is False:
         return None
     if not (isinstance(value, torch.dtype) and value.is_floating_point):

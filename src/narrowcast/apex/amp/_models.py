@@ -1,7 +1,7 @@
 """Models under O0, O2 and O3: cast weights, inputs and outputs, fp32 masters, exported states.
 
-apex exports the half weights, widened, so that a resumed O2 run loses the low bits of its masters. Here the
-exported weights are the masters, so that the documented calls of apex save the whole state.
+In apex a model's ``state_dict()`` has the half weights, cast to float32, so that a resumed O2 run loses the
+low bits of its masters. Here it has the masters, so that the documented calls of apex save the whole state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 def check_models(models: list[torch.nn.Module], properties: Properties) -> None:
-    """Refuse models that are wrapped for several devices already, or that hold what cannot be cast."""
+    """Refuse models that are half or wrapped for several devices already, or that cannot be cast."""
     for model in models:
         if isinstance(model, _PARALLEL):
             raise AmpError(
@@ -81,8 +81,8 @@ def cast_model(model: torch.nn.Module, properties: Properties) -> dict[torch.Ten
                 originals = lower(model, model_type, keep_fp32=None)
         else:
             model.to(model_type)
-        # On every module, since scripts also save and load parts of a model.
-        modules: Any = model.modules()  # the two methods have no types
+        # The hooks are on every module, since scripts also save and load parts of a model.
+        modules: Any = model.modules()  # the methods that register them have no types
         for module in modules:
             module.register_state_dict_post_hook(_export)
             module.register_load_state_dict_pre_hook(_load_masters)
@@ -93,7 +93,10 @@ def cast_model(model: torch.nn.Module, properties: Properties) -> dict[torch.Ten
 
 @dataclass(eq=False, repr=False)
 class _CastForward:
-    """Replaces the ``forward`` of one model; copied and saved along with it, so these names stay."""
+    """Replace the ``forward`` of one model.
+
+    Copies and pickles of the model contain this object. Its class and attributes therefore keep their names.
+    """
 
     _model: torch.nn.Module
     inputs: torch.dtype | None
@@ -114,7 +117,7 @@ class _CastForward:
 
 
 def _cast_object(value: Any, dtype: torch.dtype) -> Any:
-    """Cast an object of an unknown class by its own ``to``, as apex does with batches."""
+    """Cast an object that has a method ``to``, such as a batch of another library, as apex does."""
     if isinstance(value, torch.Tensor | tuple | list | dict | torch.nn.Module | type):
         return value
     return value.to(dtype) if callable(getattr(value, "to", None)) else value
@@ -122,7 +125,7 @@ def _cast_object(value: Any, dtype: torch.dtype) -> Any:
 
 # ---- masters
 
-# By the id of the half weight, which the holder keeps alive.
+# Keyed by the id of the half weight, which stays alive as long as its Masters.
 _masters_by_weight: weakref.WeakValueDictionary[int, Masters] = weakref.WeakValueDictionary()
 
 
@@ -135,7 +138,7 @@ class Masters:
         self._positions: dict[int, int] = {}
 
     def refresh(self) -> None:
-        """Take in the parameters that were added to the optimizer."""
+        """Add the half weights that the optimizer got since the last call."""
         self.pairs = self.held.parameters
         for position in range(len(self._positions), len(self.pairs)):
             low, _ = self.pairs[position]
@@ -143,21 +146,21 @@ class Masters:
             _masters_by_weight[id(low)] = self
 
     def full_value(self, low: torch.Tensor) -> torch.Tensor:
-        """Return the master; where the weight was changed without it, the weight, widened."""
+        """Return the master, but the weight in float32 where it was changed without its master."""
         master = self.pairs[self._positions[id(low)]][1].detach()
         weight = low.detach()
         return torch.where(master.to(weight.dtype) == weight, master, weight.to(torch.float32))
 
     def set(self, low: torch.Tensor, value: torch.Tensor) -> None:
-        """Write a value to a master, and rounded to its weight."""
+        """Write a value to a master, and the rounded value to its weight."""
         self.held.set_values({self._positions[id(low)]: value})
 
 
 def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Hook of each module: return float32 from ``state_dict()``."""
+    """Hook of each module: replace half tensors in its ``state_dict()`` by masters or float32 copies."""
     for name, live in (*module._parameters.items(), *module._buffers.items()):
         value = state.get(prefix + name)
-        # keep_vars=True asks for the live tensor.
+        # state_dict(keep_vars=True) returns the live tensor, and keeps it.
         if live is None or live.dtype not in LOW_DTYPES or value is None or value is live:
             continue
         masters = _masters_by_weight.get(id(live))
@@ -169,8 +172,9 @@ def _export(module: torch.nn.Module, state: dict[str, Any], prefix: str, _metada
 
 def _load_masters(module: torch.nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """Hook of each module: load the masters in full precision, and their weights rounded to nearest."""
-    # torch loads the weights again after this hook, to the same rounded numbers: they fit their masters.
+    # After this hook torch loads the weights again, and rounds them to the same numbers.
     for name, weight in module.named_parameters(recurse=False):
-        masters, value = _masters_by_weight.get(id(weight)), state.get(prefix + name)
+        masters = _masters_by_weight.get(id(weight))
+        value = state.get(prefix + name)
         if masters is not None and isinstance(value, torch.Tensor) and value.shape == weight.shape:
             masters.set(weight, value)

@@ -1,7 +1,7 @@
 """Optimizers as ``amp.initialize`` prepares them: fp32 masters, skipped steps, and gradients of blocks.
 
-During a ``scale_loss`` block, gradients from before it, which are not scaled, are kept apart. At its end the
-block's gradients are divided by the scale, and the earlier ones are added.
+Gradients from before a ``scale_loss`` block are not scaled, so they are kept apart during the block. At its
+end the block's gradients are divided by the scale, and the earlier ones are added.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PreparedOptimizer:
         for name in _MAKE_MASTERS:
             setattr(optimizer, name, self.refresh)
         self._wrap("step", self._step)
-        # Wrapped before masters are made: their holder then wraps this one.
+        # This comes before refresh makes masters, since their holder wraps the zero_grad that it finds.
         self._wrap("zero_grad", self._zero_grad)
         self.refresh(originals)
 
@@ -71,12 +71,12 @@ class PreparedOptimizer:
                 "0 and weights become NaN: give it eps=1e-4, or choose opt_level='O2'"
             )
         if properties.cast_model_type is not None and optimizer.state:
-            # Made before the cast of the model: load_state_dict casts it to the parameters' formats.
+            # The state was made before the cast of the model: load_state_dict casts it to the new formats.
             optimizer.load_state_dict(optimizer.state_dict())
 
     @property
     def scales(self) -> bool:
-        """Whether losses are scaled or gradients checked: always, except in plain float32 training."""
+        """Whether losses are scaled and gradients checked: False only in plain float32 training."""
         half = self.properties.patch_torch_functions or self.properties.cast_model_type in LOW_DTYPES
         return bool(self.properties.master_weights or half or self.properties.loss_scale != 1.0)
 
@@ -112,7 +112,7 @@ class PreparedOptimizer:
         return inner(*args, **kwargs)
 
     def _step(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Refuse what apex would silently do wrong.
+        # apex steps on wrong gradients in these two cases, without an error.
         if self.in_block:
             raise AmpError(
                 f"{self._name}.step() came inside a scale_loss block, where gradients are scaled: call it "
@@ -128,7 +128,7 @@ class PreparedOptimizer:
         if self.skip is not None:
             maybe_print(self.skip)
             self.skip = None
-            # Cleared here, since model.zero_grad(), which many scripts call, does not reach masters.
+            # Many scripts only call model.zero_grad(), which does not clear the gradients of masters.
             self.gradients.drop_masters_gradients()
             mark_as_stepped(self.optimizer)
             return None
@@ -145,10 +145,10 @@ class PreparedOptimizer:
 
 
 def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
-    """Return ``optimizer``, or the optimizer inside a wrapper as apex's LARC is; else raise ``AmpError``.
+    """Return ``optimizer``, or the optimizer inside a wrapper such as apex's LARC; else raise ``AmpError``.
 
     The ``step`` of such a wrapper changes the gradients in ``param_groups`` and then calls ``optim.step``. If
-    ``optim`` is prepared, these gradients are unscaled, and under O2 those of the masters.
+    ``optim`` is prepared, these gradients are unscaled, and under O2 they are the gradients of the masters.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -161,13 +161,13 @@ def optimizer_of(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def prepared(optimizer: torch.optim.Optimizer) -> PreparedOptimizer | None:
-    """Return what ``amp.initialize`` made of this optimizer; None if it was not given one."""
+    """Return the ``PreparedOptimizer`` of an optimizer; None if ``amp.initialize`` was not given it."""
     stash = vars(optimizer).get(_STASH)
     return stash if isinstance(stash, PreparedOptimizer) else None
 
 
 def check_optimizers(optimizers: Sequence[Any]) -> None:
-    """Refuse what is no optimizer, and an optimizer that was initialized before."""
+    """Refuse objects that are no optimizers, and optimizers that were initialized before."""
     seen: set[int] = set()
     for optimizer_or_wrapper in optimizers:
         optimizer = optimizer_of(optimizer_or_wrapper)
@@ -186,7 +186,13 @@ _Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(slots=True)
 class _TakenGradient:
-    """The scaled gradient of a half weight, after it was added to the gradient of its master."""
+    """The scaled gradient of a half weight, after its value was added to the gradient of the master.
+
+    Attributes:
+        low, master: the half weight, and its float32 master.
+        gradient: what ``low.grad`` was at the end of the block.
+        version: of ``gradient``, to see whether a script changes it later.
+    """
 
     low: torch.Tensor
     master: torch.nn.Parameter
@@ -202,7 +208,7 @@ class BlockGradients:
     cleared too.
 
     Attributes:
-        masters: None if the optimizer has no half parameters.
+        masters: the masters of the half parameters; None if the optimizer has no half parameters.
         delayed_scale: the scale of gradients that ``delay_unscale`` left scaled; None if there are none.
     """
 
@@ -212,7 +218,7 @@ class BlockGradients:
         self.delayed_scale: float | None = None
         self._apart: _Gradients = []
         self._taken: list[_TakenGradient] = []
-        self._said_no_effect = False
+        self._warned_of_changes = False
 
     @property
     def _pairs(self) -> Sequence[tuple[torch.Tensor, torch.nn.Parameter]]:
@@ -240,17 +246,18 @@ class BlockGradients:
                 "Give blocks that accumulate with delay_unscale=True one loss_id, or leave delay_unscale out"
             )
 
-        # After a delayed block the unscaled gradients are apart already, and its scaled ones stay in place:
-        # the gradients of this block are added to them.
+        # After a delayed block the unscaled gradients are kept apart already. The scaled ones stay in place,
+        # and the backward pass of this block adds to them.
         if self.delayed_scale is None:
             self._drop_taken_gradients()
             if self.masters is not None:
-                # Half weights may have gradients from outside of blocks: masters take them, to be apart too.
+                # Backward passes outside of blocks leave gradients on half weights. The masters take them, so
+                # that they are kept apart too.
                 self.masters.held.take_gradients()
             self._apart = _take_apart(parameters_of(self._optimizer))
 
     def delay_unscale(self, scale: float) -> None:
-        """Leave the gradients of a block scaled, to be added to in further blocks."""
+        """Leave the gradients of a block scaled: the backward passes of further blocks add to them."""
         self.delayed_scale = scale
 
     def unscale(self, scale: float) -> torch.Tensor:
@@ -277,7 +284,7 @@ class BlockGradients:
             if low.grad is not None:
                 self._taken.append(_TakenGradient(low, master, low.grad, version_of(low.grad)))
         masters.held.take_gradients()
-        # Scripts find them there after a block, as under apex.
+        # take_gradients has cleared them. As in apex, scripts find them on the half weights after a block.
         for taken in self._taken:
             taken.low.grad = taken.gradient
 
@@ -295,7 +302,7 @@ class BlockGradients:
             parameter.grad = gradient
         self._apart = []
 
-    # ---- misuse
+    # ---- checks at the end of a block
 
     def has_gradients(self) -> bool:
         """Return whether a parameter has a gradient that is not 0; waits for the device."""
@@ -316,7 +323,7 @@ class BlockGradients:
     # ---- between blocks
 
     def forget(self) -> None:
-        """Drop what was kept of gradients, which are about to be cleared."""
+        """Drop the gradients that are kept here, because the script clears its gradients."""
         self._drop_taken_gradients()
         self._apart = []
         self.delayed_scale = None
@@ -328,7 +335,7 @@ class BlockGradients:
 
     @contextmanager
     def low_gradients_hidden(self) -> Iterator[None]:
-        """Hide half weights' gradients during a step, which would add them to the masters' a second time."""
+        """Hide the gradients of half weights from a step, which would add them to those of masters again."""
         self._follow_cleared_gradients()
         hidden = [(taken.low, taken.low.grad) for taken in self._taken]
         for low, _ in hidden:
@@ -347,7 +354,7 @@ class BlockGradients:
         self._taken = []
 
     def _follow_cleared_gradients(self) -> None:
-        """Clear gradients of masters where their weights' were cleared; say once if others changed."""
+        """Clear masters' gradients where the script cleared those of their weights; report other changes."""
         kept = []
         for taken in self._taken:
             if taken.low.grad is None:
@@ -355,8 +362,8 @@ class BlockGradients:
                 continue
             kept.append(taken)
             was_changed = taken.low.grad is taken.gradient and version_of(taken.gradient) != taken.version
-            if was_changed and taken.master.grad is not None and not self._said_no_effect:
-                self._said_no_effect = True
+            if was_changed and taken.master.grad is not None and not self._warned_of_changes:
+                self._warned_of_changes = True
                 maybe_print(
                     f"amp: gradients of this {type(self._optimizer).__name__}'s half weights were changed "
                     "after the scale_loss block, which has no effect: clip and change those of "
@@ -371,7 +378,7 @@ def _take_apart(parameters: Iterable[torch.Tensor]) -> _Gradients:
         gradient = parameter.grad
         if gradient is not None:
             if is_view(gradient):
-                gradient = gradient.clone()  # DDP writes the next one into the same part of its bucket
+                gradient = gradient.clone()  # DDP writes the next gradient into the same memory
             apart.append((parameter, gradient))
             parameter.grad = None
     return apart
@@ -386,6 +393,8 @@ def _add(apart: _Gradients) -> None:
                 parameter.grad = gradient
             elif new.layout == gradient.layout == torch.strided:
                 new.add_(gradient)
+            # torch adds a sparse tensor to a dense one, but not a dense one to a sparse one.
+            elif new.is_sparse:
+                parameter.grad = gradient + new
             else:
-                # A sparse tensor can be added to a dense one, but not the other way round.
-                parameter.grad = gradient + new if new.is_sparse else new + gradient
+                parameter.grad = new + gradient

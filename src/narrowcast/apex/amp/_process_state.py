@@ -1,4 +1,4 @@
-"""What the latest ``amp.initialize`` set for the whole process; scripts know it as ``amp._amp_state``."""
+"""The settings of the latest ``amp.initialize``, for the whole process: ``amp._amp_state`` in scripts."""
 
 from __future__ import annotations
 

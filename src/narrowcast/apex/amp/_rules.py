@@ -1,8 +1,9 @@
 """Turn ``amp.lists`` into what O1 casts: the preset ``"O1"``, with rules where a user edited the lists.
 
 The preset computes the functions on apex's lists as apex does. The name of a function selects the operators
-that it calls; several functions may call one: ``softmax`` of ``torch.nn.functional``, of ``torch`` and of
-tensors is the same. Functions that PyTorch writes in Python are no operators: they are cast as a whole.
+that it calls. Several functions may call the same operator, such as ``softmax`` of ``torch.nn.functional``,
+of ``torch`` and of tensors. Functions that PyTorch writes in Python are no operators: they are cast as a
+whole.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Target = tuple[Any, str]
 
 # ---- the operators that a function calls
 
-# Operators of the functions that call another than the one of their name, or more of them.
+# Functions that do not call just the operator of their own name, with the operators that they call.
 _CALLED = {
     "cross_entropy": "cross_entropy_loss",
     "grid_sample": "grid_sampler",
@@ -47,11 +48,11 @@ _CALLED = {
     "sub": "sub rsub",
     "truediv": "div",
 }
-# As in apex, x **= 2 may make x another tensor, of another dtype. The operator in place could not, so the
-# function is cast instead.
+# As in apex, x **= 2 may make x a new tensor of another dtype. The in-place operator cannot change the dtype,
+# so the function is cast instead.
 _CAST_AS_A_WHOLE = "__ipow__"
-# apex runs recurrent layers in half, although they are on no list. On CUDA the table has one kernel for them;
-# elsewhere they would mix the formats of their operators.
+# apex runs recurrent layers in half, although they are on no list. On CUDA, PyTorch's table casts the one
+# kernel that they call. Elsewhere they get a rule, because their operators would run in different formats.
 _RECURRENT_LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # Tensor.cpu keeps the dtype of the tensor. apex cast it, which was a bug.
 _NEVER_CAST = "cpu"
@@ -59,7 +60,10 @@ _NEVER_CAST = "cpu"
 
 @functools.cache
 def operators_of(name: str) -> tuple[str, ...]:
-    """Return the overloads that a function of this name calls, as ``"softmax.int"``; none if it is Python."""
+    """Return the overloads that a function of this name calls, such as ``"softmax.int"``.
+
+    A function that PyTorch writes in Python has none.
+    """
     if name == _CAST_AS_A_WHOLE:
         return ()
     word = _operator_word(name)
@@ -85,7 +89,7 @@ def _operator_word(name: str) -> str:
 
 
 def _casts_by_name(overrides: ModuleType) -> dict[str, list[str]]:
-    """Return the casts that the lists of a module ask for each name now, one for each list that it is on."""
+    """Return the casts that a module's current lists ask for each name, one for each list that it is on."""
     casts: dict[str, list[str]] = {}
     for list_name, cast in _LISTS.items():
         for function in getattr(overrides, list_name, ()):
@@ -95,7 +99,7 @@ def _casts_by_name(overrides: ModuleType) -> dict[str, list[str]]:
     return casts
 
 
-# apex's own lists, before edits: a script that imports amp.lists imports amp first, and so this module.
+# The lists before edits of the script: importing amp.lists imports amp first, and with it this module.
 _APEXS_LISTS = {module: _casts_by_name(overrides) for module, overrides in _OVERRIDES.items()}
 
 
@@ -109,7 +113,7 @@ def _listed() -> tuple[dict[Key, str], dict[Key, str]]:
             before = casts_before.get(name, [AS_IS])
             asked = casts_now.get(name, [AS_IS])
 
-            # A user who adds a name to a second list need not take it off the first: the added one counts.
+            # A user may add a name to another list and not remove it from its own: the added list counts.
             moved_to = [cast for cast in dict.fromkeys(asked) if cast not in before]
             if len(moved_to) > 1:
                 words = " and ".join(_WORDS[cast] for cast in moved_to)
@@ -142,7 +146,7 @@ class WholeCast:
 
     Attributes:
         cast: HALF, FLOAT, WIDEST or BANNED.
-        alone: whether its arguments alone are cast, and no calls inside it.
+        alone: whether only its arguments are cast, and not the calls inside it.
         advice: the error message for half tensors, if they are refused.
     """
 
@@ -165,7 +169,7 @@ def plan(
     for key in edited:
         _check_known(key)
 
-    # Later ones win: what was registered wins over the lists.
+    # A later entry replaces an earlier one, so that what was registered takes precedence over the lists.
     rules: dict[str, str] = {}
     if not all("_cudnn_rnn" in native_table(device) for device in devices):
         rules.update(dict.fromkeys(_RECURRENT_LAYERS, HALF))
@@ -173,13 +177,13 @@ def plan(
     rules |= _rules(registered, "what was registered asks", "register both for the same type")
     casts |= registered
 
-    # Rules of a policy name operators only; the rest is cast function by function.
+    # Rules of a policy name operators only. Other functions are cast one by one.
     whole: dict[Target, WholeCast] = {}
     for (module, name), cast in casts.items():
         target = (MODULES[module], name)
         if cast == BANNED:
             whole[target] = WholeCast(BANNED, advice=_advice_of(name))
-            # PyTorch's table refuses the operator in any format, and apex in half alone.
+            # PyTorch's table refuses the operator in any format, and apex only in half.
             for operator in operators_of(name):
                 rules.setdefault(operator, FLOAT)
         elif cast != AS_IS and name != _NEVER_CAST and not operators_of(name):

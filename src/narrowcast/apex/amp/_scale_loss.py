@@ -22,7 +22,7 @@ from narrowcast.errors import AmpError, UnsupportedError
 from narrowcast.gradients import check_apart
 from narrowcast.scaling import Dynamic, Static, from_apex
 
-_START = 2.0**16
+_INITIAL_SCALE = 2.0**16
 
 
 class LossScaler:
@@ -34,7 +34,7 @@ class LossScaler:
     below which float32 cannot divide. Source: apex ``amp/scaler.py``.
     """
 
-    # Without a __dict__, so that writing an attribute of apex that is not here raises AttributeError.
+    # Without a __dict__, setting an attribute of apex's scaler that is not here raises AttributeError.
     __slots__ = ("_good_blocks", "value")
 
     def __init__(
@@ -49,7 +49,7 @@ class LossScaler:
         if not isinstance(loss_scale, str):
             self.value = Static(scale=loss_scale)
             return
-        self.value = Dynamic(rule="apex", scale=min(_START, max_loss_scale), max_scale=max_loss_scale)
+        self.value = Dynamic(rule="apex", scale=min(_INITIAL_SCALE, max_loss_scale), max_scale=max_loss_scale)
         if min_loss_scale:
             scale = max(self.value.scale, min_loss_scale)
             self.value = replace(self.value, scale=scale, min_scale=min_loss_scale)
@@ -117,8 +117,8 @@ def scale_loss(
     """Scale a loss for its backward pass, and unscale and check the gradients at the end of the block.
 
     Gradients from before the block stay: those of the block are unscaled, and then added to them. Under O2
-    the unscaled gradients are those of the masters, in float32: clip ``amp.master_params(optimizer)``, after
-    the block.
+    the masters have the unscaled gradients, in float32: clip ``amp.master_params(optimizer)``, after the
+    block.
 
     If a gradient is NaN or infinite, the next ``optimizer.step()`` of every named optimizer does nothing and
     says so, also under a fixed scale, and a dynamic scale is halved. If only the sum with gradients from
@@ -132,18 +132,18 @@ def scale_loss(
         optimizers: the optimizers whose parameters get gradients from this loss, one or a list, as
             ``amp.initialize`` returned them.
         loss_id: which of the ``num_losses`` scales to use.
-        delay_unscale: leave the gradients scaled, to be added to in further blocks; a step is refused until
+        delay_unscale: leave the gradients scaled, so that further blocks add to them; a step raises until
             a block without it. Needed for all but the last backward pass where DDP's ``no_sync`` is used.
         model: has no effect, as in apex.
         delay_overflow_check: must be False: the gradients of every block are checked at its end.
 
     Yields:
-        ``loss`` in float32 times the scale; ``loss`` itself where amp was asked to do nothing.
+        ``loss`` in float32 times the scale; ``loss`` itself after ``initialize(enabled=False)``.
 
     Raises:
-        AmpError: wrong use, as a block before ``amp.initialize`` or within another one, gradients that are
-            scaled by another scale, a loss that is scaled already, or a backward pass from the wrong loss or
-            after the block.
+        AmpError: wrong use, such as a block before ``amp.initialize`` or inside another block, gradients with
+            another scale, a loss that is scaled already, or a backward pass of the wrong loss or after the
+            block.
         SettingError: a parameter that two of the optimizers share.
         UnsupportedError: ``delay_overflow_check=True``.
 
@@ -161,7 +161,7 @@ def scale_loss(
             "end of the block"
         )
     scaler = _scaler_for(named, loss_id)
-    # Plain float32 training, as under O0.
+    # Plain float32 training, as under O0, needs neither a scale nor a check.
     if not any(optimizer.scales for optimizer in named):
         yield loss.float()
         return
@@ -169,7 +169,7 @@ def scale_loss(
     scale = scaler.loss_scale()
     scaled = _scaled(loss, scale)
     backward = _BackwardPass(scale)
-    # Nothing to check where the scale makes no difference, or there is no graph.
+    # With scale 1 it does not matter which loss went backward, and without a graph none can.
     if scale == 1.0 or not scaled.requires_grad:
         backward.was_seen = True
     else:
@@ -187,7 +187,7 @@ def scale_loss(
 
 @contextmanager
 def _opened(named: Sequence[PreparedOptimizer], scale: float) -> Iterator[None]:
-    """Begin a block of these optimizers; where it raises, restore their gradients."""
+    """Begin a block of these optimizers and end it; if it raises, restore their earlier gradients."""
     begun: list[PreparedOptimizer] = []
     try:
         for optimizer in named:
@@ -215,10 +215,10 @@ def _end_block(
 ) -> list[torch.Tensor]:
     """Unscale the gradients of a block, unless that is delayed.
 
-    Return for each optimizer two flags, above 0 if not finite: of the block's gradients, and of their sum
-    with earlier ones. Return none if it is delayed.
+    Return two flags for each optimizer, which are above 0 if a value is not finite: one for the gradients of
+    the block, one for their sums with earlier gradients. Return no flags if unscaling is delayed.
     """
-    # All are checked before the first is changed.
+    # Check all optimizers before the gradients of the first are changed.
     for optimizer in named:
         optimizer.gradients.check_graph()
     overflows = []
@@ -234,7 +234,7 @@ def _update(
     scaler: Any, loss_id: int, named: Sequence[PreparedOptimizer], overflows: Sequence[torch.Tensor]
 ) -> None:
     """Update the scale, and mark the optimizers whose next step is skipped; waits once for the device."""
-    # One copy to the host for all optimizers.
+    # Copy the flags of all optimizers to the host at once, since each copy waits for the device.
     device = overflows[0].device
     flags = torch.stack([pair.to(device) for pair in overflows]).tolist()
     overflow = any(of_block > 0 for of_block, _ in flags)
@@ -242,7 +242,7 @@ def _update(
     scaler.after_block(overflow=overflow)
     scale = scaler.loss_scale()
 
-    # An overflow in one of them skips the step of all, as in apex.
+    # As in apex, an overflow in the gradients of one optimizer skips the steps of all.
     for optimizer, (_, of_sum) in zip(named, flags, strict=True):
         if overflow:
             change = f"reducing loss scale to {scale}"
@@ -273,7 +273,7 @@ def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
 
 @dataclass
 class _BackwardPass:
-    """Whether the scaled loss of a block went backward.
+    """Watch whether the scaled loss of a block goes backward, and when.
 
     It has no reference to the loss, so that the graph is freed as soon as the script drops the loss.
     """
@@ -283,7 +283,7 @@ class _BackwardPass:
     is_over: bool = False
 
     def see(self, _gradient: torch.Tensor) -> None:
-        """Hook of the scaled loss: remember its backward pass, and refuse one after the block."""
+        """Hook of the scaled loss: note its backward pass, and refuse one after the block."""
         if self.is_over:
             raise AmpError(
                 f"a loss that is scaled by {self.scale:g} went backward after its scale_loss block, so that "
@@ -292,12 +292,12 @@ class _BackwardPass:
         self.was_seen = True
 
     def check(self, named: Sequence[PreparedOptimizer]) -> None:
-        """Raise if gradients came in the block and the scaled loss did not go backward."""
+        """Raise if the block produced gradients, but not by a backward pass of the scaled loss."""
         if self.was_seen:
             return
         for optimizer in named:
-            # Gradients from before the block were set aside, so what is here came in it; those of delayed
-            # blocks are not set aside.
+            # Earlier gradients are kept apart, so that these came in the block. After a delayed block they
+            # may be from that one.
             if optimizer.gradients.delayed_scale is None and optimizer.gradients.has_gradients():
                 raise AmpError(
                     "gradients came in a scale_loss block whose own loss did not go backward: they are not "
@@ -307,7 +307,7 @@ class _BackwardPass:
 
 
 def _prepared_optimizers(optimizers: Any) -> list[PreparedOptimizer] | None:
-    """Return the optimizers of a block; None where amp was asked to do nothing with them."""
+    """Return the prepared optimizers of a block; None after ``initialize(enabled=False)``."""
     if process_state.opt_properties is None:
         raise AmpError(
             "scale_loss came before amp.initialize: call model, optimizer = amp.initialize(model, optimizer, "
@@ -339,7 +339,7 @@ def _prepared_optimizers(optimizers: Any) -> list[PreparedOptimizer] | None:
 
 
 def _scaler_for(named: Sequence[PreparedOptimizer], loss_id: int) -> Any:
-    # Each amp.initialize has scales of its own. If a block names optimizers of two, those of the last count.
+    # Each amp.initialize makes its own scalers. If a block has optimizers of two, the last optimizer decides.
     scalers = named[-1].loss_scalers
     if isinstance(loss_id, bool) or not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
         raise AmpError(
@@ -358,11 +358,11 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     Their gradients are unscaled at the end of each ``scale_loss`` block and scaled inside it: clip after the
     block.
     """
-    torchs_optimizer = optimizer_of(optimizer)
-    prepared_optimizer = prepared(torchs_optimizer)
+    torch_optimizer = optimizer_of(optimizer)
+    prepared_optimizer = prepared(torch_optimizer)
     if prepared_optimizer is not None:
         prepared_optimizer.refresh()
-    for group in torchs_optimizer.param_groups:
+    for group in torch_optimizer.param_groups:
         yield from group["params"]
 
 
@@ -392,8 +392,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     Raises:
         AmpError: ``amp.initialize`` was not called.
-        ScaleError: this is no state of ``amp``. Nothing was changed. ``narrowcast.scaling.from_state`` reads
-            states of other libraries.
+        ScaleError: ``state_dict`` is not a state of ``amp``. Nothing was changed.
+            ``narrowcast.scaling.from_state`` reads states of other libraries.
     """
     _require_initialized("load_state_dict")
     scalers = process_state.loss_scalers
@@ -423,8 +423,8 @@ def _load(number: int, scaler: LossScaler, scale: float, count: int) -> None:
         scaler._unskipped = count
         return
     kept = min(max(scale, value.min_scale), value.max_scale)
-    # The count of a static scale has no limit: it is cut here, so that a dynamic scale grows at the next good
-    # block.
+    # A state of a static scale may have counted more good blocks than a dynamic scale takes to grow. With the
+    # limited count, the scale grows at the next good block.
     scaler.value = replace(value, scale=kept, good_steps=min(count, value.growth_interval - 1))
     if kept != scale:
         maybe_print(

@@ -27,7 +27,7 @@ _NO_BIAS_CORRECTION = (
 
 
 class _ApexOptimizer(torch.optim.Optimizer):
-    """What the fused optimizers of apex have in common, in front of an optimizer of torch."""
+    """Base class of the fused optimizers; the optimizer of torch comes after it among the bases."""
 
     def __init__(self, params: Any, *, set_grad_none: bool, **settings: Any) -> None:
         self.set_grad_none = set_grad_none
@@ -47,7 +47,7 @@ class _ApexOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Copies lose their hooks. load_state_dict comes here too, without this key.
+        # A copy has no hooks. torch's load_state_dict also calls this method, without this key.
         if "set_grad_none" in state:
             self.register_step_pre_hook(_refuse_low)
 
@@ -108,7 +108,7 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
 
     ``materialize_master_grads`` has no effect: masters always have gradients here. Raises
     ``UnsupportedError`` for ``wd_after_momentum=True``, and at a step for parameters in float16 or bfloat16,
-    which torch rounds otherwise than apex did. Source: apex ``csrc/multi_tensor_sgd_kernel.cu``.
+    which torch rounds differently than apex did. Source: apex ``csrc/multi_tensor_sgd_kernel.cu``.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
                 "the gradient: leave weight_decay at 0 and multiply the parameters by 1 - lr * weight_decay "
                 "before each step, which is the same"
             )
-        # apex's lr has no default, and torch's has.
+        # In apex lr has no default, and in torch it has one.
         params = list(params)
         if lr is None and not all(isinstance(group, dict) and "lr" in group for group in params):
             raise SettingError("FusedSGD needs an lr, or one in each group of parameters")
@@ -142,7 +142,7 @@ class FusedSGD(_ApexOptimizer, torch.optim.SGD):
             weight_decay=weight_decay,
             nesterov=nesterov,
         )
-        # A group that is added later without an lr would otherwise train with this default in silence.
+        # Without this, a group that is added later without an lr would train with the default of torch.
         if lr is None:
             del self.defaults["lr"]
 
@@ -202,10 +202,10 @@ def _refuse_low(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
 
 
 def _to_torch(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of apex's optimizer as torch's optimizer saves it.
+    """Convert a state of apex's optimizer to the format of torch's; a state of torch's stays as it is.
 
-    apex counts the steps of FusedAdam once for each group, and torch for each parameter. apex's groups lack
-    the settings that only torch has: those get the values of ``optimizer``.
+    apex counts the steps of FusedAdam once for each group, and torch for each parameter. Settings that apex's
+    groups lack get the values of ``optimizer``.
     """
     groups = []
     state = dict(state_dict["state"])

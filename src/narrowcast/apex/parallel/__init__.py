@@ -19,7 +19,7 @@ __all__ = [
     "create_syncbn_process_group",
 ]
 
-# torch 2.13 renamed broadcast_buffers, and warns of the old name.
+# torch 2.13 renamed broadcast_buffers, and warns about the old name.
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -28,7 +28,7 @@ _SYNC_BUFFERS = (
 
 
 SyncBatchNorm = nn.SyncBatchNorm
-"""``apex.parallel.SyncBatchNorm``: torch's own. On a CPU it raises in training in a process group."""
+"""``apex.parallel.SyncBatchNorm``: torch's own. In a process group it raises when it trains on a CPU."""
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -40,12 +40,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Args:
         module: the model, on one device.
-        message_size: a bucket is reduced once it holds about so many float32 elements (in whole MiB).
-        delay_allreduce: reduce everything when backward has ended, and accept parameters without gradients.
-            torch then searches every graph for them, and warns once if it finds none.
+        message_size: how many float32 elements one bucket of gradients holds, rounded down to whole MiB.
+        delay_allreduce: reduce all gradients at the end of backward, and accept parameters without gradients.
+            torch then searches every graph for such parameters, and warns once if it finds none.
 
     ``allreduce_trigger_params``, ``num_allreduce_streams`` and ``prof`` have no effect: in apex they change
-    when gradients are sent, and not their values. All other arguments after ``delay_allreduce`` raise
+    when gradients are sent, but not their values. All other arguments after ``delay_allreduce`` raise
     ``SettingError`` unless they have their defaults. Source: apex ``parallel/distributed.py``.
     """
 
@@ -84,18 +84,19 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         bucket_mb = max(1, 4 * message_size // 2**20)  # a float32 element has 4 bytes
         if delay_allreduce:
-            bucket_mb = 2**20  # the whole model is one bucket, which is reduced when backward has ended
+            bucket_mb = 2**20  # holds any model, so that its one bucket is reduced at the end of backward
+        # apex leaves buffers alone after the first broadcast.
         no_sync_of_buffers: Any = {_SYNC_BUFFERS: False}
         super().__init__(
             module, **no_sync_of_buffers, bucket_cap_mb=bucket_mb, find_unused_parameters=delay_allreduce
         )
 
     def disable_allreduce(self) -> None:
-        """Leave each rank's gradients as they are from the next forward pass on, as inside ``no_sync``."""
+        """Stop reducing gradients, from the next forward pass on, as inside ``no_sync``."""
         self.require_backward_grad_sync = False
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients again from the next forward pass on, those accumulated meanwhile included."""
+        """Reduce gradients again, with those accumulated meanwhile, from the next forward pass on."""
         self.require_backward_grad_sync = True
 
 
@@ -113,7 +114,7 @@ def convert_syncbn_model(
             "second: leave it out and give tensors of shape (N, C, ...), in "
             "memory_format=torch.channels_last where that is faster"
         )
-    # Alone, without a group, torch's computes as a plain batch norm on a CPU too.
+    # Without a process group, torch's SyncBatchNorm is a plain batch norm, and runs on a CPU too.
     if dist.is_available() and dist.is_initialized() and not torch.accelerator.is_available():
         raise UnsupportedError(
             "torch's SyncBatchNorm synchronizes on CUDA and devices like it, and this machine has none: "

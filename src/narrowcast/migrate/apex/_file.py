@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from pathlib import PurePath
 
-import narrowcast.apex
 from narrowcast.migrate.apex._rewrite import RULE, Writer
 from narrowcast.migrate.apex._shape import NotCanonicalError, read_shape, refuse
 from narrowcast.migrate.source._edits import Changes, Target, remove, require_import
@@ -33,7 +32,7 @@ _AMP_CALLS = (
 )
 _DDP = ("apex.parallel.DistributedDataParallel", "apex.parallel.distributed.DistributedDataParallel")
 _TORCH_DDP = "torch.nn.parallel.DistributedDataParallel"
-# Arguments of apex's DDP that say how it sends gradients, and change no number.
+# Arguments of apex's DDP that change how it sends gradients, but not their values.
 _DDP_ARGUMENTS = {"message_size", "delay_allreduce", "num_allreduce_streams", "retain_allreduce_buffers"}
 _DDP_NOTE = (
     "torch's DistributedDataParallel needs a gradient for each parameter in each step "
@@ -68,14 +67,40 @@ _BESIDE_TORCH = (
     "computes in mixed precision"
 )
 _GRAD_SCALER = re.compile(r"(torch|narrowcast)\.((cuda\.|cpu\.)?amp\.)?(grad_scaler\.)?GradScaler$")
-# Names that the packages of narrowcast.apex lack.
-_LACKING = (
-    "apex.amp.init.",
-    "apex.parallel.LARC.",
-    "apex.parallel.Reducer.",
-    "apex.parallel.multiproc.",
-    "apex.parallel.distributed.",
-)
+# What the packages of narrowcast.apex offer, listed here because importing them would import torch. amp.init
+# is left out: narrowcast.apex has it only to raise an error.
+_NAMES_IN_NARROWCAST = {
+    "amp": (
+        "_amp_state",
+        "disable_casts",
+        "float_function",
+        "half_function",
+        "initialize",
+        "lists",
+        "load_state_dict",
+        "master_params",
+        "promote_function",
+        "register_float_function",
+        "register_half_function",
+        "register_promote_function",
+        "scale_loss",
+        "state_dict",
+    ),
+    "optimizers": (
+        "FusedAdagrad",
+        "FusedAdam",
+        "FusedLAMB",
+        "FusedMixedPrecisionLamb",
+        "FusedNovoGrad",
+        "FusedSGD",
+    ),
+    "parallel": (
+        "DistributedDataParallel",
+        "SyncBatchNorm",
+        "convert_syncbn_model",
+        "create_syncbn_process_group",
+    ),
+}
 
 
 def apex(source: Source, target: Target) -> Changes:
@@ -137,10 +162,11 @@ def _check_names(source: Source, references: list[Reference]) -> None:
     has_scaler = any(_GRAD_SCALER.match(reference.full) for reference in source.references)
     for reference in references:
         node, full = reference.node, reference.full
+        # A file with a GradScaler has two training loops, so that every use of apex in it is refused.
         if has_scaler:
             refuse(node, _BESIDE_TORCH)
         if full.startswith("apex.amp.lists."):
-            # The edit names a function: FP16_FUNCS.append("softmax").
+            # Take the function from an edit such as FP16_FUNCS.append("softmax").
             name = '"..."'
             call = source.call_of(node)
             if call is not None and call.args:
@@ -175,7 +201,7 @@ def _write_ddp(source: Source, changes: Changes, reference: Reference) -> None:
         if not is_plain(call) or len(call.args) != 1 or keywords - _DDP_ARGUMENTS:
             refuse(call, f"{reference.full} with other arguments than apex's, or the model by keyword")
         if call.keywords:
-            # All of them are apex's own, and torch's takes none of them.
+            # torch's DistributedDataParallel takes none of these arguments of apex's.
             after_model = source.span(call.args[0])[1]
             closing_bracket = source.span(call)[1] - 1
             changes.replace((after_model, closing_bracket), "")
@@ -213,7 +239,7 @@ def _move_imports(source: Source, changes: Changes) -> None:
         imports_of_apex = [statement for statement in node.body if statement in gone]
         if imports_of_apex:
             _check_try(node)
-        # Without its imports the try holds nothing.
+        # Remove a try that would be empty without its imports.
         if imports_of_apex == node.body:
             gone = [statement for statement in gone if statement not in node.body]
             gone.append(node)
@@ -258,16 +284,16 @@ def _keep(source: Source, target: Target, why: NotCanonicalError) -> Changes:
 
 def _import_from_narrowcast(source: Source, changes: Changes) -> None:
     """Import from ``narrowcast.apex`` the packages that it has; every call stays."""
-    # A name stands for apex or for narrowcast.apex in the whole file. So an import moves only if
-    # narrowcast.apex has everything that is used of its name: this collects what it lacks, by that name.
-    lacking: dict[str, list[str]] = defaultdict(list)
+    # The import of a name moves only if narrowcast.apex has everything that the file uses through that name,
+    # since a name cannot stand for apex in one place and for narrowcast.apex in another.
+    missing_by_name: dict[str, list[str]] = defaultdict(list)
     for reference in source.references:
         if _is_apex(reference.full) and not _has(reference.full):
-            lacking[reference.name].append(reference.full)
+            missing_by_name[reference.name].append(reference.full)
 
     moved: dict[ImportStatement, list[ast.alias]] = defaultdict(list)
     for imported in _apex_imports(source):
-        missing = lacking[imported.name]
+        missing = missing_by_name[imported.name]
         if not _has(imported.full):
             missing = [imported.full]
         if not missing:
@@ -287,11 +313,14 @@ def _import_from_narrowcast(source: Source, changes: Changes) -> None:
 
 
 def _has(full: str) -> bool:
-    """Return whether narrowcast.apex has a name: its packages have all public names of apex but a few."""
-    _, *rest = full.split(".")
-    is_known = not rest or rest[0] == "*" or rest[0] in narrowcast.apex.__all__
-    # With the dot, a name matches itself and its attributes, but not a longer name that begins alike.
-    return is_known and not f"{full}.".startswith(_LACKING)
+    """Return whether narrowcast.apex has what apex calls ``full``, as ``"apex.amp.scale_loss"``."""
+    # The package, a name in it, and attributes of that. The first two may be missing, or a star.
+    _, *parts = full.split(".")
+    if not parts or parts == ["*"]:
+        return True
+    if parts[0] not in _NAMES_IN_NARROWCAST:
+        return False
+    return len(parts) == 1 or parts[1] in ("*", *_NAMES_IN_NARROWCAST[parts[0]])
 
 
 def _narrowcast_imports(statement: ImportStatement, aliases: list[ast.alias]) -> list[str]:

@@ -1,7 +1,7 @@
 """Write the canonical training step of apex with a ``GradScaler`` and an autocast region of torch.
 
-apex casts wherever a listed function is called; a region has a beginning and an end. apex's gradients are
-unscaled when a block ends, torch's when the scaler steps, unless ``unscale_`` is called before.
+apex casts wherever a listed function is called, and torch only inside a region. apex unscales gradients at
+the end of a ``scale_loss`` block, and torch in the scaler's step, unless ``unscale_`` is called before.
 """
 
 from __future__ import annotations
@@ -70,12 +70,14 @@ class Writer:
 
         function = source.function(setup.statement)
         is_beside = source.function(self._shape.block.statement) is function
-        is_local = is_beside
+        is_used_elsewhere = not is_beside
         for reference in self._states:
-            is_local = is_local and source.function(reference.node) is function
+            if source.function(reference.node) is not function:
+                is_used_elsewhere = True
 
-        # Code that other functions run, or that runs without amp.initialize, needs a scaler that is off.
-        is_out_of_reach = function is not None and not is_local
+        # If amp.initialize may not run, or another function uses the scaler too, the module gets a scaler
+        # that is off, and the one that is made here replaces it.
+        is_out_of_reach = function is not None and is_used_elsewhere
         if setup.condition is not None or is_out_of_reach:
             self._insert_at_top(f"{made}, enabled=False)")
             if function is not None:
@@ -100,7 +102,7 @@ class Writer:
         self._changes.insert(at, text)
 
     def _write_step(self) -> None:
-        """Scale the loss where the block was, and let the scaler step."""
+        """Replace the block by a backward pass of the scaled loss, and let the scaler step and update."""
         source, block, step = self._source, self._shape.block, self._shape.step
         # The backward pass itself stays, with its arguments.
         backward = block.statement.body[0].value  # type: ignore[attr-defined]
@@ -141,7 +143,7 @@ class Writer:
         call = getattr(statements[0], "value", None)
         if not isinstance(call, ast.Call) or source.names.full(call.func) not in _CLIPS:
             return False
-        # Of model.parameters() it is not known whether the optimizer has exactly these.
+        # The scaler clips what the optimizer has, and model.parameters() may differ from that.
         is_of_masters = bool(call.args) and call.args[0] is source.call_of(masters[0].node)
         has_known_arguments = len(call.args) <= 3
         for keyword in call.keywords:
@@ -158,21 +160,21 @@ class Writer:
         source, block = self._source, self._shape.block
         line = f"{self._scaler}.unscale_({self._shape.setup.optimizer})"
         if block.clips:
-            # The block is dissolved, and what it held moves out to its indentation.
+            # unwrap moves the clipping to the indentation of the block, and so this line stands there too.
             at = source.span_of_lines(block.clips[0])[0]
             self._changes.insert(at, source.indent(block.statement) + line + source.newline)
         elif self._shape.between:
             insert_after(source, self._changes, block.statement, line)
 
     def _write_master_params(self, reference: Reference) -> None:
-        """Write the parameters of the model, or where that is not plain those of the optimizer's groups."""
+        """Write the model's parameters if the optimizer has exactly these, else those of its groups."""
         source, setup = self._source, self._shape.setup
         call = source.call_of(reference.node)
         if call is None or len(call.args) != 1 or call.keywords:
             refuse(reference.node, "amp.master_params without its optimizer written out")
         optimizer = source.code(call.args[0])
         parameters = f"{setup.model}.parameters()"
-        # Beside the block the model is known to be in reach.
+        # In the function of the block, the name of the model is defined.
         is_beside = source.function(call) is source.function(self._shape.block.statement)
         if is_beside and optimizer == setup.optimizer and _is_made_of(source, optimizer, parameters):
             code = parameters
@@ -191,7 +193,7 @@ class Writer:
 
 
 def _is_made_of(source: Source, optimizer: str, parameters: str) -> bool:
-    """Return whether each optimizer of this name is made of these parameters, and gets no more."""
+    """Return whether each assignment makes the optimizer of these parameters, and nothing adds others."""
     if "add_param_group" in source.text:
         return False
     is_made = False
@@ -208,7 +210,7 @@ def _is_made_of(source: Source, optimizer: str, parameters: str) -> bool:
 def _free_name(source: Source) -> str:
     """Return a name for the scaler that the file does not use."""
     taken = source.names.taken()
-    # self.scaler is another object too, and one name for both would mislead.
+    # A file with self.scaler gets another name, so that the two are not confused.
     taken |= {node.attr for node in source.nodes if isinstance(node, ast.Attribute)}
     free = [name for name in _SCALER_NAMES if name not in taken]
     if not free:

@@ -99,7 +99,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Surrounding:
-    """A suite around the block: its statements before and after the one that is the block or holds it."""
+    """A suite around the block, split at the statement that is the block or contains it."""
 
     before: list[ast.stmt]
     statement: ast.stmt
@@ -277,9 +277,8 @@ def _check_body(source: Source, block: ast.With, scaled: str) -> None:
 
 
 def _surroundings(source: Source, setup: Setup, block: Block) -> list[_Surrounding]:
-    """Return the suite of the block, and that around the ``if`` for mixed precision in which it stands."""
-    # The if skips the block where mixed precision is off; the step may stand behind the if, in the suite
-    # around it.
+    """Return the suite of the block, and if that suite is of an ``if``, the suite around the ``if`` too."""
+    # The step may stand in either suite: it is often shared by the branches with and without mixed precision.
     statements: list[ast.stmt] = [block.statement]
     outer = source.parents[block.statement]
     if isinstance(outer, ast.If):
@@ -298,7 +297,7 @@ def _surroundings(source: Source, setup: Setup, block: Block) -> list[_Surroundi
 def _find_step(
     source: Source, setup: Setup, surroundings: list[_Surrounding]
 ) -> tuple[ast.stmt, list[ast.stmt]]:
-    """Return the step behind the block, and the statements between the two."""
+    """Return the first step of the optimizer after the block, and the statements between the two."""
     between: list[ast.stmt] = []
     for surrounding in surroundings:
         for statement in surrounding.after:
@@ -314,7 +313,7 @@ def _find_forward(
     source: Source, setup: Setup, block: Block, surroundings: list[_Surrounding]
 ) -> list[ast.stmt]:
     """Return the statements from the first that uses the model to the last that sets the loss."""
-    # Take the inner suite if it sets the loss: the outer one then only gives the loss its first value.
+    # Prefer the inner suite: if both set the loss, the outer one only initializes it.
     forward: list[ast.stmt] = []
     for surrounding in surroundings:
         forward = list(surrounding.before)
@@ -347,7 +346,7 @@ def _has(source: Source, statement: ast.stmt, name: str, context: type[ast.expr_
     return False
 
 
-# ---- what would make a scaler train otherwise than apex
+# ---- refuse what would train differently with a scaler than with apex
 
 
 def _nodes(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
@@ -356,15 +355,15 @@ def _nodes(statements: Iterable[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _check_flow(source: Source, shape: Shape) -> None:
-    """Refuse what may leave between the backward pass and the scaler's update."""
-    # A scaler raises where gradients are unscaled a second time without an update between.
+    """Refuse code that may skip the scaler's update after a backward pass."""
+    # Without the update, the scaler raises when the next iteration unscales gradients again.
     for node in _nodes(shape.between):
         if isinstance(node, _JUMPS):
             reason = "this may leave between the backward pass and the step, which a scaler refuses"
             refuse(node, f"{reason}: step in an if instead")
-    # Only this function is read, not its callers. An exception that a caller catches does no harm if this
-    # function makes the scaler. A scaler that was made outside still counts the gradients as unscaled: it
-    # raises at the next unscale_, so nothing trains on wrong numbers.
+    # Only a try in this function can be seen. If a caller catches an exception, nothing trains on wrong
+    # numbers either: this function makes a new scaler in its next call, or a scaler that was made outside
+    # raises at the next unscale_.
     for outer in source.around(shape.block.statement):
         if isinstance(outer, Function):
             break
@@ -384,15 +383,15 @@ def _check_rest(source: Source, shape: Shape, surroundings: list[_Surrounding]) 
     for node in source.nodes:
         if node in known or not isinstance(node, ast.Attribute):
             continue
-        # The scaler would unscale what was never scaled.
+        # The scaler would divide gradients by a scale that they were not multiplied by.
         if node.attr == "backward" and source.call_of(node) is not None:
             refuse(node, "a backward pass without amp.scale_loss: put it into a block of amp.scale_loss")
-        # The step would be taken on scaled gradients, or twice on the same ones.
+        # Such a step would use scaled gradients, or the same gradients a second time.
         if node.attr == "step" and source.code(node.value) == shape.setup.optimizer:
             refuse(
                 node, "another step of this optimizer, or one that is passed on: step once, behind the block"
             )
-        # apex's gradients are true everywhere outside of its blocks.
+        # In apex, gradients are unscaled everywhere outside of the blocks.
         if node.attr == "grad" and node not in unscaled:
             reason = "gradients are used here, and those of a scaler may be scaled"
             refuse(node, f"{reason}: use them between the backward pass and the step")
@@ -400,7 +399,7 @@ def _check_rest(source: Source, shape: Shape, surroundings: list[_Surrounding]) 
 
 def _check_cleared(source: Source, shape: Shape, surroundings: list[_Surrounding]) -> None:
     """Refuse gradients that are not cleared for each step: scaled and unscaled ones would add up."""
-    # What runs after the step: the rest of its suite, then what stands behind the if.
+    # The statements that run after the block: the rest of its suite, then what follows the if around it.
     after: list[ast.stmt] = []
     for surrounding in surroundings:
         for statement in surrounding.before:

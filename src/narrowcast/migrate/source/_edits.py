@@ -1,4 +1,4 @@
-"""Edits of a text, findings about it, and the statements and imports that edits add, move and remove."""
+"""Edits of a text, findings about it, and helpers that add, move and remove statements and imports."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Finding:
         path: of the file, as it was given.
         line, column: in the file as it was read, from 1, in characters.
         rule: short name of what was looked for, as ``"apex"`` or ``"clip-before-unscale"``.
-        message: what is there, why it matters, and what to write where it is left alone.
-        fixed: whether the lines were changed; False: they are as they were.
+        message: what was found and why it matters; if it was not changed, also what to write instead.
+        fixed: whether the code was changed.
     """
 
     path: str
@@ -111,13 +111,13 @@ class Applied:
         self.text = "".join(pieces)
 
     def origin(self, offset: int) -> int:
-        """Return the old offset of a character; for an inserted one the place of the insertion."""
+        """Return the old offset of a character of the new text; for inserted text, where it was inserted."""
         next_mark = bisect_right(self._marks, offset, key=lambda mark: mark[0])
-        # Count on from the last mark that is not behind the character.
+        # Between two marks both texts are the same: add the distance from the mark before the character.
         new, old = self._marks[next_mark - 1]
         place = old + offset - new
 
-        # Inside inserted text, go no further than the end of what it replaced.
+        # Inserted text may be longer than what it replaced: stop at the end of that.
         if next_mark < len(self._marks):
             _, next_old = self._marks[next_mark]
             place = min(place, next_old)
@@ -125,7 +125,7 @@ class Applied:
 
 
 def origin(trail: Sequence[Applied], offset: int) -> int:
-    """Return the offset in the first of a sequence of texts, each made from the one before."""
+    """Map an offset in the last of several texts, each edited from the previous one, to the first text."""
     for applied in reversed(trail):
         offset = applied.origin(offset)
     return offset
@@ -137,11 +137,11 @@ def origin(trail: Sequence[Applied], offset: int) -> int:
 def remove(source: Source, changes: Changes, statements: Sequence[ast.stmt]) -> None:
     """Remove statements with their lines.
 
-    ``pass`` replaces one that shares its line, and one of a suite that would be empty.
+    A statement that shares its line with another is replaced by ``pass``. A suite that would be empty keeps
+    one ``pass``.
     """
     filled: list[list[ast.stmt]] = []  # suites that have got a ``pass``
     for statement in statements:
-        # A suite that loses all of its statements gets one ``pass``, not one for each.
         suite = source.suite(statement)
         is_emptied = all(other in statements for other in suite)
         needs_pass = is_emptied and suite is not source.tree.body and suite not in filled
@@ -173,8 +173,7 @@ def _indentation(source: Source) -> str:
 
 
 def unwrap(source: Source, changes: Changes, statement: ast.With) -> None:
-    """Replace a ``with`` by its body, which stands on lines of its own."""
-    # The lines of the header go, and those of the body move to the left.
+    """Remove the header of a ``with``, and move its body, which is on lines of its own, to the left."""
     whole_begin, _ = source.span_of_lines(statement)
     begin, end = source.span_of_lines(statement.body[0], statement.body[-1])
 
@@ -197,7 +196,7 @@ def _is_comment(source: Source, line: int) -> bool:
 
 
 def _movable_lines(source: Source, begin: int, end: int) -> list[int]:
-    """Return the starts of the lines that may be indented: no blank ones, none that begin inside a string."""
+    """Return the starts of the lines to indent: not those of blank lines, nor of lines inside a string."""
     first, _ = source.line_of(begin)
     last, _ = source.line_of(end - 1)
     in_strings = _lines_in_strings(source)
@@ -216,7 +215,7 @@ def _lines_in_strings(source: Source) -> set[int]:
     for node in source.nodes:
         if not isinstance(node, ast.Constant | ast.JoinedStr) or node.end_lineno in (None, node.lineno):
             continue
-        # Strings side by side in brackets are one node too, and their lines may move.
+        # Adjacent one-line strings in brackets are one node too, and their lines may move.
         code = source.code(node)
         if '"""' in code or "'''" in code or "\\\n" in code or "\\\r" in code:
             lines |= set(range(node.lineno + 1, (node.end_lineno or 0) + 1))
@@ -233,7 +232,7 @@ def is_one_line(
 
 
 def between_statements(source: Source, statement: ast.stmt) -> str:
-    """Return what separates two statements that take the place of ``statement``."""
+    """Return the text to write between two statements that replace ``statement``."""
     return source.newline + source.indent(statement) if source.stands_alone(statement) else "; "
 
 
@@ -267,7 +266,7 @@ def require_import(source: Source, changes: Changes, name: str, module: str) -> 
     if any(edit.text == line for edit in changes.edits):
         return
     at = _after_first_imports(source)
-    # Before anything else that is inserted there, which may need it.
+    # The import comes before other code that is inserted there, since that code may use it.
     changes.edits.insert(0, Edit(at, at, line))
 
 
@@ -291,7 +290,7 @@ def _after_first_imports(source: Source) -> int:
             break
         last = statement
     if last is not None:
-        # Code on the line of an import may need what is inserted.
+        # Other code on the line of the last import may use the new one, which then comes before that line.
         begin, end = source.span_of_lines(last)
         return end if source.stands_alone(last) else begin
     # A file may begin with "#!" and its encoding.

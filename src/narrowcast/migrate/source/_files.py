@@ -20,7 +20,7 @@ from narrowcast.errors import FileError
 from narrowcast.migrate.source._edits import Finding
 
 _SKIPPED = {"__pycache__", "node_modules", "site-packages"}
-# A file without any of these has nothing that a stage looks for.
+# No stage finds anything in a file that matches none of these.
 WORDS = re.compile(
     rb"\bapex\b|\bamp\b|autocast|GradScaler|custom_fwd|custom_bwd|unscale_|\.scale\(|\bStepper\b"
 )
@@ -54,10 +54,8 @@ class FileOutcome:
 def python_files(paths: Iterable[Path]) -> list[Path]:
     """Return the files in ``paths`` and the ``*.py`` in folders of ``paths``, each once.
 
-    They are in the order of ``paths``, and sorted inside each folder.
-
-    Hidden folders, environments, caches and symbolic links inside a folder are skipped; all of these can be
-    given as a path of their own.
+    They are in the order of ``paths``, and sorted inside each folder. Hidden folders, environments, caches
+    and symbolic links inside a folder are skipped, unless they are in ``paths`` themselves.
 
     Raises:
         FileError: a path is missing, or is a notebook.
@@ -106,7 +104,7 @@ def _files_in(folder: Path, ending: str = ".py") -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not _is_skipped(Path(root, name)))
         for name in sorted(files):
             path = Path(root, name)
-            # Editors lock a file by a link that leads nowhere, and reading a pipe would wait.
+            # Skip the broken links by which editors lock files, and pipes, which would block the reader.
             if name.endswith(ending) and path.is_file() and not path.is_symlink():
                 yield path
 
@@ -142,7 +140,8 @@ def write(outcome: FileOutcome) -> None:
         text, encoding, mark = decoded(path.read_bytes())
         if text != outcome.before:
             raise FileError(f"{outcome.path} has changed since it was read: migrate it again")
-        if not path.stat().st_mode & stat.S_IWUSR:  # a rename does not ask for permission
+        # A rename would replace a read-only file too.
+        if not path.stat().st_mode & stat.S_IWUSR:
             raise PermissionError(errno.EACCES, "it is read-only")
         with replacing(path) as file:
             file.write(mark + outcome.after.encode(encoding))

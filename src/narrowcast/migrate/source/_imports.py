@@ -1,4 +1,4 @@
-"""Imports and arguments as pieces of text: moved to another module, or removed."""
+"""Move imports to another module or remove them, as edits of the text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def move_imports(
 
     Args:
         home: maps an old full name to the new one, whose last part is the same; to ``GONE`` if the import
-            goes, to None if it stays.
+            is removed, and to None if it stays.
     """
-    # By statement: its names that leave, each with the new full name or GONE.
+    # For each statement, the names that move or are removed, with their new full names or GONE.
     new_names: dict[ImportStatement, dict[ast.alias, str]] = defaultdict(dict)
     for imported in source.imports:
         new = home(imported.full)
@@ -33,17 +33,18 @@ def move_imports(
             new_names[imported.statement][imported.alias] = new
 
     gone: list[ast.stmt] = []
-    for statement, news in new_names.items():
-        lines = _new_imports(source, statement, news)
-        modules = {_module_of(new) for new in news.values()}
-        is_whole = len(news) == len(statement.names)
+    for statement, new_by_alias in new_names.items():
+        lines = _new_imports(source, statement, new_by_alias)
+        modules = {_module_of(new) for new in new_by_alias.values()}
+        is_whole = len(new_by_alias) == len(statement.names)
         if is_whole and not lines:
             gone.append(statement)
         elif is_whole and len(modules) == 1 and isinstance(statement, ast.ImportFrom):
             # Only the module is replaced, so that comments and brackets stay.
-            set_module(source, changes, statement, *modules)
+            (module,) = modules
+            set_module(source, changes, statement, module)
         else:
-            replace_names(source, changes, statement, list(news), lines)
+            replace_names(source, changes, statement, list(new_by_alias), lines)
     return gone
 
 
@@ -51,11 +52,11 @@ def _module_of(full: str) -> str:
     return full.rpartition(".")[0]
 
 
-def _new_imports(source: Source, statement: ImportStatement, news: dict[ast.alias, str]) -> list[str]:
-    """Return the statements that import the names of ``statement`` from where they are now."""
+def _new_imports(source: Source, statement: ImportStatement, new_by_alias: dict[ast.alias, str]) -> list[str]:
+    """Return the statements that import the moved names of ``statement`` from their new modules."""
     from_modules: dict[str, list[str]] = defaultdict(list)
     lines: list[str] = []
-    for alias, new in news.items():
+    for alias, new in new_by_alias.items():
         if new == GONE:
             continue
         if isinstance(statement, ast.ImportFrom):
@@ -63,8 +64,7 @@ def _new_imports(source: Source, statement: ImportStatement, news: dict[ast.alia
         elif alias.asname:
             lines.append(f"import {new} as {alias.asname}")
         else:
-            # "import torch.cuda.amp" binds torch too: where no other import does, "import torch" takes its
-            # place.
+            # "import torch.cuda.amp" binds torch. Unless another import binds it, "import torch" replaces it.
             package = new.partition(".")[0]
             is_imported = False
             for other in source.imports:
@@ -94,7 +94,7 @@ def replace_names(
     leaving: Collection[ast.alias],
     lines: list[str],
 ) -> None:
-    """Take names out of an import statement, and put further statements behind it."""
+    """Remove the names ``leaving`` from an import statement, and insert ``lines`` after it."""
     between = between_statements(source, statement)
     names = statement.names
     kept = [alias for alias in names if alias not in leaving]
@@ -115,5 +115,5 @@ def replace_names(
 
 
 def open_bracket(source: Source, call: ast.Call) -> int:
-    """Return the character after the opening bracket of a call."""
+    """Return the offset just after the opening bracket of a call."""
     return source.text.index("(", source.span(call.func)[1]) + 1

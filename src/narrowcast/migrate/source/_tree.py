@@ -55,7 +55,7 @@ class Imported:
 
 
 class Names:
-    """What each name of a file is bound to, wherever that is.
+    """What each name of a file is bound to, in all of its scopes together.
 
     A name that is bound more than once is known only if all imports agree and nothing else binds it. A
     binding to None, True or False, as after a failed import, does not count.
@@ -72,7 +72,7 @@ class Names:
                     bound.add(full)
 
     def full(self, node: ast.AST) -> str | None:
-        """Return the full dotted name of a name or of its attributes; None if it is not only imported.
+        """Return the full dotted name of a name or of its attributes; None if anything but imports binds it.
 
         ``autocast`` after ``from torch.cuda.amp import autocast`` is ``"torch.cuda.amp.autocast"``.
         """
@@ -143,7 +143,7 @@ class Source:
         self.path = path
         self.text = text
         try:
-            # Parsing warns about invalid escapes, which are none of our business.
+            # Parsing warns about invalid escapes, which a migration does not report.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.tree = ast.parse(text)
@@ -188,7 +188,7 @@ class Source:
         for node in self.nodes:
             if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
                 continue
-            # The longest chain of attributes: apex.amp.scale_loss, and not apex alone.
+            # Take the longest chain of attributes: apex.amp.scale_loss, and not apex alone.
             whole: ast.expr = node
             outer = self.parents[node]
             while isinstance(outer, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Methods of ``torch.Tensor``: those of its own, and those that have the name of a listed torch function."""
+"""Methods of ``torch.Tensor``: its operators, and methods with the name of a listed ``torch`` function."""
 
 from torch import Tensor as MODULE
 
@@ -14,11 +14,12 @@ _OPERATORS = [
 ]  # fmt: skip
 
 
-def _methods(*names: str) -> list[str]:
+# Not every listed function of torch is a method of tensors too.
+def _existing(*names: str) -> list[str]:
     return [name for name in names if hasattr(MODULE, name)]
 
 
-FP16_FUNCS = _methods("__matmul__", *torch_overrides.FP16_FUNCS)
-FP32_FUNCS = _methods("__ipow__", "__pow__", "__rpow__", "cpu", *torch_overrides.FP32_FUNCS)
-CASTS = _methods(*_OPERATORS, *torch_overrides.CASTS)
+FP16_FUNCS = _existing("__matmul__", *torch_overrides.FP16_FUNCS)
+FP32_FUNCS = _existing("__ipow__", "__pow__", "__rpow__", "cpu", *torch_overrides.FP32_FUNCS)
+CASTS = _existing(*_OPERATORS, *torch_overrides.CASTS)
 SEQUENCE_CASTS: list[str] = []
