@@ -265,9 +265,10 @@ def _errors_of_torch() -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            rank, cause = 0, error
+            rank = 0
+            cause: BaseException = error
             if error.failures:
-                # By rank; each is an exception with its traceback.
+                # A dict from ranks to pairs of an exception and its traceback.
                 rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointError(f"torch.distributed.checkpoint failed on rank {rank}: {cause}") from error
 
