@@ -16,6 +16,7 @@ from narrowcast.errors import PolicyError, few
 from narrowcast.policy import Policy, Rule, class_names, format_name, rules_for
 
 HOSTS = ("narrowcast.", "torch.", "lightning", "pytorch_lightning", "accelerate.", "transformers.", "trl.")
+"""Prefixes of the modules that warnings pass over, to name a line of the user's own code."""
 
 
 class FirstStep:

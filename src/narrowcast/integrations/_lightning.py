@@ -43,6 +43,7 @@ class Plugin:
         skipped_steps: how many steps were skipped since the plugin was made.
     """
 
+    # For messages: what to write in this host.
     _how_to_connect: str
     _advice: str
     _how_to_backward: str
@@ -61,6 +62,7 @@ class Plugin:
         self._skips: HostSkips | None = None
         self.last_result: StepResult | None = None
         self.skipped_steps = 0
+        # The handle of the scaler's listener that counts skipped steps.
         self._counting: Any = None
         self._formats: dict[str, torch.dtype] = {}
         self._regions: list[ModelRegion] = []
@@ -77,6 +79,7 @@ class Plugin:
         # Whether the host trains, and does not only evaluate.
         self._trains = True
         self._updates = ScaleUpdates()
+        # Whether the host has scaled a loss at all.
         self._was_scaled = False
         self._steps_of_host = StepsOfHost(self._how_to_step)
         self._changed = ChangedGradients(self._how_to_backward, self._how_to_clip)

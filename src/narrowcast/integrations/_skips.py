@@ -19,7 +19,7 @@ class HostSkips:
     Args:
         policy: that of the training.
         mixed: calls a module by the policy.
-        model: the one that rules for modules start at; None: each module that is called.
+        model: the model in which the paths of rules start; None: each module that is called.
     """
 
     def __init__(self, policy: Policy, mixed: Caller, model: torch.nn.Module | None = None) -> None:

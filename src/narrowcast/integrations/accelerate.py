@@ -157,7 +157,9 @@ class Attachment:
         self._prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}
         self._updates = ScaleUpdates()
+        # Whether ``accelerator.backward`` has scaled a loss at all.
         self._was_scaled = False
+        # Whether Accelerate's own clipping is running.
         self._is_clipping = False
         self._steps_of_host = StepsOfHost(
             "pass the optimizer to prepare too, and step what it returns (or accelerator.prepare, later)"

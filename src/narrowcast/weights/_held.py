@@ -71,8 +71,8 @@ def hold(
     Args:
         optimizer: any that takes dense gradients and reads its parameters from ``param_groups``.
         updates: ``"masters"``, ``"kahan"`` or ``"stochastic"``.
-        originals: float32 values by low parameter, as ``lower`` returns them, to start from where they round
-            to the low value; copied. Not for ``"stochastic"``.
+        originals: float32 values by low parameter, as ``lower`` returns them, to start from. An element that
+            does not round to the low value is not used. Copied. Not for ``"stochastic"``.
         generator: for ``"stochastic"``, of the device of the parameters. By default each device has its own,
             with a fixed seed, so that replicas on several ranks round alike.
 

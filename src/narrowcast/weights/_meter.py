@@ -35,8 +35,8 @@ class SurvivingUpdates:
         group: position in ``optimizer.param_groups``.
         format: that of the parameters, as "bf16"; for held ones that of the low parameters.
         updates: ``"masters"``, ``"kahan"`` or ``"stochastic"`` for held parameters, else ``"nearest"``.
-        intended_elements: how many updates of single elements, over all steps, were not zero in float32. NaN
-            counts.
+        intended_elements: how many updates of single elements, over all steps, were not zero in float32;
+            updates of NaN count too.
         swallowed_elements: how many of these left the element with the value from before the step.
         effective_gain: <applied, intended> / <intended, intended> over all of them: 1 for the full step,
             below 1 for a shorter one. NaN if no update was intended, or if the value before the step, the

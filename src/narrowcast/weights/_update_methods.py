@@ -69,7 +69,7 @@ class UpdateMethod:
         raise NotImplementedError
 
     def write(self, pairs: Sequence[Pair]) -> None:
-        """Update the low parameters and what is kept from the working parameters."""
+        """Write the values of the working parameters into the low parameters and into what is kept."""
         raise NotImplementedError
 
     def kept(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
@@ -291,7 +291,8 @@ def narrow_state(optimizer: torch.optim.Optimizer, working: torch.Tensor, low: t
     """Move the state of ``working`` back to ``low``, rounded to nearest, as torch loads it."""
 
     def narrowed(key: Any, tensor: torch.Tensor) -> torch.Tensor:
-        # Of a parameter without dimensions, moments have none either.
+        # Counts have no dimensions. If the parameter has none, its moments have none either: then counts are
+        # known by their names.
         is_scalar = tensor.dim() == 0
         if low.dim() == 0:
             is_scalar = key in _SCALARS
