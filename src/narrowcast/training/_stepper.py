@@ -174,7 +174,7 @@ class Stepper:
         """The region for forward pass and loss, in the policy's format; may be entered several times a step.
 
         Args:
-            name: of the optimizer that steps next, where they have names; another one is an error.
+            name: that of the optimizer that steps next, if they have names; an unknown name is an error.
         """
         groups = self._groups_called(name)
         # Without gradients, as in ``evaluate``, no micro-batch begins.
