@@ -52,10 +52,10 @@ class StepsOfHost:
             reference = weakref.ref(self)
 
             def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-                steps = reference()
+                steps_of_host = reference()
                 # A step that a scaler makes goes through an integration, this one or that of another host.
-                if steps is not None and not some_scaler_steps():
-                    steps._refuse_or_warn(optimizer)
+                if steps_of_host is not None and not some_scaler_steps():
+                    steps_of_host._refuse_or_warn(optimizer)
 
             self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 

@@ -365,7 +365,7 @@ class TrainerPlugin(Plugin):
         for config in lr_schedulers:
             # A scheduler with a frequency of n would lose n steps for one that was skipped.
             if config.interval == "step" and config.frequency == 1:
-                _hold(config.scheduler, self._results)
+                _pause_after_skips(config.scheduler, self._results)
         return model, optimizers, lr_schedulers
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
@@ -453,14 +453,14 @@ def _has_one_of(model: torch.nn.Module, weights: set[int]) -> bool:
     return any(id(parameter) in weights for parameter in model.parameters())
 
 
-def _hold(scheduler: Any, results: Mapping[torch.optim.Optimizer, StepResult | None]) -> None:
+def _pause_after_skips(scheduler: Any, results: Mapping[torch.optim.Optimizer, StepResult | None]) -> None:
     """Have ``scheduler.step`` do nothing after a step of its optimizer that was skipped."""
     kind = type(scheduler)
 
-    def step(held: Any, *args: Any, **kwargs: Any) -> None:
-        result = results.get(held.optimizer)
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        result = results.get(self.optimizer)
         if result is None or not result.skipped:
-            kind.step(held, *args, **kwargs)
+            kind.step(self, *args, **kwargs)
 
     # A subclass, since an attribute ``step`` of the scheduler itself would be saved in its state.
     names = {"step": step, "__module__": kind.__module__, "__qualname__": kind.__qualname__}

@@ -65,8 +65,8 @@ class ScaleUpdates:
         Raises:
             OrderError: an optimizer holds gradients that are unscaled, to which scaled ones would be added.
         """
-        left = [each for each in self.unscaled if optimizers is None or each in optimizers]
-        holding = [each for each in left if has_gradients(each)]
+        unscaled = [each for each in self.unscaled if optimizers is None or each in optimizers]
+        holding = [each for each in unscaled if has_gradients(each)]
         if not self.is_due:
             # The loop unscaled and zeroed the gradients, and made no step, as for a norm that is not finite.
             if self.unscaled and not holding:

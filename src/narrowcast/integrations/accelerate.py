@@ -317,21 +317,13 @@ class Attachment:
                 "scaler=nc.GradScaler(...)"
             )
 
+        arguments: list[Callable[[], Any]] = []
         if closure is not None:
             # If an update is due, make it now: otherwise ``backward``, which the closure calls, would make it
             # inside the step, where the scaler refuses it.
             self.update()
+            arguments.append(self._checked_closure(optimizer, closure, is_first=is_first))
 
-        def evaluate() -> Any:
-            assert closure is not None
-            # Each evaluation has gradients of its own, which are scaled.
-            self._updates.unscaled.discard(optimizer.optimizer)
-            loss = closure()
-            if is_first:
-                self._prove(optimizer)
-            return loss
-
-        arguments = () if closure is None else (evaluate,)
         try:
             result: StepResult = self.scaler.step(optimizer.optimizer, *arguments)
         except ScaleCollapseError:
@@ -351,6 +343,21 @@ class Attachment:
         if self._skips is not None:
             self._skips.step_ended(result, self.scaler, self._formats, may_step_again=not is_only)
         return result
+
+    def _checked_closure(
+        self, optimizer: _Optimizer, closure: Callable[[], Any], *, is_first: bool
+    ) -> Callable[[], Any]:
+        """Return a closure that evaluates ``closure``, and in the first step proves the policy."""
+
+        def evaluate() -> Any:
+            # Each evaluation has gradients of its own, which are scaled.
+            self._updates.unscaled.discard(optimizer.optimizer)
+            loss = closure()
+            if is_first:
+                self._prove(optimizer)
+            return loss
+
+        return evaluate
 
     def update(self) -> None:
         """Move the scale, if a step was made since the last time."""

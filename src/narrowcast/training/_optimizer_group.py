@@ -238,6 +238,7 @@ class OptimizerGroup:
         return self._guarded(step)
 
     def _guarded(self, step: Callable[[], StepResult]) -> StepResult:
+        """Call ``step`` and move the scale; after an error, forget the step that was begun."""
         self.stepping = True
         try:
             result = step()
