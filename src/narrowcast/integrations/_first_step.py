@@ -16,6 +16,7 @@ from narrowcast.errors import PolicyError, few
 from narrowcast.policy import Policy, Rule, class_names, format_name, rules_for
 
 HOSTS = ("narrowcast.", "torch.", "lightning", "pytorch_lightning", "accelerate.", "transformers.", "trl.")
+"""Prefixes of the modules that warnings pass over, to name a line of the user's own code."""
 
 
 class FirstStep:
@@ -49,9 +50,9 @@ class FirstStep:
         self._called_with_gradients = False
         self._was_traced = False
         self.has_ended = False
-        # The paths that each rule names; it does nothing where none of them is called.
+        # The paths of the modules that each rule names. If none of these is called, the rule has no effect.
         self._paths_of_rule: dict[Rule, list[str]] = {}
-        # What was called outside of torch.compile's tracing, with gradients or without.
+        # The paths that were called outside of torch.compile's tracing, with gradients or without.
         self._called: set[str] = set()
         self._differences: dict[str, str] = {}
         self._handles = []
@@ -97,7 +98,7 @@ class FirstStep:
         )
 
     def _why(self, path: str, layer: torch.nn.Module) -> str:
-        """Return what was seen at a layer that computed in another format, and what to change."""
+        """Return, for a message, why a layer computed in another format, and what to change."""
         expected = self._expected[path]
         weight: Any = layer.weight
         # FSDP gathers weights in the format that they compute in.
@@ -168,7 +169,7 @@ class FirstStep:
         for paths in self._paths_of_rule.values():
             layers = [path for path in paths if path in self._expected]
             if self._called.isdisjoint(paths):
-                # Of a rule that names only containers, these are listed.
+                # A rule that names no layers names containers: list these.
                 uncalled += layers or paths
             else:
                 uncalled += [path for path in layers if path not in self._called]

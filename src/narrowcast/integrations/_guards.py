@@ -19,9 +19,9 @@ from narrowcast.integrations._first_step import HOSTS
 class StepsOfHost:
     """Notices steps that bypass the integration, until the first step of each model has gone through it.
 
-    With a loss scale such a step would use scaled gradients, and raises; without one it is not checked, which
-    a warning says. torch calls a hook before the step of every optimizer; it is there only as long as a model
-    waits for its first step.
+    With a loss scale such a step would use scaled gradients, and raises. Without one its gradients are not
+    checked, which a warning says. While a model waits for its first step, a hook is called before each step
+    of every optimizer; afterwards the hook is removed.
 
     Args:
         advice: what to write instead.
@@ -48,14 +48,14 @@ class StepsOfHost:
         self._models.add(model)
         self._ignored.clear()
         if not self.is_on:
-            # The hook is torch's for the whole process, and does not keep this object alive.
+            # The hook is called for every optimizer of the process. It must not keep this object alive.
             reference = weakref.ref(self)
 
             def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-                steps = reference()
-                # All integrations step by a scaler, this one or that of another host.
-                if steps is not None and not some_scaler_steps():
-                    steps._refuse_or_warn(optimizer)
+                steps_of_host = reference()
+                # A step that a scaler makes goes through an integration, this one or that of another host.
+                if steps_of_host is not None and not some_scaler_steps():
+                    steps_of_host._refuse_or_warn(optimizer)
 
             self._remove_hook = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
@@ -63,7 +63,9 @@ class StepsOfHost:
         """Raise or warn if ``optimizer``, which is stepped by hand, has weights of a model."""
         if optimizer in self._ignored:
             return
-        weights = {id(parameter) for model in self._models for parameter in model.parameters()}
+        weights: set[int] = set()
+        for model in self._models:
+            weights.update(map(id, model.parameters()))
         if not any(id(parameter) in weights for parameter in parameters_of(optimizer)):
             self._ignored.add(optimizer)
             return
@@ -90,7 +92,7 @@ class StepsOfHost:
         """Watch no longer."""
         self._models.clear()
         if self._remove_hook is not None:
-            self._remove_hook()  # once, as a finalizer
+            self._remove_hook()  # a finalizer, of which only the first call has an effect
 
 
 class ChangedGradients:
@@ -105,7 +107,7 @@ class ChangedGradients:
         self._how_to_backward = how_to_backward
         self._how_to_clip = how_to_clip
         self._is_on = False
-        # Model -> id of a parameter -> its gradient, and the version of that, after the latest backward pass.
+        # Model -> id of a parameter -> id and version of its gradient after the latest backward pass.
         self._left: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, tuple[int, int]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -127,10 +129,10 @@ class ChangedGradients:
                     left[id(parameter)] = (id(parameter.grad), parameter.grad._version)
 
     def before_unscaling(self, optimizer: Optimizer, read_scale: Callable[[], float]) -> None:
-        """Warn if the gradients of ``optimizer`` are not as the latest backward pass left them.
+        """Warn if the gradients of ``optimizer`` are not as the host's latest backward pass left them.
 
         Raises:
-            OrderError: none of them comes from a backward pass of the host.
+            OrderError: a model has gradients, and none of them comes from a backward pass of the host.
         """
         if not self._is_on:
             return

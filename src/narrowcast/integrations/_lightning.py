@@ -43,6 +43,7 @@ class Plugin:
         skipped_steps: how many steps were skipped since the plugin was made.
     """
 
+    # For messages: what to write in this host.
     _how_to_connect: str
     _advice: str
     _how_to_backward: str
@@ -61,6 +62,7 @@ class Plugin:
         self._skips: HostSkips | None = None
         self.last_result: StepResult | None = None
         self.skipped_steps = 0
+        # The handle of the scaler's listener that counts skipped steps.
         self._counting: Any = None
         self._formats: dict[str, torch.dtype] = {}
         self._regions: list[ModelRegion] = []
@@ -70,13 +72,14 @@ class Plugin:
         self._new_models: list[torch.nn.Module] = []
         # Models to train that were not called in the region yet.
         self._unproven: list[torch.nn.Module] = []
-        # Models to train whose first step is not over, each with what watches it.
+        # Models to train whose first step is not over, each with the check of it.
         self._first_steps: list[tuple[torch.nn.Module, FirstStep]] = []
         # id of a parameter -> its name, of all models.
         self._names: dict[int, str] = {}
         # Whether the host trains, and does not only evaluate.
         self._trains = True
         self._updates = ScaleUpdates()
+        # Whether the host has scaled a loss at all.
         self._was_scaled = False
         self._steps_of_host = StepsOfHost(self._how_to_step)
         self._changed = ChangedGradients(self._how_to_backward, self._how_to_clip)
@@ -128,7 +131,7 @@ class Plugin:
         self.skipped_steps += 1
 
     def _watch(self, models: list[torch.nn.Module]) -> None:
-        """Hold what the models are given, so that a skipped step can be explained."""
+        """Record the calls of the models, so that a skipped step can be explained."""
         if self._skips is None:
             only_one = models[0] if len(models) == 1 else None
             self._skips = HostSkips(self.policy, self._call_again, only_one)
@@ -146,30 +149,36 @@ class Plugin:
     def forward_context(self) -> AbstractContextManager[None]:
         self._set_up()
         if self._unproven and torch.is_grad_enabled():
-            # Now, since modules may have been replaced after the setup.
+            # Checked here and not in ``_set_up``, since modules may have been replaced after that.
             for model in self._unproven:
                 refuse_low_weights(model)
                 first_step = FirstStep(model, self.policy, self._formats, advice=self._advice)
                 self._first_steps.append((model, first_step))
             self._unproven.clear()
+        if not self._regions:
+            return nullcontext()
         # The last one covers the devices of all models; rules for modules hold in any region of the policy.
-        return self._regions[-1] if self._regions else nullcontext()
+        return self._regions[-1]
 
     def _end_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """End the first step of the models that ``optimizer`` trains; others may not have been called yet."""
         if not self._unproven and not self._first_steps:
             return
-        trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        trained = set(map(id, parameters_of(optimizer)))
         for model in self._unproven:
             if _has_one_of(model, trained):
                 raise PolicyError(
                     f"expected the first step to compute in the region of {self!r}, got one that did not: "
                     f"{self._advice}"
                 )
-        due = [first_step for model, first_step in self._first_steps if _has_one_of(model, trained)]
-        self._first_steps = [
-            (model, first_step) for model, first_step in self._first_steps if first_step not in due
-        ]
+        due: list[FirstStep] = []
+        later: list[tuple[torch.nn.Module, FirstStep]] = []
+        for model, first_step in self._first_steps:
+            if _has_one_of(model, trained):
+                due.append(first_step)
+            else:
+                later.append((model, first_step))
+        self._first_steps = later
         for first_step in due:
             first_step.end()
 
@@ -235,10 +244,12 @@ class Plugin:
 
         self._set_up()
         try:
-            # An optimizer that evaluates the loss several times is restored from a copy if one is not finite.
             if needs_closure(optimizer):
-                # Else the closure's backward pass would update, which the scaler refuses inside of a step.
+                # If an update is due, make it now: otherwise the closure's backward pass would make it inside
+                # the step, where the scaler refuses it.
                 self._update()
+                # The scaler restores the optimizer from a copy if the gradients of an evaluation are not
+                # finite.
                 result = self.scaler.step(optimizer, closure=evaluate_again, **kwargs)
                 returned = result.returned
             else:
@@ -254,7 +265,7 @@ class Plugin:
             raise
         self._updates.stepped(optimizer)
         if self._steps_of_host.is_on:
-            trained = {id(parameter) for parameter in parameters_of(optimizer)}
+            trained = set(map(id, parameters_of(optimizer)))
             over = [model for model in self._updates.models if _has_one_of(model, trained)]
             self._steps_of_host.first_step_is_over(over)
         self.last_result = result
@@ -274,14 +285,14 @@ class Plugin:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.scaler is None:
             self._set_up()
-        self._update()  # by the step before, not on the state that is loaded
+        self._update()  # an update that is due would otherwise move the loaded scale
         self.scaler.load_state_dict(state_dict)
 
     def teardown(self) -> None:
         if self._updates.is_due:
             self._update()
         elif self._regions:
-            self._updates.abandon(self.scaler)  # of a step that an error ended
+            self._updates.abandon(self.scaler)  # an error may have ended training during a step
         self._updates = ScaleUpdates()
         self._steps_of_host.end()
         self._changed.end()
@@ -315,9 +326,9 @@ class TrainerPlugin(Plugin):
         'step it by the host, with interval="step" and frequency=1, or if not '
         "trainer.precision_plugin.last_result.skipped"
     )
-    # As the host's own precision: one region is around all of ``training_step``, which may call a module
-    # several times (a GAN its discriminator). With a kept cast the gradients of those calls would be summed
-    # in the low format; without one each is cast first, and they are summed in fp32.
+    # False, as in the host's own precision: one region is around all of ``training_step``, which may call a
+    # module several times (a GAN its discriminator). With a kept cast the gradients of those calls would be
+    # summed in the low format. Without one each is cast to fp32 first, and they are summed in fp32.
     _caches = False
     _strategies: tuple[type, ...]
     # The host's own, which has no public name: hooks before the step, and clipping.
@@ -352,9 +363,9 @@ class TrainerPlugin(Plugin):
         self._trains = bool(optimizers)
         self._set_up()
         for config in lr_schedulers:
-            # One that moves at every n-th step would lose n steps for the one that was skipped.
+            # A scheduler with a frequency of n would lose n steps for one that was skipped.
             if config.interval == "step" and config.frequency == 1:
-                _hold(config.scheduler, self._results)
+                _pause_after_skips(config.scheduler, self._results)
         return model, optimizers, lr_schedulers
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
@@ -442,15 +453,15 @@ def _has_one_of(model: torch.nn.Module, weights: set[int]) -> bool:
     return any(id(parameter) in weights for parameter in model.parameters())
 
 
-def _hold(scheduler: Any, results: Mapping[torch.optim.Optimizer, StepResult | None]) -> None:
+def _pause_after_skips(scheduler: Any, results: Mapping[torch.optim.Optimizer, StepResult | None]) -> None:
     """Have ``scheduler.step`` do nothing after a step of its optimizer that was skipped."""
     kind = type(scheduler)
 
-    def step(held: Any, *args: Any, **kwargs: Any) -> None:
-        result = results.get(held.optimizer)
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        result = results.get(self.optimizer)
         if result is None or not result.skipped:
-            kind.step(held, *args, **kwargs)
+            kind.step(self, *args, **kwargs)
 
-    # By a class: an attribute ``step`` of the scheduler would be saved in its state.
+    # A subclass, since an attribute ``step`` of the scheduler itself would be saved in its state.
     names = {"step": step, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     scheduler.__class__ = type(kind.__name__, (kind,), names)

@@ -44,7 +44,7 @@ def region_of(
     ``caches`` says whether the cast of a weight is kept until the region ends, as in ``PolicyRegion``.
     """
     how = "make another model: this one keeps the policy of the plugin that it was set up with"
-    # A rule may be for another model of the host.
+    # Not strict, since a rule that selects nothing in this model may be for another model of the host.
     return ModelRegion(
         policy,
         formats,
@@ -74,8 +74,13 @@ def scaler_for(
 ) -> GradScaler:
     """Return the scaler that was given, or the policy's: it scales in fp16, and checks in other formats.
 
-    A step whose gradients are not finite is skipped in every format. The results name the parameters by
-    ``names``, which has their ``id``. ``on_scheduler``: what to do about a scheduler that moves after a skip.
+    A step whose gradients are not finite is skipped in every format.
+
+    Args:
+        names: the names of parameters by their ``id``, for the results of steps.
+        formats: the dtype of the region by device type.
+        scaler: what the user gave.
+        on_scheduler: for a message, what to write where a scheduler moves after a skipped step.
     """
     if scaler is None:
         loss_scale = None if torch.float16 in formats.values() else Off()

@@ -30,7 +30,7 @@ class ScaleUpdates:
         self.is_due = False
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        # Optimizer -> how many parameters it had, and the parameters of models that it did not have.
+        # Optimizer -> how many parameters it had, and the models' parameters that were not among them.
         self._others: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[torch.nn.Parameter]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -65,10 +65,10 @@ class ScaleUpdates:
         Raises:
             OrderError: an optimizer holds gradients that are unscaled, to which scaled ones would be added.
         """
-        left = [each for each in self.unscaled if optimizers is None or each in optimizers]
-        holding = [each for each in left if has_gradients(each)]
+        unscaled = [each for each in self.unscaled if optimizers is None or each in optimizers]
+        holding = [each for each in unscaled if has_gradients(each)]
         if not self.is_due:
-            # The loop left a step out, as for a norm that is not finite, and zeroed the gradients.
+            # The loop unscaled and zeroed the gradients, and made no step, as for a norm that is not finite.
             if self.unscaled and not holding:
                 self.abandon(scaler)
             return
@@ -102,16 +102,16 @@ class ScaleUpdates:
 
     def _pending(self) -> list[torch.Tensor]:
         """Return the gradients that no optimizer has stepped on."""
-        # Mostly one optimizer stepped, and no other parameter has a gradient. So it looks first at what that
-        # one does not have, which is cached, and collects the parameters of others only if it must.
-        used: set[int] = set()
-        candidates: list[torch.nn.Parameter] = []
-        for number, optimizer in enumerate(self._stepped):
-            if number == 0:
-                candidates = [p for p in self._others_of(optimizer) if p.grad is not None]
-            elif candidates:
-                used.update(map(id, parameters_of(optimizer)))
-        return [p.grad for p in candidates if id(p) not in used and p.grad is not None]
+        stepped = list(self._stepped)
+        if not stepped:
+            return []
+        # Mostly one optimizer has stepped, and no other parameter has a gradient. The list of the other
+        # parameters is cached, so that this case is fast.
+        with_gradients = [p for p in self._others_of(stepped[0]) if p.grad is not None]
+        if not with_gradients:
+            return []
+        used = set(map(id, parameters_of(*stepped[1:])))
+        return [p.grad for p in with_gradients if id(p) not in used and p.grad is not None]
 
     def _others_of(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         """Return the parameters of the models that ``optimizer`` does not have; found once."""
@@ -119,10 +119,14 @@ class ScaleUpdates:
         known = self._others.get(optimizer)
         if known is not None and known[0] == count:
             return known[1]
-        own = set(map(id, parameters_of(optimizer)))
-        # By id, since models may share parameters.
-        by_id = {id(p): p for model in self.models for p in model.parameters() if id(p) not in own}
-        others = list(by_id.values())
+        # By id, so that parameters that models share come once.
+        seen = set(map(id, parameters_of(optimizer)))
+        others: list[torch.nn.Parameter] = []
+        for model in self.models:
+            for parameter in model.parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    others.append(parameter)
         self._others[optimizer] = (count, others)
         return others
 
@@ -130,7 +134,7 @@ class ScaleUpdates:
 @torch.no_grad()
 def _follow(gradients: list[torch.Tensor], before: float | torch.Tensor, after: float | torch.Tensor) -> None:
     """Multiply gradients by what the scale was multiplied by."""
-    # Only a device may know the scale, and is not waited for.
+    # A scale in a tensor is not read, since that would wait for the device.
     if not isinstance(before, torch.Tensor) and before == after:
         return
     ratio = torch.as_tensor(after) / before

@@ -19,7 +19,7 @@ class HostSkips:
     Args:
         policy: that of the training.
         mixed: calls a module by the policy.
-        model: the one that rules for modules start at; None: each module that is called.
+        model: the model in which the paths of rules start; None: each module that is called.
     """
 
     def __init__(self, policy: Policy, mixed: Caller, model: torch.nn.Module | None = None) -> None:
@@ -29,7 +29,7 @@ class HostSkips:
         self._handles: list[Any] = []
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Hold what calls of ``model``, or of the modules in it that are called one by one, are given."""
+        """Record calls of ``model``, or of the modules in it if these are called one by one."""
         self._explainer.recording.records = True
         for module in called_modules(model):
             self._handles += self._explainer.recording.watch(module)
@@ -42,10 +42,10 @@ class HostSkips:
         *,
         may_step_again: bool,
     ) -> None:
-        """Explain a step if it was skipped, and let go of it.
+        """Explain a step if it was skipped, and drop its recorded calls.
 
-        A step on a GPU whose result the host does not know yet is not explained, which is said once.
-        ``may_step_again``: another optimizer may step on the same calls.
+        A step on a GPU whose result the host does not know yet is not explained; a message says so once. With
+        ``may_step_again`` another optimizer may step on the same calls, which are kept until the next one.
         """
         self._steps += 1
         if not result.is_known:
@@ -55,7 +55,7 @@ class HostSkips:
             if lower_scale == result.scale:  # the host has not moved it yet
                 lower_scale = scaler.loss_scale().after_step(overflow=True).scale
             with ExitStack() as outside:
-                # Manual optimization steps inside of the region, which must not be open around the replay.
+                # Lightning's manual optimization steps inside the region, which must be off in the replay.
                 for device in formats:
                     outside.enter_context(torch.autocast(device, enabled=False))
                 self._explainer.explain(
@@ -68,7 +68,7 @@ class HostSkips:
         self._explainer.step_ended(may_step_again=may_step_again)
 
     def remove(self) -> None:
-        """Hold nothing more."""
+        """Stop recording, and drop what was recorded."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

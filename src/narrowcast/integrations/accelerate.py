@@ -20,7 +20,7 @@ from narrowcast.casting import (
     refuse_missed_by_all,
 )
 from narrowcast.errors import OrderError, PolicyError, ScaleCollapseError, SettingError
-from narrowcast.gradients import GradScaler, StepResult
+from narrowcast.gradients import GradScaler, StepResult, parameters_of
 from narrowcast.integrations._first_step import FirstStep
 from narrowcast.integrations._guards import ChangedGradients, StepsOfHost
 from narrowcast.integrations._hosts import require
@@ -104,8 +104,8 @@ def prepare(
             raise SettingError(
                 f"expected objects to prepare, got {value!r} among them: write policy={value!r}"
             )
-        inside = value if isinstance(value, list | tuple) else ()
-        if any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in inside):
+        is_sequence = isinstance(value, list | tuple)
+        if is_sequence and any(isinstance(each, torch.nn.Module | torch.optim.Optimizer) for each in value):
             raise SettingError(
                 f"expected objects to prepare one by one, got a {type(value).__name__}, in which Accelerate "
                 "prepares nothing: write prepare(accelerator, *objects, policy=...)"
@@ -123,7 +123,7 @@ class Attachment:
     Args:
         trains_one_model: each rule must select something in the model that is trained.
 
-    The others are those of ``prepare``.
+    The other arguments are those of ``prepare``.
 
     Attributes:
         scaler: the accelerator's from now on.
@@ -157,7 +157,9 @@ class Attachment:
         self._prepared: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._names: dict[int, str] = {}
         self._updates = ScaleUpdates()
+        # Whether ``accelerator.backward`` has scaled a loss at all.
         self._was_scaled = False
+        # Whether Accelerate's own clipping is running.
         self._is_clipping = False
         self._steps_of_host = StepsOfHost(
             "pass the optimizer to prepare too, and step what it returns (or accelerator.prepare, later)"
@@ -196,7 +198,7 @@ class Attachment:
             # It may have been prepared by another accelerator.
             if applied_to(model, self._policy) is None:
                 how = "make another model: this one keeps the policy that it was prepared with"
-                # A rule may be for another model.
+                # Strict only if there is no other model that a rule could be for.
                 strict = self._trains_one_model and is_trained
                 refuse_in_torchscript(self._policy, model)
                 Applied(model, self._policy, strict=strict, how_to_end=how)
@@ -247,10 +249,10 @@ class Attachment:
                     "expected gradients to be unscaled or clipped after the last micro-batch of a step, got "
                     'one before it: write "if accelerator.sync_gradients:" above the line'
                 )
-            return  # they have no scale, and are checked with the last micro-batch
+            return  # nothing to divide by; they are checked with the last micro-batch
 
         if optimizer is None:
-            # Clipping has unscaled what it clips.
+            # Accelerate's clipping calls this without an optimizer. ``_clip`` has then unscaled already.
             optimizers = [] if self._is_clipping else [each.optimizer for each in self._optimizers]
         elif isinstance(optimizer, list | tuple):
             optimizers = [each.optimizer for each in optimizer]
@@ -315,21 +317,13 @@ class Attachment:
                 "scaler=nc.GradScaler(...)"
             )
 
+        arguments: list[Callable[[], Any]] = []
         if closure is not None:
-            # The closure calls ``backward``, which would make an update that is due; inside a step the scaler
-            # refuses it.
+            # If an update is due, make it now: otherwise ``backward``, which the closure calls, would make it
+            # inside the step, where the scaler refuses it.
             self.update()
+            arguments.append(self._checked_closure(optimizer, closure, is_first=is_first))
 
-        def evaluate() -> Any:
-            assert closure is not None
-            # Each evaluation has gradients of its own, which are scaled.
-            self._updates.unscaled.discard(optimizer.optimizer)
-            loss = closure()
-            if is_first:
-                self._prove(optimizer)
-            return loss
-
-        arguments = () if closure is None else (evaluate,)
         try:
             result: StepResult = self.scaler.step(optimizer.optimizer, *arguments)
         except ScaleCollapseError:
@@ -350,13 +344,28 @@ class Attachment:
             self._skips.step_ended(result, self.scaler, self._formats, may_step_again=not is_only)
         return result
 
+    def _checked_closure(
+        self, optimizer: _Optimizer, closure: Callable[[], Any], *, is_first: bool
+    ) -> Callable[[], Any]:
+        """Return a closure that evaluates ``closure``, and in the first step proves the policy."""
+
+        def evaluate() -> Any:
+            # Each evaluation has gradients of its own, which are scaled.
+            self._updates.unscaled.discard(optimizer.optimizer)
+            loss = closure()
+            if is_first:
+                self._prove(optimizer)
+            return loss
+
+        return evaluate
+
     def update(self) -> None:
         """Move the scale, if a step was made since the last time."""
         self._updates.update(self.scaler)
 
     def _prove(self, optimizer: _Optimizer) -> None:
         """Raise unless the models whose weights this optimizer is about to change computed by the policy."""
-        weights = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        weights = set(map(id, parameters_of(optimizer.optimizer)))
         trained = []
         for model in self._first_steps:
             if any(id(parameter) in weights for parameter in model.parameters()):
@@ -374,16 +383,17 @@ class Attachment:
 
     @property
     def _optimizers(self) -> list[_Optimizer]:
-        # ``free_memory`` empties it. Accelerate has no public name for what it has prepared.
+        # Accelerate has no public name for what it has prepared. The list is read each time, since
+        # ``free_memory`` empties it.
         prepared: list[_Optimizer] = self._accelerator._optimizers
         return prepared
 
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """An optimizer that Accelerate has prepared, and an ``Attachment`` steps.
+    """An optimizer that Accelerate has prepared, and that an ``Attachment`` steps.
 
-    Accelerate's own takes a step as skipped if the optimizer was not called, but fused ones are called, and
-    skip on the device.
+    Accelerate's own class counts a step as skipped if the optimizer was not called. Fused optimizers are
+    called in any case, and skip on the device.
     """
 
     attachment: Attachment

@@ -53,8 +53,8 @@ def shard(
     each forward pass, and two in each backward pass.
 
     At the first forward pass with gradients, the outputs of linear layers and convolutions are compared with
-    the policy, unless the whole model is compiled. An infinity or NaN in a gradient reaches all ranks by the
-    reduction or by the check of the ``Stepper``, and all skip the step.
+    the policy, unless the whole model is compiled. If a gradient has an infinity or NaN, all ranks skip the
+    step, since the reduction or the check of the ``Stepper`` spreads it to all.
 
     Args:
         model: weights in fp32, on the type of device of ``mesh`` or on "meta"; not sharded yet, and without
@@ -80,10 +80,11 @@ def shard(
     dtype = resolve(wanted, mesh.device_type)
     formats = weight_formats(model, wanted, mesh.device_type, dtype)
     for path, module in modules_by_path(model):
-        # Their statistics are in fp32, and a norm wants its weights in the same format.
+        # Their statistics are in fp32, and such a norm needs its weights in the same format.
         if is_batch_or_instance_norm(module):
             formats[path] = torch.float32
-    groups = _groups(model, formats, _default_blocks(model) if blocks is None else list(blocks))
+    block_list = _default_blocks(model) if blocks is None else list(blocks)
+    groups = _groups(model, formats, block_list)
 
     how = "make another model and shard it by the policy that you want"
     Applied(model, wanted, how_to_end=how)  # lasts as long as the model: nothing removes it
@@ -109,11 +110,13 @@ def _check(model: torch.nn.Module, mesh: DeviceMesh, options: dict[str, Any]) ->
     for parameter in model.parameters():
         if parameter.is_floating_point():
             weights.add(f"{format_name(parameter.dtype)} on {parameter.device.type}")
-    fits = isinstance(mesh, DeviceMesh)
-    fits = fits and (mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None))
-    fits = fits and weights in ({f"fp32 on {mesh.device_type}"}, {"fp32 on meta"})
-    fits = fits and not isinstance(model, _LISTS)
-    if not fits:
+    mesh_fits = False
+    weights_fit = False
+    if isinstance(mesh, DeviceMesh):
+        mesh_fits = mesh.ndim == 1 or (mesh.ndim == 2 and mesh.mesh_dim_names is not None)
+        weights_fit = weights in ({f"fp32 on {mesh.device_type}"}, {"fp32 on meta"})
+    has_forward = not isinstance(model, _LISTS)
+    if not (mesh_fits and weights_fit and has_forward):
         have = " and ".join(sorted(weights)) or "no format"
         raise SettingError(
             "expected a DeviceMesh of one dimension, or of two with names, and a model with a forward and "
@@ -156,7 +159,7 @@ def _groups(
         parent, _, _ = path.rpartition(".")
         inherited = group_of.get(path, group_of.get(parent))  # None for the model itself
         is_apart = inherited is None or module in blocks or formats[path] != formats[inherited]
-        has_weights = any(True for _ in module.parameters())
+        has_weights = next(module.parameters(), None) is not None
         begins_group = is_apart and has_weights and not isinstance(module, _LISTS)
         if begins_group:
             groups.append((module, formats[path]))

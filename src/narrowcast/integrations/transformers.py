@@ -17,14 +17,14 @@ require("transformers", "4.57", "transformers")
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    # At run time the mixin has no host as its base: it calls that of the class which it is mixed into.
+    # At run time the mixin has no trainer as its base: ``super()`` finds that of the class it is mixed into.
     Trainer = object
 
 # The variable of the environment by which Accelerate is told a format. ``TrainingArguments(bf16=True)`` of
 # transformers 4 sets it, and it stays set for all arguments after those.
 _FORMAT = "ACCELERATE_MIXED_PRECISION"
-# Its value at this import, which "accelerate launch" may have set, is kept. If arguments in bf16 or fp16 were
-# made before this import, it is theirs: nobody knows the value before them.
+# Its value at this import, which "accelerate launch" may have set. Arguments in bf16 or fp16 that were made
+# before this import have changed it already, and the earlier value is not known.
 _FORMAT_AT_IMPORT = os.environ.get(_FORMAT, "no")
 
 
@@ -118,7 +118,7 @@ class NarrowcastMixin(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
             scaler = self._attachment.scaler
-            # On a GPU a step may still be on its way.
+            # On a GPU the result of a step may still be on its way, and its skip is not counted yet.
             scaler.report_pending()
             logs |= {"loss_scale": scaler.get_scale(), "skipped_steps": self.skipped_steps}
         super().log(logs, *args, **kwargs)

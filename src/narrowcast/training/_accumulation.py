@@ -59,7 +59,10 @@ class WeightCasts:
         self._version_sum = version_sum
 
     def before_backward(self, loss: torch.Tensor) -> None:
-        """Let the backward of casts that this loss has made, and that later ones share, run early."""
+        """Let the backward of new casts in the graph of ``loss`` run early.
+
+        The casts of earlier micro-batches have this priority already.
+        """
         if self._keeping_thread is not None and self._has_new_casts and loss.grad_fn is not None:
             run_casts_of_leaves_soon(nodes_below([loss.grad_fn]))
             self._has_new_casts = False
@@ -101,8 +104,9 @@ class Synchronization:
         self.ddp = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         self._no_sync = ExitStack()
         self._in_no_sync = False
-        # DDP learns a static graph in its first backward pass, which fails without a reduction. An extra
-        # reduction changes nothing: the mean of means over the same ranks is the mean.
+        # DDP learns a static graph in its first backward pass, which fails without a reduction. So the first
+        # micro-batch is reduced at once, and again with the last one. That changes nothing: its gradients are
+        # equal on all ranks by then, and their mean is the same.
         self._learns_graph = any(module.static_graph for module in self.ddp)
 
     def begin(self, *, reduces: bool) -> None:
@@ -150,7 +154,10 @@ class Synchronization:
 
     @torch.no_grad()
     def reduce_now(self, count: float) -> float:
-        """Return ``count`` averaged over the ranks; unless it is 0, also average the unreduced gradients."""
+        """Average ``count`` over the ranks and return it; unless it is 0, average the gradients too.
+
+        DDP has not reduced them yet.
+        """
         process_group = self.ddp[0].process_group
         device = next(self.ddp[0].parameters()).device
         total = torch.tensor(count, device=device)

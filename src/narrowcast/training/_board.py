@@ -17,7 +17,7 @@ from narrowcast.replay import SkipExplainer
 from narrowcast.training._optimizer_group import OptimizerGroup
 from narrowcast.weights import LOW_DTYPES, UpdateMeter, held_by, take_swallowed_share
 
-# A measured step costs a copy of the optimizer and a step of it in fp32; of a hundred, one is measured.
+# A step whose updates are measured costs a copy of the optimizer and a step of it in fp32.
 _MEASURE_EVERY = 100
 
 
@@ -26,7 +26,7 @@ class _EndedStep:
     """A step that has not been written.
 
     Attributes:
-        folder: of its tags, as ``"narrowcast/g"``.
+        folder: the first part of its tags, as ``"narrowcast/g"``.
         number: of the step.
         values: those that the host knows, by name; ``skipped`` is 0 or 1.
         names: the names of the values that are on their way to the host.
@@ -70,12 +70,17 @@ class StepBoard:
         self._folders: dict[OptimizerGroup, str] = {}
         self._meters: dict[OptimizerGroup, list[UpdateMeter]] = {}
         for name, group in groups.items():
-            self._folders[group] = "narrowcast" if name is None else f"narrowcast/{name}"
+            self._folders[group] = "narrowcast"
+            if name is not None:
+                self._folders[group] = f"narrowcast/{name}"
             self._meters[group] = _meters_of(group)
 
     @property
     def meters(self) -> list[UpdateMeter]:
-        return [meter for meters in self._meters.values() for meter in meters]
+        meters: list[UpdateMeter] = []
+        for meters_of_group in self._meters.values():
+            meters += meters_of_group
+        return meters
 
     def step_ended(self, group: OptimizerGroup, number: int, result: StepResult) -> None:
         """Write the stories so far and the steps that the host knows, perhaps this one too.
@@ -129,7 +134,7 @@ class StepBoard:
     def _write(self, step: _EndedStep) -> None:
         values = step.values
         if step.copy is not None:
-            values |= zip(step.names, step.copy(), strict=True)
+            values.update(zip(step.names, step.copy(), strict=True))
 
         skipped_steps = self._skipped_steps.get(step.folder, 0) + int(values["skipped"])
         self._skipped_steps[step.folder] = skipped_steps

@@ -72,16 +72,17 @@ def make_groups(
     # A loss scale is a value that every group can have; a GradScaler belongs to one.
     scalers = _by_same_names("scaler", scaler, by_name, shared=not isinstance(scaler, GradScaler))
 
+    # For the results of skipped steps, which name masters as their low parameters.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if policy.master_weights:
+    if policy.master_weights:  # O2
         names |= _hold_weights(model, by_name, formats, names)
-    if policy.low_weights:
+    if policy.low_weights:  # O3
         _lower_weights(model, formats, "O3")
 
     groups = {}
     for name, optimizers in by_name.items():
         group_scaler = _scaler_for(scalers[name], formats, process_group, low_weights=policy.low_weights)
-        group_scaler.name_parameters(names)  # for the results of steps that were skipped
+        group_scaler.name_parameters(names)
         for optimizer in optimizers:
             _warn_of_lost_updates(optimizer, low_weights=policy.low_weights)
         groups[name] = OptimizerGroup(optimizers, group_scaler, _as_list(schedulers[name]), settings)
@@ -222,8 +223,8 @@ def _lower_weights(
 ) -> Mapping[torch.Tensor, torch.Tensor] | None:
     """Cast the weights of ``model`` as apex's ``level`` does, and return their fp32 values by parameter.
 
-    None if the format is fp32, where nothing is cast. Empty if the caller lowered the model before: then no
-    fp32 values are known.
+    Returns None if the format is fp32, where nothing is cast; an empty mapping if the caller has lowered the
+    model already, so that no fp32 values are known.
     """
     dtypes = set(formats.values())
     if len(dtypes) > 1:
@@ -243,7 +244,7 @@ def _lower_weights(
 
 
 def _check_lowered_before_ddp(model: torch.nn.Module, dtype: torch.dtype, level: str) -> None:
-    """Refuse a model that DDP has wrapped in fp32: its buckets of gradients keep that format."""
+    """Refuse a model that was in fp32 when DDP wrapped it: its buckets of gradients keep that format."""
     is_low = [parameter.dtype == dtype for parameter in model.parameters()]
     if level == "O3":
         is_lowered = all(is_low)

@@ -55,7 +55,7 @@ class OptimizerGroup:
     """One or several optimizers that step together, all or none, on the same accumulated gradients.
 
     Attributes:
-        filled: how many micro-batches the gradients are the sum of.
+        filled: how many micro-batches the gradients are summed over so far.
         stepping: whether the Stepper is stepping them now; a step by hand is refused.
     """
 
@@ -69,7 +69,7 @@ class OptimizerGroup:
     def __post_init__(self) -> None:
         self._versions_after_backward: list[tuple[int, int]] = []
         self._last_epochs: dict[int, Any] = {}
-        # Of the joint step that is going on, how many optimizers have reported that they stepped.
+        # How many optimizers have reported that they stepped, in a joint step that is not over.
         self._optimizers_stepped = 0
         self._checked_graph = False
         self.accumulate = self.settings.accumulate
@@ -111,9 +111,10 @@ class OptimizerGroup:
 
     @property
     def reduces(self) -> bool:
-        """Whether DDP reduces the gradients of the next micro-batch: the last one, or with masters each.
+        """Whether DDP reduces the gradients of the next micro-batch.
 
-        Masters take over the gradients of every micro-batch, to add them in fp32.
+        Without masters only those of the last micro-batch, which hold the sum. Masters take over the
+        gradients of every micro-batch, to add them in fp32, and so DDP reduces each.
         """
         return self.filled + 1 >= self.accumulate or bool(self.held)
 
@@ -204,7 +205,7 @@ class OptimizerGroup:
             mean_filled: how many micro-batches were accumulated, as the mean over the ranks; None:
                 ``accumulate``.
         """
-        # Each loss was divided by ``accumulate``.
+        # Each loss was divided by ``accumulate``: make the sum of fewer micro-batches their mean.
         if mean_filled is not None and mean_filled < self.accumulate:
             with torch.no_grad():
                 for gradient in self._gradients():
@@ -237,11 +238,12 @@ class OptimizerGroup:
         return self._guarded(step)
 
     def _guarded(self, step: Callable[[], StepResult]) -> StepResult:
+        """Call ``step`` and move the scale; after an error, forget the step that was begun."""
         self.stepping = True
         try:
             result = step()
         except ScaleCollapseError:
-            self.scaler.update()  # a skip like those before it, which lowers the scale
+            self.scaler.update()  # the step was skipped, which lowers the scale
             raise
         except BaseException:
             self.scaler.abandon()
@@ -283,7 +285,7 @@ class OptimizerGroup:
     def _clip_by_joint_norm(self, max_norm: float) -> torch.Tensor:
         """Clip unscaled gradients by the norm of those of all optimizers."""
         # With a max_norm of infinity the scaler only measures the norm, over all ranks. It also skips the
-        # step if the norm overflows: clipping by infinity would set all gradients to zero.
+        # step if the norm itself is infinite: clipping by that norm would set all gradients to zero.
         norms = [self.scaler.clip_grad_norm_(optimizer, math.inf) for optimizer in self.optimizers]
         norm = functools.reduce(torch.hypot, norms)  # squares nothing that could overflow
         torch.nn.utils.clip_grads_with_norm_(parameters_of(*self.optimizers), max_norm, norm)

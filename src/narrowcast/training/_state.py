@@ -62,7 +62,7 @@ class Objects:
             self.add(group_name or "", group.optimizers, group.schedulers, group.scaler)
 
     def add(self, group: str, optimizer: Any, scheduler: Any, scaler: Any) -> None:
-        """Add what was given, without what is there already, and the held weights of optimizers."""
+        """Add the given objects that are not there yet, and the held weights of new optimizers."""
         present = {id(obj) for obj in self.live.values()}
         for kind, argument in (("optimizers", optimizer), ("schedulers", scheduler), ("scalers", scaler)):
             for name, obj in _by_name(kind, argument).items():
@@ -117,7 +117,8 @@ class Objects:
             if key in saved:
                 self._check_object(fit, key, obj, saved[key])
             elif getattr(obj, "scales_losses", True):
-                # A scaler that never scales, as of a Stepper in bf16, has nothing to load.
+                # Only narrowcast's scaler has this attribute. One that never scales, as of a Stepper in bf16,
+                # has nothing to load.
                 same_kind = [_shown(other) for other in saved if other[1] == key[1]]
                 fit.refuse(
                     f"it holds no {_NOUNS[key[1]]} {_shown(key)} (it has {', '.join(same_kind) or 'none'})",
@@ -152,8 +153,8 @@ class Objects:
 
     def load(self, saved: Mapping[Key, Any]) -> None:
         """Load states that were checked."""
-        # Schedulers come early: many are the user's own, and if their load_state_dict raises, little has
-        # changed.
+        # Schedulers come before optimizers: many are classes of the user, whose load_state_dict may raise,
+        # and until then little has changed.
         for kind in ("scalers", "schedulers", "optimizers", "held"):
             for key, obj in self.of_kind(kind).items():
                 if key not in saved:

@@ -60,7 +60,7 @@ class Stepper:
     and checks the gradients, steps the optimizer and the scheduler, and zeroes the gradients. If a gradient
     is not finite, the whole step is skipped: parameters, optimizer state, scheduler and the statistics of
     normalization layers are as before the first micro-batch. Named optimizers share these statistics: a skip
-    puts them back to when none of the optimizers had micro-batches.
+    of one restores the values from before the first micro-batch that any of them has accumulated.
 
     Args:
         model: the module to train; it may be wrapped in DDP, or sharded by ``fully_shard``.
@@ -139,8 +139,8 @@ class Stepper:
             self._casts = WeightCasts([p for p in model.parameters() if p.dtype == torch.float32])
             groups = list(self._groups.values())
 
-            # ``release`` is registered twice: for when the Stepper is deleted, and for an error in this
-            # block. Both share this list, which is filled below.
+            # ``release`` is registered twice: for when the Stepper is deleted (not at exit, where nothing is
+            # left to undo), and for an error in this block. Both share this list, which is filled below.
             handles: list[Any] = []
             weakref.finalize(self, release, groups, handles).atexit = False
             undo.callback(release, groups, handles)
@@ -155,8 +155,9 @@ class Stepper:
             self._explains_skips = explain_skips
             self._explainer = SkipExplainer(self._policy, model=model)
             self._recording = self._explainer.recording
-            for module in called_modules(model) if explain_skips else []:
-                handles += self._recording.watch(module)
+            if explain_skips:
+                for module in called_modules(model):
+                    handles += self._recording.watch(module)
 
             self._board = None
             if writer is not None:
@@ -173,9 +174,10 @@ class Stepper:
         """The region for forward pass and loss, in the policy's format; may be entered several times a step.
 
         Args:
-            name: of the optimizer that steps next, where they have names; another one is an error.
+            name: that of the optimizer that steps next, if they have names; an unknown name is an error.
         """
         groups = self._groups_called(name)
+        # Without gradients, as in ``evaluate``, no micro-batch begins.
         if torch.is_grad_enabled():
             self._statistics.remember()
             self._synchronization.begin(reduces=any(group.reduces for group in groups))
@@ -315,7 +317,7 @@ class Stepper:
         if self._board is not None:
             self._board.write_all()
         states = Objects(self.model, self._groups).state()
-        # torch.distributed.checkpoint takes text for keys.
+        # torch.distributed.checkpoint takes only text for keys, so the three parts of each are joined.
         objects = {"\n".join(key): entry for key, entry in states.items()}
         return {"steps": self.steps, "formats": self._format_names(), "objects": objects}
 
@@ -345,13 +347,10 @@ class Stepper:
                 parameters. Nothing was loaded.
         """
         states = None
-        if isinstance(state, Mapping):
+        if isinstance(state, Mapping) and "steps" in state:
             states = state.get("objects")
-        if (
-            not isinstance(states, Mapping)
-            or "steps" not in state
-            or any(str(key).count("\n") != 2 for key in states)
-        ):
+        # ``state_dict`` has joined the group, kind and name of each object by line breaks.
+        if not isinstance(states, Mapping) or any(str(key).count("\n") != 2 for key in states):
             raise CheckpointError(f"expected what stepper.state_dict() returned, got {state!r:.80}")
         saved = {tuple(key.split("\n")): entry for key, entry in states.items()}
 
@@ -372,7 +371,10 @@ class Stepper:
         return not is_bound and "fp16" not in (saved, current)
 
     def _restart(self, steps: int, formats: Mapping[str, str]) -> None:
-        """Continue after ``steps``; the states were just loaded, and the model's statistics with them."""
+        """Continue after ``steps``, with states that were just loaded.
+
+        The statistics are forgotten, not restored, since the model's saved buffers are loaded too.
+        """
         for device, current in self._format_names().items():
             saved = formats.get(device, current)
             if saved != current and self._may_keep_format(saved, current):
@@ -407,7 +409,10 @@ class Stepper:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Every optimizer, in the order given."""
-        return [optimizer for group in self._groups.values() for optimizer in group.optimizers]
+        optimizers: list[torch.optim.Optimizer] = []
+        for group in self._groups.values():
+            optimizers += group.optimizers
+        return optimizers
 
     @property
     def skip_stories(self) -> list[str]:

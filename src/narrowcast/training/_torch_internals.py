@@ -12,12 +12,14 @@ from narrowcast.gradients import leaf_of
 _SOONEST = 2**64 - 1
 """The sequence number of leaves. Of the nodes that are ready, autograd runs the one with the largest."""
 _CAST = "ToCopyBackward0"
+"""The name of autograd's node for a cast."""
 
 
 def run_casts_of_leaves_soon(nodes: Iterable[Any]) -> None:
     """Let the backward of each cast of a leaf among ``nodes`` run as soon as its gradient is ready.
 
-    Autograd has no public priority of nodes (``CompareNodeTaskTime``):
+    Autograd has no public way to give a node priority. It compares sequence numbers in
+    ``CompareNodeTaskTime``:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/engine.cpp
     """
     for node in nodes:
@@ -33,10 +35,11 @@ def buffers_of(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def metadata_classes() -> list[Any]:
-    """Return the classes in the metadata that ``torch.distributed.checkpoint`` makes of tensors.
+    """Return the classes that the metadata of ``torch.distributed.checkpoint`` consists of.
 
-    torch's ``FileSystemReader.read_metadata`` unpickles them without restrictions, so that a file could run
-    code: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/filesystem.py
+    A checkpoint's metadata is unpickled with these classes only. torch's own
+    ``FileSystemReader.read_metadata`` allows any class, so that a file could run code:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/checkpoint/filesystem.py
     """
     from torch.distributed.checkpoint import filesystem, metadata
 

@@ -26,17 +26,18 @@ def require_dense(pairs: Sequence[Pair]) -> None:
 def take(pairs: Sequence[Pair], *, restores: bool, reuses_memory: bool) -> None:
     """Add each low gradient to the working gradient, in float32, and remove it from the low parameter.
 
-    With ``restores`` the low gradient is put back after the step, where torch leaves it too, unless gradients
-    were added up. With ``reuses_memory`` float32 gradients on the CPU keep their memory from step to step.
+    With ``restores`` the low gradient is noted, so that ``restore_low`` can put it back after the step, as
+    torch leaves gradients there too. With ``reuses_memory`` float32 gradients on the CPU keep their memory
+    from step to step.
     """
     require_dense(pairs)
-    sums = []
-    terms = []
+    working_gradients = []
+    low_gradients = []
     for pair in pairs:
         gradient = pair.low.grad
         if gradient is None:
-            # With ``restores``, ``low_grad`` is kept: a step that raised has not put it back, and this step
-            # will.
+            # With ``restores`` a noted gradient stays noted: the step that took it has raised before it put
+            # it back, and this step will.
             if not restores:
                 pair.low_grad = None
             continue
@@ -44,16 +45,19 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses_memory: bool) -> None:
             pair.working.grad = _in_float32(gradient.detach(), pair, reuses_memory=reuses_memory)
             pair.low_grad = gradient if restores else None
         else:
-            # Gradients that were added up are not put back: the low parameter has had only the last one.
-            sums.append(local(pair.working.grad))
-            terms.append(local(gradient.detach()))
+            # A sum of several gradients is not put back: the low parameter has had only the last one.
+            working_gradients.append(local(pair.working.grad))
+            low_gradients.append(local(gradient.detach()))
             pair.low_grad = None
         pair.low.grad = None
-    add_all(sums, terms)
+    add_all(working_gradients, low_gradients)
 
 
 def _in_float32(gradient: torch.Tensor, pair: Pair, *, reuses_memory: bool) -> torch.Tensor:
-    """Return a float32 copy. Allocating large memory on a CPU takes ten times as long as filling it."""
+    """Return a float32 copy, in the memory of the last step's if nothing else uses that.
+
+    Allocating large memory on a CPU takes ten times as long as filling it.
+    """
     fits_memory = gradient.device.type == "cpu" and gradient.is_contiguous() and not is_dtensor(gradient)
     if not (reuses_memory and fits_memory):
         return gradient.to(torch.float32, copy=True)
@@ -68,7 +72,7 @@ def _in_float32(gradient: torch.Tensor, pair: Pair, *, reuses_memory: bool) -> t
 
 
 def restore_low(pairs: Sequence[Pair]) -> None:
-    """Put back on each low parameter the gradient that the step took, and drop the working one made of it."""
+    """Put back on each low parameter the gradient that the step took from it, and drop its float32 copy."""
     for pair in pairs:
         if pair.low_grad is not None:
             pair.working.grad = None
@@ -107,7 +111,10 @@ def move_back(pairs: Sequence[Pair]) -> None:
 
 
 class ScalerGuard:
-    """Replaces the attribute that scalers read at each step: raises while low parameters hold gradients."""
+    """The value of an attribute that scalers read at each step; raises while low parameters hold gradients.
+
+    Otherwise it has the truth of the optimizer's own value.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pairs: Sequence[Pair]) -> None:
         self._name = type(optimizer).__name__

@@ -33,7 +33,7 @@ from narrowcast.weights._update_methods import (
     widen_state,
 )
 
-# The attribute of a held optimizer with its handle. ``GradScaler`` asks whether an optimizer has it.
+# A held optimizer has its handle in this attribute. ``GradScaler`` looks whether an optimizer has it.
 _HANDLE = "holds_low_weights"
 
 
@@ -71,8 +71,8 @@ def hold(
     Args:
         optimizer: any that takes dense gradients and reads its parameters from ``param_groups``.
         updates: ``"masters"``, ``"kahan"`` or ``"stochastic"``.
-        originals: float32 values by low parameter, as ``lower`` returns them, to start from where they round
-            to the low value; copied. Not for ``"stochastic"``.
+        originals: float32 values by low parameter, as ``lower`` returns them, to start from. An element that
+            does not round to the low value is not used. Copied. Not for ``"stochastic"``.
         generator: for ``"stochastic"``, of the device of the parameters. By default each device has its own,
             with a fixed seed, so that replicas on several ranks round alike.
 
@@ -166,8 +166,8 @@ class HeldWeights:
         self._method = method
         self._pairs: list[Pair] = []
 
-        # Each is called after the optimizer's step, before the low parameters are written. The function that
-        # it returns is called once they are.
+        # Each is called after the optimizer's step, before the low parameters are written. It returns a
+        # function that is called after they are written.
         self.watchers: list[Callable[[], Callable[[], None]]] = []
         self._hold_new(originals)
         if not self._pairs:
@@ -262,7 +262,8 @@ class HeldWeights:
         with torch.no_grad():
             self._finish_interrupted()
             if isinstance(self._method, MastersMethod):
-                # Take in what others wrote. This writes to no low parameter, which a graph may have saved.
+                # Masters take over what others wrote to low parameters. These are not written, since a graph
+                # may have saved them for its backward pass.
                 self._open()
                 for pair in self._pairs:
                     pair.opened = False
@@ -302,7 +303,7 @@ class HeldWeights:
             self._finish_interrupted()
             move_back(self._pairs)
 
-        # In place, as when they were held.
+        # The lists are changed in place, as when the parameters were held.
         low_of = {pair.working: pair.low for pair in self._pairs}
         for group in self.optimizer.param_groups:
             group["params"][:] = [low_of.get(parameter, parameter) for parameter in group["params"]]
@@ -339,7 +340,7 @@ class HeldWeights:
             pairs = [self._new_pair(low, originals.get(low)) for _, _, low in places]
 
         for (parameters, position, low), pair in zip(places, pairs, strict=True):
-            # In place, because an optimizer may refer to the list itself (LBFGS does).
+            # The list is changed in place, because an optimizer may refer to it (LBFGS does).
             parameters[position] = pair.working
             widen_state(self.optimizer, low, pair.working)
         self._pairs += pairs
@@ -350,7 +351,8 @@ class HeldWeights:
             # Attributes that users put on parameters for their optimizers.
             vars(working).setdefault(name, value)
 
-        pair = Pair(low, working, seen_version=None)  # writes through .data count until the first step
+        # Until the first step no version is known, so that writes through .data count too.
+        pair = Pair(low, working, seen_version=None)
         full = local(working).detach()
         if original is not None:
             full = _full_where_it_agrees(local(original).detach(), local(low))
@@ -360,7 +362,7 @@ class HeldWeights:
         return pair
 
     def _value(self, pair: Pair) -> torch.Tensor:
-        """Return the float32 value of a pair; elements that others wrote to ``low`` replace what was kept."""
+        """Return the float32 value of a pair, with the elements that others have written to ``low``."""
         value = local(pair.working)
         if not pair.opened:
             value = self._method.value(pair)

@@ -153,13 +153,13 @@ def _noise(values: torch.Tensor, dtype: torch.dtype, generator: torch.Generator 
 
 
 def rounded_with(values: torch.Tensor, dtype: torch.dtype, noise: torch.Tensor) -> torch.Tensor:
-    """Round away from zero where the complement of ``noise`` is below the fraction to round.
+    """Round away from zero where ``noise`` plus the fraction to drop is 1 or more.
 
-    ``noise`` is int32, with 16 bits for bfloat16 and 31 for float16.
+    ``noise`` is int32 and holds the bits of a fraction: 16 for bfloat16, 31 for float16.
     """
     # Noise is added to the bits to drop. It carries into the kept bits with a probability equal to the
-    # dropped fraction; the mask then clears the dropped bits. bfloat16 drops 16 bits of a float32, float16
-    # drops 13: of 31 bits of noise 18 are left out.
+    # dropped fraction; the mask then clears the dropped bits. bfloat16 drops 16 bits of a float32. float16
+    # drops 13, so only the upper 13 of the 31 bits of noise are used.
     bits = values.view(torch.int32)
     if dtype == torch.bfloat16:
         rounded = ((bits + noise) & -0x10000).view(torch.float32)

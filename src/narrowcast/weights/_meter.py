@@ -31,16 +31,16 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 class SurvivingUpdates:
     """How much of the updates of one parameter group, in one format, survived in the measured steps.
 
-    Args:
+    Attributes:
         group: position in ``optimizer.param_groups``.
-        format: of the low parameters, as "bf16"; or of the parameters, as "fp32".
+        format: that of the parameters, as "bf16"; for held ones that of the low parameters.
         updates: ``"masters"``, ``"kahan"`` or ``"stochastic"`` for held parameters, else ``"nearest"``.
-        intended_elements: updates of single elements, over all steps, that were not zero in float32; NaN is
-            not.
-        swallowed_elements: those of them whose value did not change in any bit.
+        intended_elements: how many updates of single elements, over all steps, were not zero in float32;
+            updates of NaN count too.
+        swallowed_elements: how many of these left the element with the value from before the step.
         effective_gain: <applied, intended> / <intended, intended> over all of them: 1 for the full step,
-            below 1 for a shorter one. NaN if no update was intended, or if a value before, as intended or
-            after the step was not finite, as of an fp16 weight that overflows.
+            below 1 for a shorter one. NaN if no update was intended, or if the value before the step, the
+            intended one or the one after it was not finite, as of an fp16 weight that overflows.
     """
 
     group: int
@@ -59,14 +59,19 @@ class SurvivingUpdates:
 
 
 _Row = tuple[int, str, str]
+"""Group, format and updates, as in ``SurvivingUpdates``."""
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step that is being measured, by parameter: its row, its value before, and its intended value.
+    """A step that is being measured.
 
-    If some low parameter is not held, ``aimed`` has every parameter of the optimizer. Else it is empty, and
-    float32 parameters count as having got what was intended.
+    Attributes:
+        rows: the row of the results that each parameter counts in.
+        before: the float32 value of each parameter before the step.
+        aimed: the value that a step in float32 gives each parameter; of all parameters of the optimizer, if
+            some low parameter is not held. Else it is empty, and a float32 parameter counts as having got
+            what was intended.
     """
 
     rows: dict[torch.Tensor, _Row]
@@ -269,7 +274,7 @@ class UpdateMeter:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not is_outermost_step(optimizer) or self._step is None:
             return
-        # Here only those that are not held; ``_watch_held`` adds the others.
+        # Add the parameters that are not held; ``_watch_held`` adds the others.
         step = self._step
         self.measured_steps += 1
         for parameter, row in step.rows.items():
@@ -375,7 +380,7 @@ def _shadow_optimizer(
     """Copy the optimizer, with every reference to a parameter replaced by one to its shadow."""
     shadow: torch.optim.Optimizer = object.__new__(type(optimizer))
 
-    # What ``deepcopy`` takes in place of the objects with these ids.
+    # ``deepcopy`` takes these in place of copies that it would make of the objects with these ids.
     copies: dict[int, Any] = {id(parameter): copied for parameter, copied in shadows.items()}
     copies[id(optimizer)] = shadow
     for tensor in tensors_in(list(optimizer.state.values())):

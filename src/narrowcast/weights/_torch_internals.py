@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/batchnorm.py
 NORM_BASE = torch.nn.modules.batchnorm._NormBase
 
-# torch offers hooks before and after a step, and no way to call the step without them.
+# torch's wrapper around every ``step``, which calls the step hooks. It has no public name.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py
 _STEP_WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
@@ -33,8 +33,8 @@ def add_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) ->
         torch._foreach_add_(list(targets), list(sources))
 
 
-# A count that every in-place write increases; writes through ``.data`` do not. It is asked of every parameter
-# at every step, where a Python function would take ten times as long.
+# A count that every in-place write increases; writes through ``.data`` do not. Read of every parameter at
+# every step, so it is no Python function, which would take ten times as long.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/variable.h
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
@@ -52,7 +52,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor itself, where ``to_local`` returns a view; else the tensor."""
+    """Return the tensor that holds this rank's part of a DTensor; any other tensor is returned as it is.
+
+    ``DTensor.to_local`` returns a view of it, which is another tensor.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/tensor/_api.py
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
@@ -64,7 +67,11 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the step inside torch's wrapper that calls step hooks; wrappers inside that one remain."""
+    """Return the step of the optimizer's class without torch's wrapper, which calls step hooks.
+
+    Other wrappers, inside torch's, remain.
+    """
+    # torch marks its wrapper as ``hooked``.
     step: Callable[..., Any] = type(optimizer).step
     while getattr(step, "hooked", False) and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
@@ -78,10 +85,10 @@ def is_hook_table(attribute: str) -> bool:
 
 
 def is_outermost_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return, inside a step hook, whether the step is not called by another step of the same optimizer.
+    """Return whether the running step was not called by another step of the same optimizer.
 
-    A class that calls ``super().step()`` has its hooks called twice. A counter would be wrong after a step
-    that raised, so this reads the stack.
+    To be called in a step hook: a class that calls ``super().step()`` has its hooks called twice. A counter
+    would be wrong after a step that raised, so this reads the stack.
     """
     depth = 0
     frame = sys._getframe(1)

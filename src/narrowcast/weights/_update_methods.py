@@ -13,9 +13,9 @@ from narrowcast.errors import SettingError
 from narrowcast.weights._lower import LOW_DTYPES, round_stochastically
 from narrowcast.weights._torch_internals import copy_all, local, version_of
 
-# In float16 a residual would soon be subnormal. It is at most half a unit of a number with 11 significant
-# bits. Times 2**11, that half unit is in range for every number and never subnormal; much smaller residuals
-# may still be.
+# In float16 a residual would soon be subnormal. It is at most half a unit in the last place of a number with
+# 11 significant bits. Times 2**11, that half unit is in range for every number and never subnormal. Much
+# smaller residuals may still be subnormal.
 _RESIDUAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**11}
 
 # One seed everywhere, so that replicas of a parameter round alike on every rank.
@@ -48,7 +48,10 @@ class Pair:
 
 
 class UpdateMethod:
-    """A way to keep the float32 values of parameters between two steps; of a DTensor, of this rank's part."""
+    """A way to keep the float32 values of parameters between two steps.
+
+    Of a DTensor, each rank keeps those of its own part.
+    """
 
     name: str
     frees_working = True
@@ -66,7 +69,7 @@ class UpdateMethod:
         raise NotImplementedError
 
     def write(self, pairs: Sequence[Pair]) -> None:
-        """Update the low parameters and what is kept from the working parameters."""
+        """Write the values of the working parameters into the low parameters and into what is kept."""
         raise NotImplementedError
 
     def kept(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
@@ -288,7 +291,8 @@ def narrow_state(optimizer: torch.optim.Optimizer, working: torch.Tensor, low: t
     """Move the state of ``working`` back to ``low``, rounded to nearest, as torch loads it."""
 
     def narrowed(key: Any, tensor: torch.Tensor) -> torch.Tensor:
-        # Of a parameter without dimensions, moments have none either.
+        # Counts have no dimensions. If the parameter has none, its moments have none either: then counts are
+        # known by their names.
         is_scalar = tensor.dim() == 0
         if low.dim() == 0:
             is_scalar = key in _SCALARS

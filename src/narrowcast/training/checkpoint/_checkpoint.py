@@ -193,6 +193,7 @@ def load_checkpoint(
 
 
 def _read_file(path: Path, ranks: Ranks) -> Saved:
+    """Read a checkpoint of one process, which has random states and position of rank 0 only."""
     tree = _file.read(path)
     if ranks.rank == 0:
         return Saved(common=tree, own=tree)
@@ -224,9 +225,10 @@ def _checked_policy(fit: Fit, tree: Mapping[str, Any], given_policy: Policy | No
     if given_policy is None:
         return saved_policy
 
-    # A policy of "auto" counts as one of the format that "auto" was when the checkpoint was saved.
-    of_stepper_or_loop = tree["stepper"] or tree
-    formats = of_stepper_or_loop.get("formats", {})
+    # A Stepper saves the formats in its own state, a loop without one beside the policy.
+    state_with_formats = tree["stepper"] or tree
+    formats = state_with_formats.get("formats", {})
+    # "auto" and the format that it stood for when the checkpoint was saved count as the same policy.
     if _in_saved_format(saved_policy, formats) != _in_saved_format(given_policy, formats):
         fit.refuse(
             f"it was saved under the policy {policy_name(saved_policy)}, and here is "

@@ -51,7 +51,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read(path: Path, classes: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return the content of a checkpoint file, in which instances of ``classes`` may be.
+    """Return the content of a checkpoint file, which may hold instances of ``classes`` too.
 
     Raises:
         CheckpointError: the file is truncated, altered, of a newer version or another program, or it would
@@ -76,7 +76,7 @@ def read(path: Path, classes: Sequence[Any] = ()) -> dict[str, Any]:
         raise damaged(path, f"its SHA-256 is {digest}, and was {written_digest}")
 
     try:
-        # Protocol 2 of pickle writes b"" as a call of bytes.
+        # torch.save uses protocol 2 of pickle, which writes b"" as a call of ``bytes``.
         with torch.serialization.safe_globals([bytes, *classes]):
             content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:

@@ -23,7 +23,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,9 +90,9 @@ class Ranks:
         failures = self.gather(failure)
         if error is not None:
             raise error
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                raise CheckpointError(f"rank {rank} failed: {failure}")
+        for rank, failure_there in enumerate(failures):
+            if failure_there is not None:
+                raise CheckpointError(f"rank {rank} failed: {failure_there}")
         return result  # type: ignore[return-value]
 
     def agreed_on_first(self, work: Callable[[], Result]) -> Result | None:
@@ -199,7 +199,8 @@ def _shards_and_digests(tree: dict[str, Any]) -> tuple[dict[Place, torch.Tensor]
 
 
 _PIECE_WORDS = 2**16
-_BETWEEN_PIECES = 0x2545F4914F6CDD1D  # any large odd number
+# Any large odd number. The sum is multiplied by it before each piece, so that the order of pieces counts.
+_BETWEEN_PIECES = 0x2545F4914F6CDD1D
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -243,20 +244,20 @@ def _save_shards(data: Path, shards: Mapping[Place, torch.Tensor], ranks: Ranks)
     from torch.distributed.checkpoint.state_dict_saver import save
 
     def write_metadata() -> None:
-        metadata = FileSystemReader(data).read_metadata()  # what torch 2.11 returns lacks storage_data
-        metadata.storage_meta = None  # the path
+        # Read from the file, since what ``save`` of torch 2.11 returns lacks storage_data.
+        metadata = FileSystemReader(data).read_metadata()
+        metadata.storage_meta = None  # it holds the path, which may change
         _file.write(data / SHARDED, {"metadata": metadata})
 
+    named_shards = {name_of(place): shard for place, shard in shards.items()}
     with _errors_of_torch():
-        save(
-            {name_of(place): shard for place, shard in shards.items()}, storage_writer=FileSystemWriter(data)
-        )
+        save(named_shards, storage_writer=FileSystemWriter(data))
     ranks.agreed_on_first(write_metadata)
 
 
 @contextlib.contextmanager
-def _errors_of_torch() -> Any:
-    """Raise a CheckpointError for torch's own error, which is no ``Exception``."""
+def _errors_of_torch() -> Iterator[None]:
+    """Raise a CheckpointError for torch's own error, which does not derive from ``Exception``."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
@@ -264,7 +265,11 @@ def _errors_of_torch() -> Any:
         try:
             yield
         except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()), (0, (error, None)))
+            rank = 0
+            cause: BaseException = error
+            if error.failures:
+                # A dict from ranks to pairs of an exception and its traceback.
+                rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointError(f"torch.distributed.checkpoint failed on rank {rank}: {cause}") from error
 
 
@@ -355,7 +360,7 @@ def _read_marker(path: Path) -> dict[str, Any]:
 def tree_for(saved: Saved, ranks: Ranks, fit: Fit, layouts: Mapping[Place, Any]) -> dict[str, Any]:
     """Return the tree that this rank continues from: its own if as many ranks saved, else mostly rank 0's.
 
-    Tensors are in memory: as DTensors where ``layouts`` has one, otherwise whole and on the CPU.
+    Its tensors hold their values: as DTensors where ``layouts`` has one, otherwise whole and on the CPU.
     """
     if saved.ranks == ranks.count:
         assert saved.own is not None
@@ -413,7 +418,7 @@ def _ranks_in_words(count: int) -> str:
 
 
 def _with_tensors(tree: dict[str, Any], saved: Saved, layouts: Mapping[Place, Any]) -> dict[str, Any]:
-    """Copy a tree with every tensor in memory."""
+    """Copy a tree with the values of all its tensors, sharded as ``layouts`` says."""
     from_shards: dict[str, torch.Tensor] = {}
 
     def fill(value: Any, place: Place) -> Any:
