@@ -70,8 +70,8 @@ def from_state(state: object, source: str | None = None) -> list[LossScale]:
     apex does not save all settings. Here those have apex's defaults; ``from_apex`` takes others.
 
     Raises:
-        ScaleError: for an unknown source, a state that is not recognised, a key that is missing or has a value
-            of another type, and what ``from_torch`` and ``from_apex`` refuse.
+        ScaleError: for an unknown source, a state that is not recognised, and what ``from_torch`` and
+            ``from_apex`` refuse.
     """
     source = _recognised(state) if source is None else source
     if source == "torch":
@@ -210,7 +210,8 @@ def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) ->
         the two scales is ``Off``, since loading must not turn scaling on or off.
 
     Raises:
-        ScaleError: a state of another library, or an entry that is missing or outside its range.
+        ScaleError: a state of apex; a state of torch, if ``present`` is not dynamic; an entry that is missing
+            or outside its range.
     """
     if not isinstance(state, Mapping):
         raise ScaleError(f"expected what state_dict() of a scaler returned, got {type(state).__name__}")
