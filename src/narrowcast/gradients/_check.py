@@ -43,7 +43,7 @@ _IN_PLACE_BYTES = 64 * 2**20
 until their flag is read."""
 
 
-@dataclass(slots=True)  # not frozen: one is made at each step, which would take several times as long
+@dataclass(slots=True)  # not frozen, since one is made at each step: that would take several times as long
 class Scaling:
     """The loss scale of some gradients, and the ranks that decide on them together.
 
@@ -77,8 +77,8 @@ class Scaling:
         if device_type == "mps":
             return factor.reciprocal()  # MPS has no fp64
 
-        # On a CPU Python divides in fp64, without a kernel. Not if a script wrote a factor below 2**-126: its
-        # inverse may overflow float32, for which torch.full raises and the kernels below give an infinity.
+        # On a CPU Python divides in fp64, without a kernel. But if a script wrote a factor below 2**-126, its
+        # inverse may overflow float32: torch.full raises for that, and the kernels below return infinity.
         if device_type == "cpu" and self.number() >= 2.0**-126:
             return torch.full((), 1.0 / self.number(), dtype=torch.float32, device="cpu")
         # The reciprocal in fp64, as in torch/amp/grad_scaler.py.
@@ -254,9 +254,9 @@ def unscale_by(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
 def known_to_be_finite(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if ``optimizer`` has plain gradients on the CPU, all of them finite; changes none of them.
 
-    False says nothing: gradients that are finite may be of a kind that this function does not check. It takes
-    half the time of ``check_gradients``, so call it first where gradients are mostly finite, and
-    ``check_gradients`` if it returns False.
+    False decides nothing: finite gradients may be of a kind that this function does not check. It takes half
+    the time of ``check_gradients``. So where gradients are mostly finite call it first, and
+    ``check_gradients`` only if it returns False.
     """
     gradients = list(map(_GRAD, parameters_of(optimizer)))
     classes = set(map(type, gradients))

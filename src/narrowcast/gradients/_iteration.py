@@ -502,7 +502,7 @@ class Iteration:
             returned = call_step(
                 optimizer, check, found_inf, skipped, args, kwargs, skips_itself=skips_itself
             )
-        # Not before the step, which may write to the gradients.
+        # Hold the gradients only now, because the step may write to them.
         if looks_later:
             nonfinite = self._names_of(optimizer, check, check.look_later())
         return self._result(optimizer, state, check, found_inf, skipped, nonfinite or (), returned)

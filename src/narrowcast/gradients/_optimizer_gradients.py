@@ -33,7 +33,7 @@ class NonfiniteFlags:
     Attributes:
         count: the number of gradients.
         norms_by_dtype: for each device and dtype, the positions of its gradients, and a 1-dim tensor with a
-            norm of each. The norm is finite exactly if the gradient is. Empty gradients may be left out.
+            norm of each, which is not finite if the gradient is not. Empty gradients may be left out.
     """
 
     count: int
@@ -92,7 +92,10 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
 
 
 def _norms(members: list[torch.Tensor]) -> torch.Tensor:
-    """Return a norm of each tensor, finite exactly if the tensor is; none is empty, all of one dtype."""
+    """Return a norm of each tensor, which is finite exactly if the tensor is.
+
+    The tensors are of one device and dtype, and none is empty.
+    """
     # The largest magnitude on an accelerator, and the Euclidean norm on a CPU, where it is faster.
     if members[0].device.type != "cpu":
         return torch.stack(_torch_internals.norms_in_own_dtype(members, math.inf))
