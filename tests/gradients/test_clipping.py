@@ -160,6 +160,17 @@ def test_clipping_by_value_hides_no_overflow(make_optimizer, value):
     assert parameters[0].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_value_may_be_a_tensor_of_one_element(make_optimizer, enabled):
+    """As in ``torch.nn.utils.clip_grad_value_``."""
+    for value in (torch.tensor(0.5), torch.tensor([0.5])):
+        parameters, loss = parameters_with([torch.tensor([3.0, -4.0])])
+        optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu", 8.0, enabled=enabled)
+        scaler.scale(loss()).backward()
+        scaler.clip_grad_value_(optimizer, value)
+        assert parameters[0].grad.tolist() == [0.5, -0.5]
+
+
 def test_limits_that_are_no_limits_are_refused(make_optimizer):
     parameters, loss = parameters_with([torch.ones(2)])
     optimizer, scaler = make_optimizer(parameters), nc.GradScaler("cpu")

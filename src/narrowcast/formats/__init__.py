@@ -33,6 +33,7 @@ __all__ = [
     "torch_dtype",
 ]
 
+# Names that this module had in earlier versions -> what to write instead.
 _REPLACED = {
     "decode": "torch.tensor(code, dtype=torch.uint8).view(dtype) decodes a code of an fp8 format",
     "encode": "torch.tensor(x).to(dtype).view(torch.uint8) encodes a number in an fp8 format",
@@ -41,5 +42,8 @@ _REPLACED = {
 
 
 def __getattr__(name: str) -> object:
-    hint = f": {_REPLACED[name]}" if name in _REPLACED else ""
+    # Python calls this for each name that the module lacks.
+    hint = ""
+    if name in _REPLACED:
+        hint = f": {_REPLACED[name]}"
     raise AttributeError(f"module 'narrowcast.formats' has no attribute {name!r}{hint}")

@@ -1,4 +1,4 @@
-"""Number formats as records: what PyTorch computes or stores in, their dtypes, and exact rounding."""
+"""The number formats that PyTorch computes and stores in, as records; their dtypes; exact rounding."""
 
 from __future__ import annotations
 
@@ -77,18 +77,19 @@ class Format:
     @property
     def max_exponent(self) -> int:
         """Power of two of ``max``: 2**max_exponent <= max < 2**(max_exponent + 1)."""
-        largest_field = (1 << self.exponent_bits) - 1
+        largest_field = (1 << self.exponent_bits) - 1  # all ones
         if self.specials is Specials.IEEE:
-            # The all-ones exponent encodes infinities and NaNs.
+            # All ones encode infinities and NaNs, so the largest numbers have the exponent field below.
             largest_field -= 1
         return largest_field - self.bias
 
     @property
     def max(self) -> float:
         """Largest finite number."""
+        # The significand in units of its last bit: all ones, with the hidden bit.
         units = (2 << self.significand_bits) - 1
         if self.specials is Specials.NAN_ALL_ONES:
-            # The last code is NaN, so that the largest number is the one before it.
+            # The code with all bits set is NaN, so the largest number has a significand one unit smaller.
             units -= 1
         return math.ldexp(units, self.max_exponent - self.significand_bits)
 
@@ -114,15 +115,16 @@ class Format:
 
     @property
     def overflow_threshold(self) -> float:
-        """Half a unit past ``max``: nearest-even rounding overflows beyond it.
+        """``max`` plus half a unit in its last place: nearest-even rounding overflows above this.
 
-        The threshold itself overflows too if the code of ``max`` is odd: in all formats except OCP E4M3.
+        The threshold itself is a tie. It overflows too if the code of ``max`` is odd, which it is in all
+        formats except OCP E4M3.
         """
         return self.max + math.ldexp(0.5, self.max_exponent - self.significand_bits)
 
     @property
     def flush_threshold(self) -> float:
-        """Half the smallest subnormal: nearest-even rounding flushes it and everything below it to zero."""
+        """Half the smallest subnormal: nearest-even rounding takes this and smaller magnitudes to zero."""
         return self.smallest_subnormal / 2
 
 
@@ -218,8 +220,9 @@ E5M2FNUZ = Format(
 """fp8 without infinities or negative zero, up to 57344."""
 
 FORMATS = (FLOAT32, TF32, BFLOAT16, FLOAT16, OCP_E4M3, OCP_E5M2, E4M3FNUZ, E5M2FNUZ)
-"""Every format of this package."""
+"""Every format of this package, for tests that try each."""
 
+# The names of torch's dtypes, because this package does not import torch. No dtype stores TF32.
 _DTYPE_NAMES = {
     FLOAT32: "float32",
     BFLOAT16: "bfloat16",
@@ -235,7 +238,7 @@ def torch_dtype(format: Format) -> torch.dtype:
     """Return the torch dtype that stores ``format``.
 
     Raises:
-        SettingError: no dtype stores it. TF32 is a format for computing on float32 tensors, not for storage.
+        SettingError: no dtype stores ``format``. PyTorch only computes in TF32, on float32 tensors.
 
     Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html#torch.dtype
 
@@ -261,14 +264,15 @@ def round_to(format: Format, x: float, *, saturate: bool = False) -> float:
 
     Overflow is decided after rounding with an unlimited exponent (IEEE 754-2019, 7.4), so a number that
     rounds to ``max`` does not overflow. Overflow and an infinite ``x`` give an infinity, or NaN if the format
-    has no infinities; with ``saturate``, ``max`` with the sign of ``x``, as in OFP8 1.0. PyTorch's conversion
-    to OCP E4M3 saturates since 2.13 (pull request 178817) and gave NaN before. Its conversions to other
-    formats do not saturate.
+    has no infinities. With ``saturate`` they give ``max`` with the sign of ``x``, as in OFP8 1.0.
+
+    PyTorch's conversion to OCP E4M3 saturates since 2.13 (pull request 178817), and gave NaN before. Its
+    conversions to other formats do not saturate.
 
     Args:
         format: the format to round to.
         x: a Python float, or a number that ``float`` converts.
-        saturate: return ``max`` instead of an infinity or NaN on overflow.
+        saturate: return ``max`` or ``-max`` instead of an infinity or NaN on overflow.
 
     >>> from narrowcast.formats import FLOAT16, round_to
     >>> round_to(FLOAT16, 1 + 2**-11), round_to(FLOAT16, 65520.0)
@@ -280,7 +284,7 @@ def round_to(format: Format, x: float, *, saturate: bool = False) -> float:
     if abs(x) > format.overflow_threshold:
         magnitude = math.inf
     else:
-        # Subnormals share the unit of the smallest normal number.
+        # The power of two of x; frexp gives one more. Subnormals have the unit of the smallest normal number.
         exponent = max(math.frexp(x)[1] - 1, format.min_exponent)
         unit = Fraction(2) ** (exponent - format.significand_bits)
         # Python rounds a fraction to the nearest integer, and a tie to the even one.

@@ -1,7 +1,7 @@
 """The gradient check: unscale, check and clip the gradients of an optimizer, on one rank or on many.
 
-On a CPU the host knows at once whether any gradient is not finite, and finds out which ones only if so. If
-the optimizer's step can divide by itself (``fused=True``), the division is deferred to the step.
+On a CPU the host knows at once whether any gradient is not finite, and only then finds out which ones. If the
+optimizer's step can divide by itself (``fused=True``), the division is deferred to the step.
 
 Ranks agree in one collective for each process group. If only one rank skipped its step, the others would
 diverge or wait for ever in the next collective.
@@ -43,16 +43,16 @@ _IN_PLACE_BYTES = 64 * 2**20
 until their flag is read."""
 
 
-@dataclass(slots=True)  # one is made at each step, and a frozen one takes several times as long
+@dataclass(slots=True)  # not frozen, since one is made at each step: that would take several times as long
 class Scaling:
     """The loss scale of some gradients, and the ranks that decide on them together.
 
     Attributes:
         factor: the loss scale, 0-dim float32.
-        below_one: whether it may be below 1, so that unscaling finite gradients may overflow.
+        below_one: whether the factor may be below 1, so that unscaling finite gradients may overflow.
         process_group: ranks that decide together.
         sharded: whether each of these ranks holds different gradients.
-        scales: False without a loss scale (``Off``).
+        scales: False without a loss scale (``Off``); the factor is then 1.
         on_host: the factor as a number, if the host knows it; else None.
     """
 
@@ -73,11 +73,12 @@ class Scaling:
         """Return what gradients are multiplied by to unscale them: 0-dim float32 on the factor's device."""
         factor, device_type = self.factor, self.factor.device.type
         if not self.scales:
-            return factor
+            return factor  # 1, which is its own inverse
         if device_type == "mps":
             return factor.reciprocal()  # MPS has no fp64
-        # On a CPU Python divides in fp64, without a kernel. A script may have written a smaller scale, whose
-        # inverse overflows float32: torch.full would raise.
+
+        # On a CPU Python divides in fp64, without a kernel. But if a script wrote a factor below 2**-126, its
+        # inverse may overflow float32: torch.full raises for that, and the kernels below return infinity.
         if device_type == "cpu" and self.number() >= 2.0**-126:
             return torch.full((), 1.0 / self.number(), dtype=torch.float32, device="cpu")
         # The reciprocal in fp64, as in torch/amp/grad_scaler.py.
@@ -91,16 +92,18 @@ class GradientCheck:
     Attributes:
         found_inf: 0-dim float32 on the scale's device, above 0 if a gradient is not finite.
         overflowed: the same as a bool; None if only the device knows, and reading it would be a host sync.
-        any_checked: whether there was a gradient to check. True if several ranks decide, since another may
-            have had one.
-        one_rank: whether no other rank decides on these gradients too.
-        flags: which gradients are not finite, if that is already known.
+        any_checked: whether there was a gradient to check. Always True if several ranks decide together,
+            since another rank may have had one.
+        gradients: the gradients that were checked.
+        one_rank: whether this rank decides alone.
+        flags: which gradients are not finite; None if they were not looked for yet.
         norm: norm of the unscaled gradients before clipping, 0-dim; None without clipping.
         ranks_differ: 0-dim, whether ranks that should hold copies hold different gradients; None if only one
             rank decides, or without clipping.
-        divisor: what the gradients are still to be divided by; None if they are unscaled.
-        versions: identity and version of each gradient where ``clip`` deferred the division; None elsewhere,
-            also after ``check_scaled``, since no script runs between that and the step.
+        divisor: what the step is still to divide the gradients by; None if they are unscaled.
+        versions: identity and version of each gradient when ``clip`` deferred the division, by which
+            ``refuse_changes`` finds later changes. None otherwise, also after ``check_scaled``, since no code
+            of the script runs between that and the step.
     """
 
     found_inf: torch.Tensor
@@ -124,7 +127,7 @@ class GradientCheck:
             )
 
     def replace_flag(self, found_inf: torch.Tensor) -> None:
-        """Decide by another flag from now on."""
+        """Have ``found_inf`` decide on the step from now on."""
         self.found_inf = found_inf
         self.overflowed = known_on_host(found_inf)
 
@@ -137,9 +140,9 @@ class GradientCheck:
     def can_look_later(self) -> bool:
         """Return whether gradients may be held and read once the host knows that one is not finite.
 
-        Not if several ranks decide: ``found_inf`` is then that of all ranks. Once something has written to
-        the gradients, it is no longer known whether this rank's own were finite. Not in a CUDA graph, which
-        is replayed without the host.
+        Not if several ranks decide. ``found_inf`` is then the maximum over all ranks, so once something has
+        written to the gradients, nothing tells whether those of this rank were finite. Not in a CUDA graph
+        either, because the host takes no part in its replays. Nor if the gradients are too large to be held.
         """
         if self.flags is not None or not self.one_rank or _torch_internals.is_capturing():
             return False
@@ -148,8 +151,8 @@ class GradientCheck:
     def look_later(self) -> Callable[[], list[bool]]:
         """Hold the gradients; return a function that reads which are not finite, after the step.
 
-        The function flags all of them if something has written to them since, so that this is no longer
-        known: a zero_grad that keeps their memory, or a backward pass that uses it again.
+        The function flags all gradients if that can no longer be told, because something has written to them
+        since: a zero_grad that keeps their memory, or a backward pass that uses it again.
         """
         gradients = self.gradients
         own_found_inf = self.found_inf
@@ -161,6 +164,8 @@ class GradientCheck:
                 return [False] * len(gradients.values)
             if versions == _versions_of_values(gradients):
                 flags = gradients.flags().read()
+                # If none is flagged, something has written to the gradients past autograd (``.data``), which
+                # leaves the versions as they are.
                 if any(flags):
                     return flags
             return [True] * len(gradients.values)
@@ -169,7 +174,7 @@ class GradientCheck:
 
     @torch.no_grad()
     def divide_now(self) -> None:
-        """Do the division that was deferred to the step."""
+        """Divide now if the division was deferred to the step."""
         if self.divisor is not None:
             self.refuse_changes()
             _multiply(self.gradients, self.divisor.reciprocal())
@@ -177,7 +182,7 @@ class GradientCheck:
 
 
 def known_on_host(found_inf: torch.Tensor) -> bool | None:
-    """Return whether a gradient was not finite, or None if that needs a host sync."""
+    """Return whether ``found_inf`` is set, or None if only a host sync could tell."""
     if found_inf.device.type != "cpu":
         return None
     return bool(found_inf)
@@ -205,12 +210,14 @@ def check_finite(gradients: OptimizerGradients, scaling: Scaling) -> GradientChe
         not _process_groups(gradients, scaling) and _one_kernel_may_check(gradients)
     )
     if in_one_kernel:
-        # The kernel multiplies by 1. On a CPU it takes a fifth of the time of one norm per gradient; for
-        # large gradients, which it writes back, a tenth more than those norms.
+        # The kernel multiplies by 1. On a CPU this takes a fifth of the time of one norm for each gradient.
+        # For large gradients it takes a tenth more than the norms, because the kernel writes them back.
         factor_of_one = scaling.factor
         if scaling.scales:
             factor_of_one = torch.ones_like(scaling.factor)
         return _over_ranks(_multiply_and_check(gradients, factor_of_one), gradients, scaling)
+
+    # One norm for each gradient, which also tells which ones are not finite.
     flags = gradients.flags()
     check = _over_ranks(flags.any(device), gradients, scaling)
     check.flags = flags
@@ -247,8 +254,9 @@ def unscale_by(optimizer: torch.optim.Optimizer, scale: float) -> torch.Tensor:
 def known_to_be_finite(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if ``optimizer`` has plain gradients on the CPU, all of them finite; changes none of them.
 
-    False may also mean that this is not known. It takes half the time of ``check_gradients``, which says
-    more: call it first where gradients are mostly finite.
+    False decides nothing: finite gradients may be of a kind that this function does not check. It takes half
+    the time of ``check_gradients``. So where gradients are mostly finite call it first, and
+    ``check_gradients`` only if it returns False.
     """
     gradients = list(map(_GRAD, parameters_of(optimizer)))
     classes = set(map(type, gradients))
@@ -261,7 +269,8 @@ def known_to_be_finite(optimizer: torch.optim.Optimizer) -> bool:
         return False
 
     found_inf = torch.zeros((), dtype=torch.float32, device="cpu")
-    with suppress(RuntimeError):  # it takes neither sparse nor expanded gradients, nor those on other devices
+    # The kernel raises for sparse and expanded gradients, and for those on other devices.
+    with suppress(RuntimeError):
         factor_of_one = torch.ones((), dtype=torch.float32, device="cpu")
         _torch_internals.multiply_and_check(gradients, found_inf, factor_of_one)
         return not found_inf
@@ -272,11 +281,14 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> GradientCheck:
     """Check the gradients that ``optimizer`` would use now, and change none; no host sync on a GPU."""
     gradients = gradients_of(optimizer, allow_fp16=True)
     scaling = scaled_by(1.0, gradients)
-    # Gradients of ``backward(create_graph=True)`` are in a graph, which a kernel that writes to them spoils.
+    # The kernel of ``check_finite`` writes to the gradients. That would spoil the graph of gradients that
+    # ``backward(create_graph=True)`` computed.
     if not any(map(_REQUIRES_GRAD, gradients.values)):
-        # The kernel raises for an expanded tensor, to which nothing can be written. Optimizers may read it.
+        # For an expanded tensor, to which nothing can be written, the kernel raises.
         with suppress(RuntimeError):
             return check_finite(gradients, scaling)
+
+    # Read the gradients only.
     with torch.no_grad():
         flags = gradients.flags()
         check = _over_ranks(flags.any(scaling.factor.device), gradients, scaling)
@@ -285,7 +297,7 @@ def check_gradients(optimizer: torch.optim.Optimizer) -> GradientCheck:
 
 
 def scaled_by(scale: float, gradients: OptimizerGradients) -> Scaling:
-    """Return a number as the scale of some gradients, on the device of the first."""
+    """Return the ``Scaling`` of gradients whose scale is a number, on the device of the first gradient."""
     device = gradients.values[0].device if gradients.values else torch.device("cpu")
     factor = torch.full((), scale, dtype=torch.float32, device=device)
     return Scaling(factor, below_one=scale < 1.0, scales=scale != 1.0, on_host=scale)
@@ -302,19 +314,19 @@ def _multiply_and_check(gradients: OptimizerGradients, factor: torch.Tensor) -> 
         found_there = torch.zeros((), dtype=torch.float32, device=group_device)
         factor_there = on_device(factor, group_device)
         _torch_internals.multiply_and_check(members, found_there, factor_there)
-        # maximum, not a sum: torch's fused steps skip only if the flag is exactly 1.
+        # Not a sum, because torch's fused steps skip only if the flag is exactly 1.
         torch.maximum(found_inf, on_device(found_there, device), out=found_inf)
     return found_inf
 
 
 def _over_ranks(found_inf: torch.Tensor, gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
-    """Raise ``found_inf`` to the largest of all ranks that decide together, and return the check with it."""
+    """Set ``found_inf`` to its maximum over the ranks that decide together, and return the check with it."""
     groups = _process_groups(gradients, scaling)
     _max_over_ranks(found_inf, groups)
     any_checked = bool(gradients.values or groups)
     check = GradientCheck(found_inf, known_on_host(found_inf), any_checked, gradients, one_rank=not groups)
     if check.overflowed:
-        # Find out now which ones: clipping by a NaN norm would make every gradient NaN.
+        # Find out now which gradients are not finite: clipping by a NaN norm may later make all of them NaN.
         check.flags = gradients.flags()
     return check
 
@@ -333,6 +345,7 @@ def _process_groups(gradients: OptimizerGradients, scaling: Scaling) -> list[Any
 
 
 def _max_over_ranks(flag: torch.Tensor, groups: Sequence[Any]) -> None:
+    # On a mesh each rank is in several groups. After the last of them the flag is the maximum over all ranks.
     for group in groups:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
 
@@ -340,9 +353,9 @@ def _max_over_ranks(flag: torch.Tensor, groups: Sequence[Any]) -> None:
 def _one_kernel_may_check(gradients: OptimizerGradients) -> bool:
     """Return whether to check gradients on accelerators in place, by one kernel for each device and dtype.
 
-    Not if that kernel lacks one of the dtypes. Not if the gradients are large: the kernel writes them back,
-    which then costs more than one kernel for each gradient. Gradients that pass are small enough to be held
-    after the step.
+    Not if that kernel does not take one of the dtypes. Not if the gradients are large: the kernel writes them
+    back, which then costs more than one kernel for each gradient. If True, they are also small enough to be
+    held after the step.
     """
     for device, dtype, _, _ in gradients.groups:
         if not _torch_internals.checks_in_one_kernel(device, dtype):
@@ -366,11 +379,12 @@ def clip(
 ) -> GradientCheck:
     """Unscale, check and clip gradients, with one read for the norm and the check.
 
-    With ``defer`` gradients stay as they are where possible, and the optimizer's step divides them by the
-    scale and clips them. A norm that is not finite skips the step, even if the gradients are finite and only
-    their squares overflow.
+    With ``defer`` gradients stay as they are where possible, and the optimizer's step does both the unscaling
+    and the clipping, by one division. A norm that is not finite skips the step, even if the gradients are
+    finite and only their squares overflow.
     """
     total = total_norm(gradients, order, scaling, flat=flat)
+    # Dividing by a scale below 1 may overflow, and the step would not check again.
     defer = defer and not scaling.below_one
     clip_here = _clip_on_host if scaling.factor.device.type == "cpu" else _clip_on_device
     return clip_here(gradients, scaling, max_norm, total, defer=defer)
@@ -380,7 +394,7 @@ def _clip_on_host(
     gradients: OptimizerGradients, scaling: Scaling, max_norm: float, total: TotalNorm, *, defer: bool
 ) -> GradientCheck:
     """Clip where reading a number costs nothing: gradients are multiplied only if that changes them."""
-    # Two numbers decide everything: the norm, and the factor that clips it.
+    # Two numbers decide on the step: the norm, and the factor that clips the gradients.
     groups = _process_groups(gradients, scaling)
     inverse = scaling.inverse()
     norm = total.norm * inverse if scaling.scales else total.norm
@@ -401,8 +415,8 @@ def _clip_on_host(
     if not scaling.scales and clip_factor == 1.0:
         return check
 
-    # Dividing by a divisor that overflows would train on zeros. In a step that will be skipped nothing is
-    # divided, so any divisor will do.
+    # Defer only to a finite divisor, since dividing by infinity would train on zeros. A step that is skipped
+    # divides nothing, so then any divisor will do.
     divisor_is_small = clip_factor > 0.0 and scaling.number() / clip_factor < _LARGEST_DIVISOR
     may_defer = not is_finite or divisor_is_small
     if defer and may_defer:
@@ -417,7 +431,7 @@ def _clip_on_device(
     gradients: OptimizerGradients, scaling: Scaling, max_norm: float, total: TotalNorm, *, defer: bool
 ) -> GradientCheck:
     """Clip without reading anything from the device."""
-    # Unscale and check the norm by the kernel that does so with gradients.
+    # Unscale and check the norm, by the kernel that usually unscales and checks gradients.
     found_inf = torch.zeros((), dtype=torch.float32, device=scaling.factor.device)
     inverse = scaling.inverse()
     norm = total.norm
@@ -471,7 +485,10 @@ def clip_unscaled(
     *,
     flat: FlatCopies | None = None,
 ) -> TotalNorm:
-    """Clip gradients that are unscaled; return their norm before clipping, with the check of that norm."""
+    """Clip gradients that are unscaled; return their norm before clipping, and whether it was finite.
+
+    ``found_inf`` of the result is also above 0 if ``max_norm`` is a tensor that is NaN or negative.
+    """
     total = total_norm(gradients, order, scaling, flat=flat)
     clipping = _clipping(max_norm, total.norm)
     if scaling.factor.device.type != "cpu":
@@ -509,8 +526,8 @@ class TotalNorm:
         ranks_differ: as in ``GradientCheck``.
         flags: which gradients of this rank are not finite, from their own norms; None on a CPU, where they
             are read again if needed.
-        found_inf: 0-dim float32, above 0 if the clipped gradients are not finite. None if they are known to
-            be finite, or were not clipped.
+        found_inf: 0-dim float32, above 0 if ``clip_unscaled`` found that the gradients cannot be used. None
+            if it knows that they can, or from ``total_norm``.
     """
 
     norm: torch.Tensor
@@ -525,7 +542,7 @@ def total_norm(
     """Compute the norm in one read of the gradients and one collective for each process group.
 
     Sparse gradients have to be coalesced. The result is on the device of the scale's factor. ``flat`` is
-    memory for small gradients.
+    memory for copies of small gradients; None: each gradient is read where it is.
     """
     device = scaling.factor.device
     groups = _process_groups(gradients, scaling)
@@ -576,4 +593,5 @@ def versions_of(gradients: OptimizerGradients) -> list[int]:
 
 
 def _versions_of_values(gradients: OptimizerGradients) -> list[int]:
+    # autograd's version of a tensor goes up at each write in place.
     return list(map(_VERSION, gradients.values))

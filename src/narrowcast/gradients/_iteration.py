@@ -1,4 +1,4 @@
-"""One iteration of training: what a scaler knows of each optimizer, and how it steps them."""
+"""One iteration of training: the state that a scaler keeps for each optimizer, and how it steps them."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def some_scaler_steps() -> bool:
 
 
 class OptimizerState(dict[str, Any]):
-    """What is known of one optimizer.
+    """The state of one optimizer in this iteration.
 
     Its items ("stage", "found_inf_per_device") are torch's, and other libraries read and write them.
 
     Attributes:
-        check: the check of its gradients; None before it, and after the step.
-        later_losses: the nodes of losses that were scaled after these gradients were unscaled.
-        unscaled_versions: the versions of the gradients before the first of these losses.
+        check: the check of its gradients; None before the check, and after the step.
+        later_losses: the autograd nodes of losses that were scaled after these gradients were unscaled.
+        unscaled_versions: the versions of the gradients when the first of these losses was scaled.
     """
 
     __slots__ = ("check", "later_losses", "unscaled_versions")
@@ -88,7 +88,7 @@ class OptimizerState(dict[str, Any]):
 
 
 class OptimizerStates(dict[int, OptimizerState]):
-    """The state of each optimizer, by its id; what a script puts there becomes an ``OptimizerState``."""
+    """The state of each optimizer, by its id; a dict that a script stores becomes an ``OptimizerState``."""
 
     def __missing__(self, key: int) -> OptimizerState:
         state = self[key] = OptimizerState()
@@ -103,12 +103,16 @@ class OptimizerStates(dict[int, OptimizerState]):
 
 
 class Iteration:
-    """The optimizers of a scaler, from the first ``scale`` to ``update``.
+    """The optimizers of a scaler, from the first ``scale`` to ``update``; one object serves all iterations.
 
     Attributes:
+        process_group: ranks that decide together; None: each rank decides alone.
+        states: the state of each optimizer that was unscaled, clipped or stepped since the last ``update``.
+        names: names of parameters, by id, for results and errors.
         stepping: whether the scaler is calling the step of an optimizer now.
-        steps_by_hand: warns of steps by hand in the first iteration; None before it.
         refuses_steps_by_hand: whether a Stepper refuses steps by hand, so that no warning is needed.
+        steps_by_hand: warns of steps by hand in the first iteration; None before it.
+        schedulers: warns of schedulers that move although the step was skipped.
     """
 
     def __init__(
@@ -135,8 +139,8 @@ class Iteration:
         self._flat_copies = weakref.WeakKeyDictionary()
         # True from ``update`` to the next ``scale``.
         self._updated = False
-        # Whether a CUDA graph captured a call of ``scale``. The host does not see its replays.
-        self._replayed = False
+        # Whether a CUDA graph captured a call of ``scale``. The host does not see the calls in its replays.
+        self._scale_is_replayed = False
         # Ids of the optimizers that had gradients in some iteration.
         self._trained: set[int] = set()
         _ITERATIONS.add(self)
@@ -144,23 +148,27 @@ class Iteration:
     def loss_scaled(self, scaled: Any) -> None:
         """Note that a loss was scaled; costs next to nothing after the first iteration."""
         self._updated = False
+        # The rest is only for errors and warnings, and Dynamo need not trace it.
         if torch.compiler.is_compiling():
             return
         if self.states:
             self._remember_later_loss(scaled)
 
+        # Watch for steps by hand from the first loss on. Not if a closure scaled it inside a step.
         may_watch = not self.stepping and not self.refuses_steps_by_hand
         if self.steps_by_hand is None and may_watch and self._loss_scale.scales:
             self.steps_by_hand = StepsByHand(scaled, weakref.WeakMethod(self.stage_outside))
         if _torch_internals.is_capturing():
-            self._replayed = True
+            self._scale_is_replayed = True
 
     def _remember_later_loss(self, scaled: Any) -> None:
-        """Remember the versions of unscaled gradients now: the backward of this loss may add scaled ones."""
+        """Remember the versions of unscaled gradients, before this loss may add scaled gradients to them."""
         node = getattr(scaled, "grad_fn", None)
+        if node is None:
+            return
         for state in self.states.values():
-            if state["stage"] is OptState.UNSCALED and state.check is not None and node is not None:
-                # Only at the first such loss: by the time of the next, its backward pass may have run.
+            if state["stage"] is OptState.UNSCALED and state.check is not None:
+                # Only at the first later loss: its backward pass may run before the next one is scaled.
                 if not state.later_losses:
                     state.unscaled_versions = versions_of(state.check.gradients)
                 state.later_losses.append(node)
@@ -168,9 +176,9 @@ class Iteration:
     def _refuse_later_backward(
         self, optimizer: torch.optim.Optimizer, state: OptimizerState, check: GradientCheck
     ) -> None:
-        """Refuse gradients that were unscaled, and then got more from a loss that was scaled afterwards."""
-        # Scaling the loss of another optimizer is allowed. So refuse only if gradients changed since then,
-        # and one of these losses reaches their parameters.
+        """Raise OrderError if the backward pass of a later loss added scaled gradients to unscaled ones."""
+        # A later loss may be that of another optimizer, which is fine. So refuse only if gradients changed
+        # since that loss was scaled, and its graph contains their parameters.
         has_new_gradients = len(self._gradients(optimizer).values) != len(check.gradients.values)
         if not has_new_gradients and state.unscaled_versions == versions_of(check.gradients):
             return
@@ -189,7 +197,7 @@ class Iteration:
         return stage
 
     def scale_was_read(self) -> None:
-        """The script knows the scale, and may unscale by hand: watch its optimizers no longer."""
+        """Stop watching for steps by hand: a script that knows the scale may unscale by hand too."""
         if self.steps_by_hand is not None:
             self.steps_by_hand.end()
 
@@ -207,7 +215,7 @@ class Iteration:
         return state
 
     def overflow_flags(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the flags on ``device``."""
+        """Return the overflow flags of all optimizers in this iteration, on ``device``."""
         flags = []
         for state in self.states.values():
             for flag in state["found_inf_per_device"].values():
@@ -217,12 +225,12 @@ class Iteration:
     def may_lack_checks(self) -> bool:
         """Return whether ``update`` may go on although no flags were recorded.
 
-        It may if an optimizer had gradients in an earlier iteration, and only this batch gave none.
+        It may if an optimizer had gradients in an earlier iteration, and only this batch gave it none.
         """
         return any(key in self._trained for key in self.states)
 
     def forget_steps(self) -> None:
-        """After ``update`` raised, let optimizers step again whose step had no gradients."""
+        """Forget steps in which no gradient was checked, before ``update`` raises: they may be repeated."""
         for key, state in list(self.states.items()):
             if state["stage"] is OptState.STEPPED:
                 del self.states[key]
@@ -230,27 +238,30 @@ class Iteration:
     def end(self) -> None:
         """Forget the state of each optimizer."""
         self.states = OptimizerStates()
-        self._updated = not self._replayed
+        # A graph may replay ``scale`` before the next step, which the host would take for missing.
+        self._updated = not self._scale_is_replayed
         if self.steps_by_hand is not None:
             self.steps_by_hand.end()
 
     # ---- gradients
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale and check the gradients; OrderError if they were unscaled already."""
         state = self.state("unscale_", optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise OrderError(_UNSCALED_TWICE)
         self._set_check(state, self._unscaled(self._gradients(optimizer), self._scaling()))
 
     def _unscaled(self, gradients: OptimizerGradients, scaling: Scaling) -> GradientCheck:
-        """Check gradients, and divide them unless their scale is always 1."""
+        """Return the check of gradients; unscale them unless the scale is always 1."""
         if scaling.scales:
             return _check.unscale(gradients, scaling)
         return _check.check_finite(gradients, scaling)
 
     def clip_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
+        """Clip the norm, after unscaling if that is still to do; return the unscaled norm before clipping."""
         state = self.state("clip_grad_norm_", optimizer)
-        # Memory for small gradients, kept from step to step.
+        # Memory for copies of small gradients, kept from step to step.
         flat = self._flat_copies.get(optimizer)
         if flat is None:
             flat = self._flat_copies[optimizer] = FlatCopies()
@@ -265,19 +276,18 @@ class Iteration:
             assert check.norm is not None
             return check.norm
 
-        # Other norms do not tell whether a gradient is finite, so unscale first.
+        # Norms of other orders may not tell whether a gradient is finite, so unscale and check first.
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
         check = self._unscaled_check(state, optimizer)
         gradients = self._gradients(optimizer, summed=True)
         total = _check.clip_unscaled(gradients, max_norm, order, scaling, flat=flat)
 
-        # A gradient that was not finite before clipping counts as such, even if clipping made it finite.
-        # What clipping found is added to what the check found: in between a script may have written to the
-        # gradients, and DDP may have reduced them.
+        # Add what clipping found to what the earlier check found, which still holds. They may differ: in
+        # between a script may have written to the gradients, and DDP may have reduced them.
         check.norm = total.norm
         if check.flags is None and total.flags is not None:
-            # These flags are of the gradients that there are now: a script may have removed some.
+            # These flags belong to the present gradients, of which a script may have removed some.
             check.flags = total.flags
             check.gradients = gradients
         if check.ranks_differ is None:
@@ -290,6 +300,7 @@ class Iteration:
         return check.norm
 
     def clip_value(self, optimizer: torch.optim.Optimizer, value: float) -> None:
+        """Clamp the gradients to [-value, value], after unscaling if that is still to do."""
         state = self.state("clip_grad_value_", optimizer)
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
@@ -315,16 +326,18 @@ class Iteration:
     ) -> None:
         state.check = check
         state["stage"] = stage
-        # torch's own entry, which scripts and ``update`` read; empty if nothing was checked, as in torch.
+        # torch's entry, which scripts and ``update`` read. It is empty if nothing was checked, as in torch.
         flags = {}
         if check.any_checked:
             flags[check.found_inf.device] = check.found_inf
         state["found_inf_per_device"] = flags
 
     def _unscaled_check(self, state: OptimizerState, optimizer: torch.optim.Optimizer) -> GradientCheck:
-        """Return the check of gradients, which are unscaled from now on."""
+        """Return the check of gradients, and divide them now if ``clip_norm`` deferred that to the step."""
         check = state.check
-        if check is None:  # an optimizer that takes ``grad_scaler`` filled torch's own entries
+        # Without a check, other code unscaled the gradients and wrote torch's entries, such as an optimizer
+        # whose step takes ``grad_scaler``.
+        if check is None:
             flags = state["found_inf_per_device"]
             found_inf = torch.zeros_like(self._loss_scale.factor_for("step"))
             for flag in flags.values():
@@ -341,11 +354,13 @@ class Iteration:
     # ---- stepping
 
     def step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> StepResult:
+        """Step without a closure."""
         state = self.state("step", optimizer)
         check = self._check_for_step(optimizer, state)
         return self._step_if_finite(optimizer, state, check, check.found_inf, check.overflowed, args, kwargs)
 
     def step_together(self, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[StepResult, ...]:
+        """Step all optimizers or none."""
         check_apart(optimizers)
         for optimizer in optimizers:
             if _torch_internals.needs_closure(optimizer):
@@ -363,11 +378,13 @@ class Iteration:
         return tuple(results)
 
     def _check_for_step(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> GradientCheck:
-        # This comes first, since it raises if an optimizer of weights.hold has gradients left to take.
+        """Return the check that decides on the step; OrderError if the gradients may not be used."""
+        # This comes first: for an optimizer of weights.hold, it raises if low-precision parameters still have
+        # gradients that the fp32 masters did not get.
         skips_itself = _torch_internals.takes_grad_scale(optimizer)
         check = state.check
 
-        # Neither unscaled nor clipped before: here is the one check of this step.
+        # The gradients were neither unscaled nor clipped before, so check them now.
         if state["stage"] is OptState.READY:
             gradients = self._gradients(optimizer)
             scaling = self._scaling()
@@ -380,7 +397,7 @@ class Iteration:
         else:
             if check is None:
                 check = self._unscaled_check(state, optimizer)
-            # A script may have written to the flag since, as an all_reduce over ranks does.
+            # Read the flag again: a script may have written to it, as an all_reduce over ranks does.
             check.overflowed = _check.known_on_host(check.found_inf)
         assert check is not None
 
@@ -390,6 +407,7 @@ class Iteration:
             on_one_device = [flag.to(check.found_inf.device) for flag in flags]
             check.replace_flag(torch.stack(on_one_device).amax())
             check.any_checked = True
+            # Which gradients are not finite: they may all be finite although the script's flag is set.
             check.flags = check.gradients.flags()
 
         if check.any_checked:
@@ -399,7 +417,7 @@ class Iteration:
         if state.later_losses:
             self._refuse_later_backward(optimizer, state, check)
             state.later_losses = []
-        # On a CPU it is known already; from other devices it is read in ``_result``.
+        # On a CPU it is known already. From other devices it is read later, with the result.
         if check.ranks_differ is not None and check.ranks_differ.device.type == "cpu" and check.ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)
         check.refuse_changes()
@@ -410,9 +428,9 @@ class Iteration:
 
         - Gradients came after the check: an error.
         - There were gradients in an earlier iteration: a warning.
-        - There never were, and ``may_lack_at_first``: nothing. As in torch, a fused optimizer may step
+        - There never were any, and ``may_lack_at_first``: nothing. As in torch, a fused optimizer may step
           without gradients at first, and only ``update`` raises.
-        - There never were, otherwise: an error.
+        - There never were any, otherwise: an error.
         """
         came_late = bool(self._gradients(optimizer).values)
         if not came_late and id(optimizer) in self._trained:
@@ -428,9 +446,11 @@ class Iteration:
         """Return whether to leave the division by the scale to the step of the optimizer, if it can divide.
 
         Not if the scale may be below 1, since the division may then overflow after the check. Not if the
-        scale is always 1, since torch's kernels would write all gradients back for nothing. On a CPU,
-        torch's own optimizers are faster with unscaled gradients; but these equal torch's to the bit only if
-        the scale is a power of 2.
+        scale is always 1, since torch's kernels would write all gradients back for nothing.
+
+        On a CPU, torch's own optimizers are faster with gradients that were unscaled before the step. But
+        unscaling multiplies by the inverse of the scale, and equals the division to the bit only if the scale
+        is a power of 2. So with other scales the step divides, as it does under torch's scaler.
         """
         if scaling.below_one or not scaling.scales:
             return False
@@ -458,15 +478,15 @@ class Iteration:
         optimizer that skips by itself takes the flag, and for any other the host waits for it.
         """
         skips_itself = _torch_internals.takes_grad_scale(optimizer)
-        # Wait also before the first step of torch's fused SGD: if it skipped by itself, it would keep
-        # momentum that it allocated and never wrote.
+        # Wait also before the first step of torch's fused SGD. If that skipped by itself, it would keep
+        # momentum buffers that it allocated and never wrote.
         if skipped is None and (not skips_itself or _torch_internals.starts_momentum(optimizer)):
             skipped = bool(found_inf.item())
 
-        # ``skipped`` is of all optimizers that step together, and ``check.overflowed`` of this one: if it is
-        # False, another one caused the skip, and there are no names.
-        # If the host knows that the step is skipped, find the names now. If only the device knows, find them
-        # after the step, or now as well if these gradients cannot be held until then.
+        # Name the parameters whose gradients are not finite. If the host knows that the step is skipped, this
+        # happens now. If only the device knows, it happens after the step, or now if the gradients cannot be
+        # held until then. ``skipped`` holds for all optimizers that step together, ``check.overflowed`` for
+        # this one alone: if that is False, another optimizer caused the skip, and there is nothing to name.
         looks_later = skipped is None and check.can_look_later()
         nonfinite: Callable[[], tuple[str, ...]] | None = None
         if skipped is not False and check.overflowed is not False and not looks_later:
@@ -475,14 +495,15 @@ class Iteration:
         returned = None
         if skipped:
             _torch_internals.mark_as_stepped(optimizer)
-            if hasattr(optimizer, "grad_scale"):  # set by the script for this step; torch deletes it too
+            # A script may have set grad_scale, for this step alone. torch deletes it too.
+            if hasattr(optimizer, "grad_scale"):
                 del optimizer.grad_scale
         else:
             returned = call_step(
                 optimizer, check, found_inf, skipped, args, kwargs, skips_itself=skips_itself
             )
+        # Hold the gradients only now, because the step may write to them.
         if looks_later:
-            # After the step, which may write gradients.
             nonfinite = self._names_of(optimizer, check, check.look_later())
         return self._result(optimizer, state, check, found_inf, skipped, nonfinite or (), returned)
 
@@ -493,7 +514,7 @@ class Iteration:
             "an optimizer whose step takes grad_scaler unscales by itself; torch is going to hand it the "
             "tensors grad_scale and found_inf instead",
             FutureWarning,
-            stacklevel=3,  # the caller of the scaler's step
+            stacklevel=3,  # at the caller of ``GradScaler.step``
         )
         returned = optimizer.step(*args, **kwargs)
         check = self._unscaled_check(state, optimizer)
@@ -509,8 +530,9 @@ class Iteration:
         """Step with a closure that computes scaled gradients; the optimizer gets unscaled, finite ones."""
         if self.states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise OrderError(_STEPPED_TWICE)
+        # The gradients are computed inside the step, so there are no steps by hand to watch for.
         if self.steps_by_hand is not None:
-            self.steps_by_hand.end()  # the gradients are computed inside the step
+            self.steps_by_hand.end()
         if getattr(optimizer, "holds_low_weights", False):
             raise UnsupportedError(
                 f"a closure of a {type(optimizer).__name__} whose weights are held in a low format could not "
@@ -519,6 +541,7 @@ class Iteration:
         checks: list[GradientCheck] = []
 
         def evaluate() -> Any:
+            # Each evaluation is an iteration of its own: it scales, unscales and checks.
             fresh_state = self.states[id(optimizer)] = OptimizerState()
             loss = closure()
             if self.states.get(id(optimizer)) is not fresh_state:
@@ -536,12 +559,13 @@ class Iteration:
             else:
                 self._handle_missing_gradients(optimizer, may_lack_at_first=False)
             checks.append(check)
-            # Read again, since the closure may have written to the flag.
+            # Read the flag again: the closure may have written to it.
             if check.found_inf.item():
                 raise SkipStep(loss)
             return loss
 
-        # An optimizer may evaluate the closure many times; the last check decides.
+        # An optimizer may evaluate the closure many times. The first evaluation that is not finite ends the
+        # step, so the last check decides.
         returned, skip = step_or_restore(optimizer, optimizer.step, args, kwargs, evaluate)
         if not checks:
             raise OrderError(f"{type(optimizer).__name__}.step never called its closure")
@@ -558,12 +582,12 @@ class Iteration:
     def _names_of(
         self, optimizer: torch.optim.Optimizer, check: GradientCheck, flags: Callable[[], list[bool]]
     ) -> Callable[[], tuple[str, ...]]:
-        """Return a function that reads the flags and returns the names of those parameters."""
+        """Return a function that calls ``flags`` and returns the names of the parameters with a flag set."""
         parameters = check.gradients.parameters
 
         def names() -> tuple[str, ...]:
-            bad = [parameter for parameter, flag in zip(parameters, flags(), strict=True) if flag]
-            return tuple(labels_of(optimizer, bad, self.names))
+            flagged = [parameter for parameter, flag in zip(parameters, flags(), strict=True) if flag]
+            return tuple(labels_of(optimizer, flagged, self.names))
 
         return names
 
@@ -587,16 +611,21 @@ class Iteration:
             nonfinite=nonfinite,
             returned=returned,
         )
+        # Report no step of a CUDA graph: the host sees it once, but the graph is replayed many times.
         if _torch_internals.is_capturing():
-            return result  # the host sees this step once, but the graph is replayed many times
-        number, ranks_differ = self._outcomes.next_number(), check.ranks_differ
+            return result
+
+        number = self._outcomes.next_number()
+        ranks_differ = check.ranks_differ
         if skipped:
             self.schedulers.skipped(optimizer)
+        # If the host knows the flag, report now.
         if skipped is not None:
             self._outcomes.report(optimizer, result, number, ranks_differ=bool(ranks_differ))
             return result
 
-        # The flag, the scale, and whether ranks differ travel to the host in one copy.
+        # Only the device knows the flag. Copy it to the host without waiting, together with the scale and
+        # whether ranks differ.
         values = [found_inf, self._loss_scale.factor_for("step")]
         if ranks_differ is not None:
             values.append(ranks_differ.to(found_inf))
@@ -618,12 +647,14 @@ def call_step(
     """Call the optimizer's step; set ``grad_scale`` and ``found_inf`` if it divides and skips by itself."""
     target: Any = optimizer
     is_torchs_own = _torch_internals.is_torchs_own(optimizer)
-    scale_of_script = getattr(optimizer, "grad_scale", None)  # which a script may set for one step
+    # A script may have set grad_scale, for this step alone.
+    scale_of_script = getattr(optimizer, "grad_scale", None)
     needs_attributes = check.divisor is not None or scale_of_script is not None or skipped is None
     # torch's own steps work without the attributes too; a step of another library may expect them each time.
     if not skips_itself or (is_torchs_own and not needs_attributes):
         return optimizer.step(*args, **kwargs)
 
+    # The step divides by both scales.
     grad_scale = check.divisor
     if grad_scale is None:
         grad_scale = scale_of_script

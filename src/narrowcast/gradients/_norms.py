@@ -1,4 +1,7 @@
-"""Norms of gradients that are on several devices and ranks."""
+"""Norms of gradients that are on several devices and ranks.
+
+Over ranks, powers of norms add up: the sum of squares for the Euclidean norm.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from narrowcast.gradients import _torch_internals
 from narrowcast.gradients._devices import on_device
 from narrowcast.gradients._optimizer_gradients import MeshPlacement, OptimizerGradients
 
-# Powers of the norms of copies differ by less than this, through rounding; those of other gradients by more.
+# Ranks are taken to hold copies of the same gradients if the powers of their norms differ by no more than
+# this. Rounding makes less of a difference, and gradients of different batches more.
 _RELATIVE_TOLERANCE = 1e-3
 
 
@@ -45,7 +49,7 @@ def norm_of_gradients(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None
         if type(gradient) not in (torch.Tensor, torch.nn.Parameter):
             return None
         if gradient.is_sparse:
-            gradient = gradient.coalesce().values()  # an optimizer uses the sums
+            gradient = gradient.coalesce().values()  # coalescing adds up, as an optimizer does
         if gradient.layout != torch.strided:
             return None
         if gradient.is_complex():
@@ -73,29 +77,32 @@ def norm_over_ranks(
     Args:
         norms_by_dtype: for each device and dtype, the positions of its gradients, and the norm of each.
         device: where the result is to be.
-        process_groups: those that decide together, one collective for each.
-        sharded_group: the process group whose ranks hold different gradients, apart from DTensors; None: all
-            ranks hold copies of gradients that are not DTensors.
+        process_groups: the groups of ranks that decide together; there is one collective for each.
+        sharded_group: the process group in which each rank holds different plain gradients. None: all ranks
+            hold copies of the plain gradients. (DTensors have placements, which say it.)
     """
     powers = _power_by_placement(gradients, norms_by_dtype, order, device)
     ranks_differ = torch.zeros((), dtype=torch.bool, device=device)
     for group in process_groups:
+        # Each rank sends a row with one power for each placement. The rows arrive one after the other.
         row = torch.stack(list(powers.values()))
         gathered = row.new_empty(dist.get_world_size(group) * len(row))
         _torch_internals.all_gather(gathered, row, group)
         for index, placement in enumerate(powers):
-            of_ranks = gathered[index :: len(row)]
+            power_of_each_rank = gathered[index :: len(row)]
+            largest = power_of_each_rank.amax()
+            # The groups in which each rank holds another part of these gradients.
             split_groups = (sharded_group,) if placement is None else placement.sharded
             is_split = group in split_groups
-            largest = of_ranks.amax()
 
             # The powers of parts add up over the ranks of the group. Copies have to agree.
             if is_split and order != math.inf:
-                powers[placement] = of_ranks.sum()
+                powers[placement] = power_of_each_rank.sum()
             else:
                 powers[placement] = largest
             if not is_split:
-                differ = largest > of_ranks.amin() * (1 + _RELATIVE_TOLERANCE)
+                differ = largest > power_of_each_rank.amin() * (1 + _RELATIVE_TOLERANCE)
+                # Gradients that are not finite skip the step; they are no sign of a wrong set-up.
                 ranks_differ = ranks_differ | (differ & torch.isfinite(largest))
 
     total = torch.stack(list(powers.values()))
@@ -110,9 +117,9 @@ def _power_by_placement(
     order: float,
     device: torch.device,
 ) -> dict[MeshPlacement | None, torch.Tensor]:
-    """Return the power of the norm of all gradients with the same placement; None: those of plain tensors."""
-    # Ranks compare and add up by position in a row. So each has all placements in the same order: None first,
-    # even if no gradient is plain, and the others as the optimizer's gradients have them.
+    """Return, for each placement, the power of the norm of its gradients; None stands for plain tensors."""
+    # Ranks compare and add up by position in a row, so each needs all placements in the same order: None
+    # first, even if no gradient is plain, then the others in the order of the optimizer's gradients.
     placements = gradients.meshes or [None] * len(gradients.values)
     norms_by_placement: dict[MeshPlacement | None, dict[int, torch.Tensor]] = {None: {}}
     for placement in placements:
@@ -121,8 +128,8 @@ def _power_by_placement(
         for position, norm in zip(positions, stack.unbind(), strict=True):
             norms_by_placement[placements[position]][position] = norm
 
-    # Sorted by position: torch lists devices and dtypes in no fixed order, and ranks with copies have to
-    # round alike.
+    # Sum up in the order of positions, so that ranks with copies round alike: torch lists devices and dtypes
+    # in no fixed order.
     powers: dict[MeshPlacement | None, torch.Tensor] = {}
     for placement, norms in norms_by_placement.items():
         in_order = [norms[position] for position in sorted(norms)]
@@ -131,10 +138,10 @@ def _power_by_placement(
 
 
 def _power(norms: Sequence[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    """Return the norm to the power of its order, which ranks add up.
+    """Return the norm to the power of its order; for the order infinity, the norm.
 
-    In fp64 if the device has it, so that it is finite if the norm is. NaN becomes infinity, because maxima
-    over ranks treat NaN in different ways.
+    The power is in fp64 if the device has it, so that it is finite if the norm is. NaN becomes infinity,
+    because maxima over ranks treat NaN in different ways.
     """
     norm = norm_of_norms([norm.reshape(1) for norm in norms], order, device)
     power = norm if device.type == "mps" else norm.double()

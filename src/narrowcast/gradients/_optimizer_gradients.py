@@ -13,15 +13,16 @@ from narrowcast.errors import ScaleError, SettingError, UnsupportedError, few
 from narrowcast.gradients import _torch_internals
 from narrowcast.gradients._devices import on_device
 
-# With a thousand small gradients these reads are most of what a check costs, so each is done once, in C.
+# With a thousand small gradients, reading attributes is most of what a check costs. map with attrgetter loops
+# in C.
 _GRAD, _IS_SPARSE, _SHAPE = attrgetter("grad"), attrgetter("is_sparse"), attrgetter("shape")
 
 # The formats whose numbers are fp16: complex32 is a pair of them.
 _FP16 = (torch.float16, torch.complex32)
 
-# Only gradients of at most so many elements are copied by FlatCopies.
+# FlatCopies copies gradients of at most so many elements.
 _MAX_COPIED_ELEMENTS = 512
-# The length of a row, whose squares are summed at once: a longer sum is less exact.
+# FlatCopies has one norm for each row of so many elements: the sum of more squares is less exact.
 _ROW_ELEMENTS = 1024
 
 
@@ -30,9 +31,9 @@ class NonfiniteFlags:
     """Whether each of several gradients holds a NaN or an infinity; stays on the device until it is read.
 
     Attributes:
-        count: how many gradients.
-        norms_by_dtype: positions of gradients, and a 1-dim tensor with a norm of each, which is not finite
-            if the gradient is not.
+        count: the number of gradients.
+        norms_by_dtype: for each device and dtype, the positions of its gradients, and a 1-dim tensor with a
+            norm of each, which is not finite if the gradient is not. Empty gradients may be left out.
     """
 
     count: int
@@ -55,8 +56,8 @@ class NonfiniteFlags:
             return torch.zeros((), dtype=torch.float32, device=device)
         any_by_dtype = []
         for _, norms in self.norms_by_dtype:
-            is_bad = ~torch.isfinite(norms)
-            any_by_dtype.append(on_device(is_bad.any(), device))
+            is_nonfinite = ~torch.isfinite(norms)
+            any_by_dtype.append(on_device(is_nonfinite.any(), device))
         return torch.stack(any_by_dtype).any().float()
 
 
@@ -68,7 +69,7 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
     magnitude takes ten times as long as the Euclidean norm, so the norm is computed first, and only gradients
     whose norm is not finite are read again.
     """
-    # Empty gradients have no norm.
+    # Empty gradients have no largest magnitude, so leave them out. The keys are the positions of the others.
     kept: dict[int, torch.Tensor] = {}
     for position, gradient in enumerate(gradients):
         values = gradient.detach()
@@ -81,6 +82,7 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
     if not kept:
         return NonfiniteFlags(len(gradients), ())
 
+    # The groups count positions among the gradients that were kept; return positions among all.
     kept_positions = list(kept)
     norms_by_dtype = []
     for _, _, indices, members in _torch_internals.by_device_and_dtype(list(kept.values())):
@@ -90,20 +92,24 @@ def nonfinite_flags(gradients: Sequence[torch.Tensor]) -> NonfiniteFlags:
 
 
 def _norms(members: list[torch.Tensor]) -> torch.Tensor:
-    """Return a norm of each non-empty tensor, of one device and dtype: finite exactly if the tensor is."""
+    """Return a norm of each tensor, which is finite exactly if the tensor is.
+
+    The tensors are of one device and dtype, and none is empty.
+    """
+    # The largest magnitude on an accelerator, and the Euclidean norm on a CPU, where it is faster.
     if members[0].device.type != "cpu":
         return torch.stack(_torch_internals.norms_in_own_dtype(members, math.inf))
     norms = torch.stack(_torch_internals.norms_in_own_dtype(members, 2.0))
     for position, norm in enumerate(norms.tolist()):
         if not math.isfinite(norm):
-            # The squares of finite numbers may overflow. Their largest magnitude cannot.
+            # The squares of finite numbers may overflow; the largest magnitude cannot.
             norms[position] = members[position].abs().max()
     return norms
 
 
 @dataclass(frozen=True, slots=True)
 class MeshPlacement:
-    """Where the parts of a DTensor are: process groups with different parts, and groups with copies."""
+    """Where a DTensor is: the process groups whose ranks hold different parts, and those with copies."""
 
     sharded: tuple[torch.distributed.ProcessGroup, ...]
     copied: tuple[torch.distributed.ProcessGroup, ...]
@@ -115,9 +121,9 @@ class OptimizerGradients:
 
     Attributes:
         parameters: those that have a gradient, in the optimizer's order.
-        values: the tensor to read and multiply for each: the gradient itself, the values of a sparse one, the
-            local part of a DTensor, a complex one as pairs of real numbers.
-        groups: the values grouped by device and dtype, each with the position of every value.
+        values: the tensor to read and multiply for each of these parameters: the gradient itself, the values
+            of a sparse gradient, the local part of a DTensor, a complex gradient as pairs of real numbers.
+        groups: the values grouped by device and dtype.
         dense: whether no gradient is sparse.
         meshes: the placement of each gradient, None for a plain tensor; None if all are plain.
     """
@@ -131,7 +137,7 @@ class OptimizerGradients:
     @torch.no_grad()
     def flags(self) -> NonfiniteFlags:
         """Check each gradient; of a DTensor, its local part."""
-        # Empty values have no norm: nonfinite_flags leaves them out and groups the others again.
+        # nonfinite_flags leaves out empty values, which have no largest magnitude, and groups the others.
         if not all(map(torch.Tensor.numel, self.values)):
             return nonfinite_flags(self.values)
         checked = [(positions, _norms(members)) for _, _, positions, members in self.groups]
@@ -147,14 +153,15 @@ class FlatCopies:
 
     def __init__(self) -> None:
         self._rows = torch.empty(0, device="cpu")
-        # The part of the rows for each gradient, in the gradient's shape.
+        # For each gradient the part of the rows that it is copied to, in its shape.
         self._views: list[torch.Tensor] = []
         self._shapes: list[torch.Size] = []
 
     def of(self, gradients: OptimizerGradients) -> torch.Tensor | None:
-        """Return the gradients in rows, the last filled up with zeros; None if they are not small.
+        """Copy the gradients to rows, of which zeros fill up the last; return the rows.
 
-        None too if there is one gradient, or if they are sparse, of several dtypes, or not on the CPU.
+        None if a gradient is not small. None too if there is only one gradient, or if the gradients are
+        sparse, of several dtypes, or not on the CPU.
         """
         if len(gradients.groups) != 1 or len(gradients.values) == 1 or not gradients.dense:
             return None
@@ -162,7 +169,7 @@ class FlatCopies:
         if device.type != "cpu":
             return None
 
-        # Mostly the shapes are those of the last step, and the memory is there.
+        # Mostly the shapes are those of the last step, so that they are small and the memory is there.
         if dtype != self._rows.dtype or self._shapes != list(map(_SHAPE, members)):
             if any(member.numel() > _MAX_COPIED_ELEMENTS for member in members):
                 return None
@@ -200,7 +207,13 @@ def gradients_of(
 
     Sparse gradients are coalesced in two cases: in fp16, because the sums may overflow; and with ``summed``,
     in every format, because the norm of the parts is not the norm of their sum. Coalesced gradients replace
-    ``parameter.grad``, and so do copies of lazily conjugated ones. ``names`` are for the error.
+    ``parameter.grad``, and so do copies of lazily conjugated gradients.
+
+    Args:
+        optimizer: the optimizer whose parameters have the gradients.
+        allow_fp16: accept gradients in fp16.
+        summed: coalesce sparse gradients in every format.
+        names: names of parameters by id, for the error.
 
     Raises:
         ScaleError: a gradient is in fp16, or a complex one of two fp16 numbers, without ``allow_fp16``.
@@ -215,7 +228,7 @@ def gradients_of(
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = list(map(_GRAD, parameters))
 
-    # The local parts of DTensors, and the values of sparse gradients.
+    # Take the local parts of DTensors, then the values of sparse gradients.
     values, meshes = gradients, None
     if not classes <= {torch.Tensor, torch.nn.Parameter}:
         values, meshes = _local_parts(gradients)
@@ -223,7 +236,7 @@ def gradients_of(
     if not dense:
         values = [_dense_values(p, value, summed) for p, value in zip(parameters, values, strict=True)]
 
-    # Complex gradients are read as pairs of real numbers, because no kernel of the check takes them.
+    # Read complex gradients as pairs of real numbers, because the kernels of the check take only real ones.
     groups = _torch_internals.by_device_and_dtype(values) if values else []
     if any(dtype.is_complex for _, dtype, _, _ in groups):
         values = [_real(_resolved(p, value)) for p, value in zip(parameters, values, strict=True)]
@@ -235,8 +248,8 @@ def gradients_of(
 
 
 def _resolved(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    # Most optimizers refuse a gradient that is conjugated lazily, so a copy replaces it. The values of a
-    # sparse gradient, or a local part, must not replace the whole.
+    """Replace a lazily conjugated gradient by a copy, since most optimizers refuse it; return the values."""
+    # If ``values`` are those of a sparse gradient, or a local part, they must not replace the whole gradient.
     if values.is_conj() and values is parameter.grad:
         parameter.grad = values = values.resolve_conj()
     return values
@@ -245,8 +258,8 @@ def _resolved(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def _real(values: torch.Tensor) -> torch.Tensor:
     """Return complex values as pairs of real numbers in the same memory, and others as they are.
 
-    The memory of lazily conjugated values holds their conjugates. These have the same magnitudes, and real
-    factors and clamps do the same to them.
+    The memory of lazily conjugated values holds their conjugates. These will do: they have the same
+    magnitudes, and multiplying or clamping them does the same to the values.
     """
     if values.is_conj():
         values = values.conj()
@@ -254,6 +267,7 @@ def _real(values: torch.Tensor) -> torch.Tensor:
 
 
 def _dense_values(parameter: torch.Tensor, gradient: torch.Tensor, summed: bool) -> torch.Tensor:
+    """Return the values of a sparse gradient, coalesced as ``gradients_of`` says, and others as they are."""
     if not gradient.is_sparse:
         return gradient
     if summed or gradient.dtype is torch.float16:
@@ -264,7 +278,11 @@ def _dense_values(parameter: torch.Tensor, gradient: torch.Tensor, summed: bool)
 def _local_parts(
     gradients: list[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[MeshPlacement | None] | None]:
-    if not torch.distributed.is_available():  # then there is no DTensor either
+    """Return the local parts of DTensors, and other gradients as they are; and where the DTensors are.
+
+    The placements are None for a plain gradient, or altogether None if there is no DTensor.
+    """
+    if not torch.distributed.is_available():  # then there are no DTensors
         return gradients, None
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -284,8 +302,8 @@ def _local_parts(
                         "expected gradients that are reduced, got a DTensor with the placements "
                         f"{gradient.placements}: redistribute it to Shard or Replicate before the step"
                     )
-                # Not ``isinstance(placement, Shard)``: fully_shard makes a _StridedShard of a dimension that
-                # is sharded already.
+                # Any placement but Replicate is a kind of sharding. Do not ask for Shard: fully_shard makes a
+                # _StridedShard of a dimension that is sharded already.
                 groups = copied if isinstance(placement, Replicate) else sharded
                 groups.append(gradient.device_mesh.get_group(dimension))
             values.append(gradient.to_local())
@@ -294,7 +312,10 @@ def _local_parts(
 
 
 def check_apart(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse a parameter in two optimizers that step together, whose gradient would be unscaled twice."""
+    """Raise SettingError if two optimizers that step together share a parameter.
+
+    Its gradient would be unscaled twice.
+    """
     seen: dict[int, torch.optim.Optimizer] = {}
     for optimizer in optimizers:
         for parameter, label in parameter_labels(optimizer):
@@ -337,7 +358,7 @@ def parameter_labels(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.T
 def labels_of(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], names: Mapping[int, str]
 ) -> list[str]:
-    """Return labels for some parameters: from ``names``, else the optimizer's own."""
+    """Return labels for some parameters: from ``names``, by id, else the optimizer's own."""
     labels = {id(parameter): label for parameter, label in parameter_labels(optimizer)} | dict(names)
     return [labels.get(id(parameter), f"shape {tuple(parameter.shape)}") for parameter in parameters]
 
@@ -345,10 +366,10 @@ def labels_of(
 def _fp16_message(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], names: Mapping[int, str]
 ) -> str:
-    narrow = [p for p in parameters if p.grad is not None and p.grad.dtype in _FP16]
-    labels = few(labels_of(optimizer, narrow, names), 5)
-    # No weight is in fp16, so the script asked for fp16 gradients.
-    if all(parameter.dtype not in _FP16 for parameter in narrow):
+    in_fp16 = [p for p in parameters if p.grad is not None and p.grad.dtype in _FP16]
+    labels = few(labels_of(optimizer, in_fp16, names), 5)
+    # If none of these weights is in fp16, the script asked for gradients in fp16, by ``grad_dtype``.
+    if all(parameter.dtype not in _FP16 for parameter in in_fp16):
         return (
             f"expected gradients in fp32, got fp16 for {labels}, as grad_dtype says: leave that at the "
             "parameter's own, or pass allow_fp16_gradients=True to nc.GradScaler to continue in fp16"

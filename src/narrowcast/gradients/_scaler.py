@@ -20,7 +20,7 @@ from narrowcast.scaling import Dynamic, LossScale, scale_in, state_of
 
 
 def _setting(name: str) -> Any:
-    """Return a property that reads and writes a setting of a dynamic loss scale."""
+    """Return a property that reads and writes the setting ``name`` of a dynamic loss scale."""
 
     def read(scaler: TorchNames) -> Any:
         value = scaler._loss_scale.settings
@@ -35,7 +35,7 @@ def _setting(name: str) -> Any:
 
 
 def _initial(name: str) -> Any:
-    """Return a property that has no effect once the scale is on a device, as in torch."""
+    """Return a property for a value at the start: as in torch, writing it has no effect on a placed scale."""
 
     def read(scaler: TorchNames) -> Any:
         return getattr(scaler._loss_scale.settings, name, 0)
@@ -50,8 +50,9 @@ def _initial(name: str) -> Any:
 class TorchNames:
     """Private attributes of ``torch.amp.GradScaler`` that other libraries read and write.
 
-    Accelerate puts a scale on its device by ``_lazy_init_scale_growth_tracker``; training scripts write a
-    floor into ``_scale`` and overwrite flags in ``_per_optimizer_states``. Each behaves as torch's does.
+    For example, Accelerate calls ``_lazy_init_scale_growth_tracker`` to put the scale on its device. Training
+    scripts write to ``_scale``, to keep the scale above a floor, and to the flags in
+    ``_per_optimizer_states``. Each name behaves as torch's does.
     """
 
     _loss_scale: DeviceScale
@@ -67,7 +68,7 @@ class TorchNames:
                 "not call: override unscale_ or step, or use on_step and on_skip"
             )
 
-    # Inherited getters and setters use these three.
+    # The getters and setters that are inherited from torch, such as ``set_growth_factor``, use these three.
     _growth_factor = _setting("growth_factor")
     _backoff_factor = _setting("backoff_factor")
     _growth_interval = _setting("growth_interval")
@@ -149,9 +150,10 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     Gradients may be on several devices, sparse, or DTensors. NaN and infinities skip a step; subnormals and
     -0.0 do not. The scale stays within [min_scale, max_scale]. Below a scale of 1 gradients are checked again
     after unscaling, so that no infinity reaches a parameter. With ``fused=True`` optimizers on CUDA there is
-    no host sync: listeners and ``patience`` act at most one step late, and not at all in a CUDA graph. It is
-    not copied or pickled from the first ``unscale_``, clipping or ``step`` until ``update``, or with
-    listeners or a process group.
+    no host sync: listeners and ``patience`` act at most one step late, and not at all in a CUDA graph.
+
+    A scaler cannot be copied or pickled between the first ``unscale_``, clipping or ``step`` and ``update``,
+    nor with listeners or a process group.
 
     Raises:
         ScaleError: at construction, for a setting outside its range.
@@ -190,11 +192,13 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         )
         self._enabled = bool(enabled)
         self._device = _scales.device_type_of(device, enabled=self._enabled)  # type: ignore[assignment]
+        # Arguments of ``Iteration``, kept for copies of the scaler.
         self._settings = {"sharded": sharded, "allow_fp16": allow_fp16_gradients}
         self._begin(value, Outcomes(patience), process_group)
 
     def _begin(self, value: LossScale, outcomes: Outcomes, process_group: Any | None) -> None:
-        self._loss_scale, self._outcomes = DeviceScale(value), outcomes
+        self._loss_scale = DeviceScale(value)
+        self._outcomes = outcomes
         self._iteration = Iteration(self._loss_scale, outcomes, process_group=process_group, **self._settings)
 
     # ---- one iteration
@@ -222,7 +226,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         Afterwards clip or inspect ``p.grad``. Call it once for each ``step``, after the last backward.
 
         Raises:
-            OrderError: twice, after ``step``, or without a ``scale`` since the last ``update``.
+            OrderError: called twice, after ``step``, or without a ``scale`` since the last ``update``.
             ScaleError: gradients in fp16, without ``allow_fp16_gradients``.
         """
         if self._enabled:
@@ -240,8 +244,11 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         ``torch.nn.utils.clip_grad_norm_`` to 1e-6. After ``unscale_`` it only clips.
 
         Args:
-            max_norm: gradients of a larger norm are clipped to it; at least 0, infinity only measures.
-            norm_type: the order, above 0; 2 and infinity take one read, others unscale first.
+            optimizer: the optimizer whose gradients are clipped.
+            max_norm: gradients of a larger norm are clipped to it; at least 0. With infinity the norm is only
+                measured.
+            norm_type: the order of the norm, above 0. 2 and infinity take one read of the gradients; for
+                other orders they are unscaled first.
 
         Returns:
             The norm of all gradients together, unscaled and before clipping: 0-dim, on the scale's device.
@@ -250,7 +257,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         Raises:
             ScaleError: a ``max_norm`` that is negative or NaN; parameters instead of their optimizer;
                 gradients in fp16, without ``allow_fp16_gradients``.
-            OrderError: before ``scale`` or after ``step``.
+            OrderError: called before ``scale`` or after ``step``.
         """
         order = float(norm_type)
         _scales.check_clipping(optimizer, "max_norm", max_norm, order)
@@ -269,6 +276,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             The errors of ``clip_grad_norm_``.
         """
         _scales.check_clipping(optimizer, "value", value)
+        value = float(value)  # torch.nn.utils.clip_grad_value_ takes a tensor of one element too
         if self._enabled:
             self._iteration.clip_value(optimizer, value)
         else:
@@ -279,16 +287,18 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         """Unscale and check the gradients if that is still to do, and step if they are finite.
 
         A closure, positional or keyword, calls ``zero_grad`` and ``scale(loss).backward()`` and returns the
-        loss; its gradients are unscaled and checked at each evaluation. An evaluation that is not finite ends
-        the step and restores parameters and state from a copy. Without gradients, where there were some in
-        earlier steps, it warns, and ``update`` leaves the scale.
+        loss. Its gradients are unscaled and checked at each evaluation. If they are not finite, the step
+        ends, and parameters and state are restored from a copy.
+
+        If no parameter has a gradient, as they had in earlier steps, this warns, and ``update`` does not move
+        the scale.
 
         Returns:
             The result; ``.returned`` is what the optimizer's ``step`` returned.
 
         Raises:
-            OrderError: twice, without a ``scale`` since the last ``update``, without any gradient so far, or
-                with gradients that came after ``unscale_``.
+            OrderError: called twice, without a ``scale`` since the last ``update``, without any gradient so
+                far, or with gradients that came after ``unscale_``.
             ScaleCollapseError: ``patience`` steps of this optimizer in a row were skipped.
             ScaleError: gradients in fp16, without ``allow_fp16_gradients``.
             UnsupportedError: ranks of ``process_group`` hold different gradients.
@@ -320,7 +330,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         """Step all of these optimizers, or none if a gradient of any of them is not finite.
 
         Returns:
-            A result for each, all skipped or none; ``nonfinite`` holds each one's own parameters.
+            A result for each optimizer, all of them skipped or none. ``nonfinite`` of each names only
+            parameters of that optimizer.
 
         Raises:
             OrderError, and the other errors of ``step``.
@@ -347,14 +358,14 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             new_scale: set the scale to this instead; a number, or a tensor of one element (which is read).
 
         Raises:
-            OrderError: before ``scale``, or no optimizer's gradients were checked since the last ``update``.
+            OrderError: called before ``scale``, or no gradients were checked since the last ``update``.
             ScaleError: a ``new_scale`` outside the limits of the loss scale.
         """
         if not self._enabled:
             return
         factor = self._loss_scale.factor_for("update")
 
-        # The scale moves once for all optimizers, if any of them overflowed.
+        # One flag stands for all optimizers: the scale backs off once if any of them overflowed.
         if new_scale is not None:
             self._loss_scale.change(scale=_scales.one_number(new_scale))
         else:
@@ -417,7 +428,7 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         return self._loss_scale.scales
 
     def factor_on(self, device: torch.device) -> torch.Tensor:
-        """Return the loss scale for gradients that are not accumulated, 0-dim fp32 on ``device``."""
+        """Return the loss scale, 0-dim fp32 on ``device``, for gradients that ``step`` will not unscale."""
         return self._loss_scale.factor_on(device)
 
     def factor(self) -> float | torch.Tensor:
@@ -425,22 +436,22 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
         return self._loss_scale.copied()
 
     def name_parameters(self, names: Mapping[int, str], *, refuses_steps_by_hand: bool = True) -> None:
-        """Set names of parameters, by ``id``, that take precedence over those of the optimizer.
+        """Set names of parameters that take precedence over those of the optimizer.
 
         Args:
-            names: of the parameters.
-            refuses_steps_by_hand: whether the caller refuses them, as a ``Stepper``; the scaler then does not
-                watch for them.
+            names: the name of each parameter, by the parameter's ``id``.
+            refuses_steps_by_hand: whether the caller, such as a ``Stepper``, refuses ``optimizer.step()`` by
+                hand; the scaler then does not watch for it.
         """
         self._iteration.names = dict(names)
         self._iteration.refuses_steps_by_hand = refuses_steps_by_hand
 
     def advise_for_host(self, *, on_collapse: str, on_scheduler: str) -> None:
-        """Set what messages advise where a host owns the loop.
+        """Set the advice in messages, for a host such as Lightning that owns the training loop.
 
         Args:
             on_collapse: the end of the message of ``ScaleCollapseError``.
-            on_scheduler: that of the warning of a scheduler which moved after a skipped step.
+            on_scheduler: the end of the warning that a scheduler moved after a skipped step.
         """
         self._outcomes.advice_on_collapse = on_collapse
         self._iteration.schedulers.advice = on_scheduler
@@ -452,9 +463,9 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
     # ---- saving
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to resume: torch's five entries, where they suffice, and ``loss_scale``.
+        """Return everything that is needed to resume: ``loss_scale`` and, if it is dynamic, torch's entries.
 
-        A disabled scaler returns the same, so that its checkpoint can be loaded. Call it after ``update``.
+        A disabled scaler returns the same, so that an enabled one can load it. Call it after ``update``.
         """
         return state_of(self._loss_scale.read())
 
@@ -467,7 +478,8 @@ class GradScaler(TorchNames, torch.amp.GradScaler):
             ScaleError: an entry is missing or outside its range.
         """
         value = scale_in(state_dict, self._loss_scale.settings, in_force=self._enabled)
-        self._outcomes.pending.clear()  # a step before the load must not move what was loaded
+        # Do not report steps from before the load: a listener could move a scheduler that was loaded as well.
+        self._outcomes.pending.clear()
         if value is not None:
             self._loss_scale.set(value)
 

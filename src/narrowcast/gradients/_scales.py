@@ -1,7 +1,7 @@
 """The loss scale of a scaler: on a device, and as settings that are checked and changed.
 
-``narrowcast.scaling`` defines what a scale does, as values; here the same transitions run on a device without
-a host sync. The values are the reference: tests drive both through the same steps.
+``narrowcast.scaling`` has loss scales as values, which define how a scale moves. Here scales move by the same
+rules on a device, without a host sync. The tests drive both through the same steps.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ class DeviceScale:
     """The loss scale of a scaler, as 0-dim tensors on the device of the first loss.
 
     Attributes:
-        settings: the value that was last set or read, whose rule and limits hold; needs no host sync.
-        factor: the factor of the loss, float32; None until there is a device.
-        good_steps: good steps since the last growth or overflow, int32; None until there is a device.
-        moves: how often it was updated or replaced.
+        settings: the value that was last set or read. Its rule and limits hold; its scale and counts may be
+            out of date, since to read them needs a host sync.
+        factor: the factor of the loss, float32; None until ``place``.
+        good_steps: good steps since the last growth or overflow, int32; None until ``place``.
+        moves: how often the factor was updated or replaced.
     """
 
     def __init__(self, value: LossScale) -> None:
         self.settings = value
         self.factor: torch.Tensor | None = None
         self.good_steps: torch.Tensor | None = None
-        self._hysteresis_left: torch.Tensor  # of a dynamic scale that is on a device
+        # Only ``place`` sets it, for a dynamic scale.
+        self._hysteresis_left: torch.Tensor
         self.moves = 0
-        # The factor that the host last knew, and ``moves`` then; it may have backed off at each move since.
+        # The factor that the host last knew, and ``moves`` then. It may have backed off at each move since.
         self._last_known: tuple[float, int] = (value.scale, 0)
-        # On a CPU the factor as a number, and the version of the factor that it was read from.
+        # On a CPU: the number that was last read from the factor, and autograd's version of the factor then,
+        # which goes up at each write.
         self._number, self._read_version = value.scale, -1
 
     def place(self, device: torch.device) -> torch.Tensor:
         """Return the factor; the first call puts it on ``device``."""
         if self.factor is None:
-            self._read_version = -1
+            self._read_version = -1  # the new tensor may have the version of an earlier one
             self.factor = torch.full((), self.settings.scale, dtype=torch.float32, device=device)
             self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
             if isinstance(self.settings, Dynamic):
@@ -64,17 +67,15 @@ class DeviceScale:
         return self.factor
 
     def factor_on(self, device: torch.device) -> torch.Tensor:
-        """Return the factor on ``device``, without placing it there for good."""
+        """Return the factor on ``device``; unlike ``place``, this leaves the scale where it is."""
         if self.factor is None:
             return torch.full((), self.settings.scale, dtype=torch.float32, device=device)
         return on_device(self.factor, device)
 
     def number(self) -> float:
-        """Return the factor as a number; waits for the device.
-
-        On the host it is read once after each write.
-        """
+        """Return the factor as a number; waits for the device."""
         assert self.factor is not None
+        # On a CPU the tensor is read only once after each write.
         version = self.factor._version
         if not self.on_host or version != self._read_version:
             self._number, self._read_version = float(self.factor), version
@@ -95,6 +96,7 @@ class DeviceScale:
 
     def times(self, outputs: Any) -> Any:
         """Multiply ``outputs`` by the factor; the first call places it on the device of the first tensor."""
+        # Without a loss scale, a loss that need not be widened stays as it is.
         is_wide = isinstance(outputs, torch.Tensor) and outputs.dtype in (torch.float32, torch.float64)
         if is_wide and not self.scales:
             self.place(outputs.device)
@@ -103,15 +105,13 @@ class DeviceScale:
 
     @property
     def on_host(self) -> bool:
-        """Whether it can be read without a host sync."""
+        """Whether the factor can be read without a host sync."""
         return self.factor is None or self.factor.device.type == "cpu"
 
     def read(self) -> LossScale:
-        """Return the loss scale now; waits for the device.
-
-        It is read each time: a script may hold the tensors and write to them, and a CUDA graph moves them
-        without the host.
-        """
+        """Return the present loss scale, with its counts; waits for the device."""
+        # Read it each time: a script may hold the tensors and write to them, and a CUDA graph moves them
+        # without the host.
         value = self.settings
         if self.factor is None or isinstance(value, Off):
             return value
@@ -127,7 +127,7 @@ class DeviceScale:
         return value
 
     def learn(self, scale: float, moves: int) -> None:
-        """Remember that the factor was ``scale`` after so many ``moves``, unless a later one is known."""
+        """Remember that the factor was ``scale`` after ``moves`` moves, unless a later factor is known."""
         _, last_moves = self._last_known
         if moves >= last_moves:
             self._last_known = (scale, moves)
@@ -140,16 +140,17 @@ class DeviceScale:
         value = self.settings
         if not isinstance(value, Dynamic):
             return value.scale < limit
+        # The lowest that it can be: it backed off at every move since the host last knew it.
         last_scale, last_moves = self._last_known
         lowest = last_scale * value.backoff_factor ** (self.moves - last_moves)
         return max(lowest, value.min_scale) < limit
 
     def set(self, value: LossScale) -> None:
-        """Replace the loss scale; it stays on its device."""
+        """Replace the loss scale, and place the new one on the device of the old."""
         factor_before = self.factor
         self.settings = value
         self.factor = None
-        self.moves += 1  # so that ``learn`` leaves out factors from before
+        self.moves += 1  # so that ``learn`` ignores factors from before
         self._last_known = (value.scale, self.moves)
         if factor_before is not None:
             self.place(factor_before.device)
@@ -171,13 +172,14 @@ class DeviceScale:
         if isinstance(value, Dynamic) and value.rule == "torch":
             rule = value.growth_factor, value.backoff_factor, value.growth_interval
             _torch_internals.move_as_torch(self.factor, self.good_steps, found_inf, *rule)
-            # On the host comparing is cheap, and the clamp is mostly not needed.
+            # On a CPU, where comparing is cheap, clamp only if that is needed, which is rare.
             if not self.on_host or not value.min_scale <= self.number() <= value.max_scale:
                 self.factor.clamp_(value.min_scale, value.max_scale)
         elif isinstance(value, Dynamic):
             self._move_with_hysteresis(value, found_inf > 0)
 
     def _move_with_hysteresis(self, value: Dynamic, overflow: torch.Tensor) -> None:
+        """Do what ``Dynamic.after_step`` does under the other rules, on the device."""
         assert self.factor is not None
         assert self.good_steps is not None
         left_before = self._hysteresis_left
@@ -193,14 +195,14 @@ class DeviceScale:
         self.factor.copy_(moved.clamp_(value.min_scale, value.max_scale))
         self.good_steps.copy_(torch.where(overflow | grows, 0, good))
 
-        # apex counts overflows in a row, Megatron those since the last growth.
+        # apex counts overflows in a row. Megatron counts all overflows since the last growth.
         restored = ~overflow if value.rule == "apex" else grows
         left_after = torch.where(overflow, (left_before - 1).clamp_(min=0), left_before)
         self._hysteresis_left.copy_(torch.where(restored, value.hysteresis, left_after))
 
 
 def multiplied(outputs: Any, factor_on: Callable[[torch.device], torch.Tensor]) -> Any:
-    """Multiply a tensor, or a nesting of tensors, by the factor on its device; fp16 and bf16 in fp32."""
+    """Multiply a tensor, or each tensor of a nesting, by the factor on its device; fp16 and bf16 in fp32."""
     if isinstance(outputs, torch.Tensor):
         wide = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
         return wide * factor_on(outputs.device)
@@ -236,6 +238,8 @@ def loss_scale_of(
         settings |= {"hysteresis": hysteresis, "rule": "apex"}
     if given is None:
         return Dynamic(**settings)
+
+    # With a loss scale, refuse every other setting that is not at its default.
     check_loss_scale(given)
     default = Dynamic()
     given_beside = []
@@ -258,8 +262,8 @@ def changed(value: LossScale, **settings: Any) -> LossScale:
         raise ScaleError(f"{type(value).__name__} has no {', '.join(settings)} to set: Dynamic has")
     interval = settings.get("growth_interval", value.growth_interval)
     if isinstance(interval, int) and interval >= 1:
-        # Dynamic takes only counts below the interval. With more good steps so far, the next one grows the
-        # scale.
+        # Dynamic takes only counts below the interval. If there were more good steps so far, the next good
+        # step is to grow the scale.
         settings["good_steps"] = min(settings.get("good_steps", value.good_steps), interval - 1)
     return replace(value, **settings)
 
@@ -275,6 +279,7 @@ def device_type_of(device: Any, *, enabled: bool) -> str | None:
 
 
 def check_optimizer(optimizer: Any) -> None:
+    """Raise ScaleError for anything but an optimizer, such as parameters."""
     if not hasattr(optimizer, "param_groups"):
         raise ScaleError(
             f"expected the optimizer, whose gradients are meant, got {type(optimizer).__name__}: give the "
@@ -283,15 +288,23 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_clipping(optimizer: Any, name: str, limit: float, order: float = 2.0) -> None:
+    """Check the arguments of ``clip_grad_norm_`` and ``clip_grad_value_``.
+
+    Args:
+        name: "max_norm" or "value", the argument that ``limit`` is.
+        order: the order of the norm.
+    """
     check_optimizer(optimizer)
     if (order != 2.0 or name == "value") and any(p.is_complex() for p in parameters_of(optimizer)):
         raise UnsupportedError("complex gradients are clipped by their norm of order 2 alone, as max_norm=1")
     if not order > 0:
         raise ScaleError(f"norm_type must be above 0, got {order!r}")
     if isinstance(limit, torch.Tensor):
+        # Reading it needs a host sync. ``max_norm`` is not read here, because clipping to a NaN or a negative
+        # number skips the step. Clamping to ``value`` does not skip it, and reads ``value`` anyway.
         if name == "max_norm":
-            return  # reading it needs a host sync; a NaN there makes every gradient NaN, which skips the step
-        limit = float(limit)  # clamping reads it too, after the check that could skip the step
+            return
+        limit = float(limit)
     if not (isinstance(limit, int | float) and limit >= 0):
         raise ScaleError(f"{name} must be a number of at least 0, got {limit!r}")
 

@@ -1,4 +1,4 @@
-"""Steps: their results and listeners, how many were skipped in a row, and closures that end half-way.
+"""Results of steps, their listeners, counts of skipped steps, and steps that end inside a closure.
 
 If the host knows at once whether a step was skipped, listeners are called before ``step`` returns. If only
 the device knows, the flag is copied to the host without a sync and read when the next step begins.
@@ -89,13 +89,13 @@ class StepResult:
         return self._found_inf
 
     def values_on_device(self) -> dict[str, torch.Tensor | float | None]:
-        """Return ``skipped``, ``scale`` and ``grad_norm`` without a host sync; tensors may be on a device."""
+        """Return ``skipped``, ``scale`` and ``grad_norm`` without a host sync, each a number or a tensor."""
         return {"skipped": self.skipped_on_device(), "scale": self._scale, "grad_norm": self._grad_norm}
 
     def settle(self, *, skipped: bool) -> None:
         """Learn whether the step was skipped, and release gradients that were held to name parameters."""
         self._found_inf = skipped
-        _ = self.nonfinite  # reads them now
+        _ = self.nonfinite  # the first access reads the gradients and drops them
 
     @property
     def is_known(self) -> bool:
@@ -133,16 +133,16 @@ class StepResult:
         A Stepper has the model's names. A GradScaler has those that the optimizer was given
         (``SGD(model.named_parameters())``), or says ``"group 0, parameter 3, shape (4, 5)"``.
 
-        On a GPU it may be too late to tell which: if torch's ``clip_grad_norm_`` divided by a NaN norm before
-        the step, or the gradients' memory was written again before this was read, these are the names of all
-        parameters.
+        On a GPU it may be too late to tell which gradients these were. If torch's ``clip_grad_norm_`` divided
+        by a NaN norm before the step, or the gradients' memory was written again before this was read, these
+        are the names of all parameters.
         """
         if callable(self._nonfinite):
             self._nonfinite = self._nonfinite() if self.skipped else ()
         return self._nonfinite
 
     def __getstate__(self) -> object:
-        # Read everything from the device now: functions that read later cannot be pickled.
+        # Read everything from the device now: the functions that read it later cannot be pickled.
         _ = self.skipped, self.scale, self.grad_norm, self.nonfinite
         return super().__getstate__()
 
@@ -161,7 +161,7 @@ Listener = Callable[[StepResult], None]
 
 
 class HostCopy:
-    """Values on their way to the host; call it once, which waits for them and returns them."""
+    """Values that are being copied to the host; call it once, which waits for them and returns them."""
 
     __slots__ = ("_event", "_read")
 
@@ -178,16 +178,17 @@ class HostCopy:
 
 
 class HostCopies:
-    """Copies of small tensors that are on their way to the host, without a sync where that is possible.
+    """Copies small tensors to the host, without a sync where that is possible.
 
-    Pinned memory and events take long to make, so each is used again once its values were read.
+    Pinned memory and events take long to make, so they are used again once their values were read.
     """
 
     def __init__(self) -> None:
+        # Pinned memory and its event, by the device of the values and their number.
         self._free: dict[tuple[torch.device, int], list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
 
     def start(self, values: torch.Tensor) -> HostCopy:
-        """Start to copy 1-dim values, of one dtype in all calls."""
+        """Start to copy 1-dim values, whose dtype is the same in all calls."""
         if values.device.type != "cuda":  # only CUDA copies without a sync
             return HostCopy(values.cpu().tolist)
 
@@ -214,9 +215,9 @@ class PendingStep:
     """A step whose flags are on their way to the host.
 
     Attributes:
-        number: of the step among all steps of the scaler, from 1.
-        read: returns the overflow flag, the scale and, where ranks are compared, whether they differ.
-        learn_scale: tells the ``DeviceScale``, which kept no copy on the host, what the scale was.
+        number: the number of the step among all steps of the scaler, from 1.
+        read: returns the overflow flag, the scale and, if ranks are compared, whether they differ.
+        learn_scale: tells the ``DeviceScale`` of the scaler what the scale was.
     """
 
     optimizer: weakref.ref[torch.optim.Optimizer]
@@ -227,22 +228,25 @@ class PendingStep:
 
 
 class SkipsInARow:
-    """Counts the skipped steps of each optimizer since its last step that was taken."""
+    """Counts how many steps of each optimizer were skipped in a row."""
 
     def __init__(self, patience: int | None) -> None:
         self.patience = patience
-        # For each optimizer, how many steps in a row were skipped, and the number of the first.
+        # For each optimizer, how many steps in a row were skipped, and the number of the first of them.
         self._skips: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]]
         self._skips = weakref.WeakKeyDictionary()
 
     def took(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that a step was taken, which ends the row."""
         if self._skips:
             self._skips.pop(optimizer, None)
 
     def skipped(self, optimizer: torch.optim.Optimizer, number: int) -> int | None:
-        """Count a skip of step ``number``; return the first skip in a row once ``patience`` is used up.
+        """Count the skip of step ``number``.
 
-        Counting then starts again, because a caller may catch the error and lower a learning rate.
+        Returns:
+            None, or the number of the first step in the row once ``patience`` steps were skipped. Counting
+            then starts again, because the caller of a step may catch the error and lower a learning rate.
         """
         count, since = self._skips.get(optimizer, (0, number))
         self._skips[optimizer] = (count + 1, since)
@@ -260,7 +264,12 @@ def collapse_message(
     scale: float,
     advice: str,
 ) -> str:
-    """Return the message of a ``ScaleCollapseError``; a scale of 1 is not mentioned."""
+    """Return the message of a ``ScaleCollapseError``, in which a scale of 1 is left out.
+
+    Args:
+        since: the number of the first step in the row.
+        names: parameters whose gradients are not finite; none if they are another rank's.
+    """
     reason = f"the gradients of {few(names, 5) or 'another rank'} are not finite"
     if scale != 1.0:
         reason += f", and a loss scale of {scale:g} did not help"
@@ -269,7 +278,16 @@ def collapse_message(
 
 
 class Outcomes:
-    """The results of all steps of one scaler, in order."""
+    """Reports the results of a scaler's steps in order: to listeners, and by an error after many skips.
+
+    Attributes:
+        patience: skipped steps in a row of one optimizer until the error; None: never.
+        advice_on_collapse: the end of the error's message.
+        steps: how many steps there were.
+        on_step: functions that are called after a step was taken.
+        on_skip: functions that are called after a step was skipped.
+        pending: steps to report once the host can know their flag.
+    """
 
     def __init__(self, patience: int | None) -> None:
         is_number = isinstance(patience, int) and not isinstance(patience, bool)
@@ -283,11 +301,12 @@ class Outcomes:
         # By the id of a handle, as torch's RemovableHandle removes them.
         self.on_step: OrderedDict[int, Listener] = OrderedDict()
         self.on_skip: OrderedDict[int, Listener] = OrderedDict()
-        self.pending: deque[PendingStep] = deque()  # steps to report once the host can know their flag
+        self.pending: deque[PendingStep] = deque()
         self._skips = SkipsInARow(patience)
         self._host_copies = HostCopies()
 
     def listen(self, listeners: OrderedDict[int, Listener], listener: Listener) -> RemovableHandle:
+        """Add a listener to ``on_step`` or ``on_skip``; the handle removes it."""
         if not callable(listener):
             raise TypeError(f"expected a function of a StepResult, got {type(listener).__name__}")
         handle = RemovableHandle(listeners)
@@ -306,12 +325,16 @@ class Outcomes:
         values: torch.Tensor,
         learn_scale: Callable[[float], None],
     ) -> None:
-        """Report a step once the host can know its flag, which is the first of ``values``."""
+        """Report a step once the host can know its flag.
+
+        Args:
+            values: the flag, the scale and, if ranks are compared, whether they differ.
+        """
         read = self._host_copies.start(values)
         self.pending.append(PendingStep(weakref.ref(optimizer), result, number, read, learn_scale))
 
     def report_pending(self) -> None:
-        """Report earlier steps; waits for their flags, which mostly arrived during the next forward pass."""
+        """Report the pending steps; waits for their flags, most of which have arrived by now."""
         while self.pending and not is_capturing():
             step = self.pending.popleft()
             found_inf, scale, *ranks_differ = step.read()
@@ -340,7 +363,7 @@ class Outcomes:
         for listener in list(listeners.values()):
             listener(result)
 
-        # The optimizer may have been freed before its flag arrived.
+        # A freed optimizer, whose flag arrived later, needs no count.
         if optimizer is None:
             return
         if not result.skipped:
@@ -364,7 +387,7 @@ class Outcomes:
 # ---- closures
 
 
-class SkipStep(BaseException):  # no ``except Exception`` of an optimizer stops it
+class SkipStep(BaseException):  # not an Exception, which the optimizer might catch
     """Raise it inside a closure to leave the optimizer's step; ``loss`` is what the step then returns."""
 
     def __init__(self, loss: Any, nonfinite: list[torch.Tensor] | None = None) -> None:
@@ -374,7 +397,7 @@ class SkipStep(BaseException):  # no ``except Exception`` of an optimizer stops 
 
 
 def closure_of(args: Any, kwargs: Any) -> Callable[[], Any] | None:
-    """Return the closure among the arguments of a ``step``, positional or keyword."""
+    """Return the closure among the arguments of a ``step``, positional or keyword; None without one."""
     closure = kwargs.get("closure")
     if "closure" not in kwargs and args:
         closure = args[0]
@@ -392,13 +415,14 @@ def step_or_restore(
 ) -> tuple[Any, SkipStep | None]:
     """Call ``step`` with ``evaluate`` in place of its closure; undo it if ``evaluate`` raises ``SkipStep``.
 
-    Holds a copy of parameters and state meanwhile. An optimizer that moves parameters only after the last
-    evaluation of its closure needs no copy: ``moves_first=False``.
+    To undo the step, this holds a copy of parameters and state meanwhile. An optimizer that moves parameters
+    only after the last evaluation of its closure needs no copy: ``moves_first=False``.
 
     Returns:
         What ``step`` returned, or the loss of a skipped step; and the ``SkipStep``, None if none was raised.
     """
     restore = _snapshot(optimizer) if moves_first else None
+
     # Pass ``evaluate`` as the caller passed the closure: by keyword, or as the first argument.
     if callable(kwargs.get("closure")):
         kwargs = {**kwargs, "closure": evaluate}
@@ -425,7 +449,7 @@ def _snapshot(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         with torch.no_grad():
             for parameter, value in values:
                 parameter.copy_(value)
-        # In place, since schedulers and wrappers hold the same dicts.
+        # Change the dicts in place, because schedulers and wrappers hold them too.
         optimizer.state.clear()
         optimizer.state.update(state)
         for group, settings in settings_of_groups:

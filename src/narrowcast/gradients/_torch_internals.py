@@ -33,7 +33,7 @@ def nodes_below(roots: Iterable[Any]) -> list[Any]:
     """Return every node that backward from ``roots`` would visit, each once, roots included."""
     seen = set(roots)
     nodes = list(seen)
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the loop also visits the nodes that it appends
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -49,20 +49,21 @@ def leaf_of(node: Any) -> torch.Tensor | None:
 def multiply_and_check(tensors: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply tensors of one device and dtype by ``factor`` in place, as ``torch.amp.GradScaler`` unscales.
 
-    Sets ``found_inf`` to 1 if one of them held a NaN or an infinity before. One kernel, but for bf16 on CUDA.
+    Sets ``found_inf`` to 1 if a tensor held a NaN or an infinity before. This is one kernel, except for bf16
+    on CUDA.
     """
     if tensors[0].dtype == torch.bfloat16 and tensors[0].is_cuda:
-        # CUDA's kernel has no bf16: https://github.com/pytorch/pytorch/issues/127176
+        # CUDA's kernel does not take bf16: https://github.com/pytorch/pytorch/issues/127176
         found_inf.masked_fill_(~torch.stack(norms(tensors, math.inf)).isfinite().all(), 1.0)
         for tensor in tensors:
             tensor.copy_(tensor.float().mul_(factor))
         return
-    # It has no public name: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
+    # The operator has no public name: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
 
 def checks_in_one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether ``multiply_and_check`` is one kernel for gradients of this dtype there."""
+    """Return whether ``multiply_and_check`` is one kernel for tensors of ``dtype`` on ``device``."""
     return device.type == "cpu" or dtype != torch.bfloat16
 
 
@@ -75,6 +76,7 @@ def move_as_torch(
     growth_interval: int,
 ) -> None:
     """Update a scale by the rule of ``torch.amp.GradScaler``, in place and on the device."""
+    # The operator has no public name:
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
     torch._amp_update_scale_(scale, good_steps, found_inf, growth_factor, backoff_factor, growth_interval)
 
@@ -87,7 +89,7 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
         # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/clip_grad.py
         return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
 
-    # torch raises for the largest magnitude of an empty tensor, which a rank may hold.
+    # A rank may hold an empty tensor, for whose largest magnitude torch raises.
     results = []
     for tensor in tensors:
         if tensor.numel():
@@ -100,17 +102,19 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
 def norms_of_rows(rows: torch.Tensor, order: float) -> torch.Tensor:
     """Return the norm of each row, accumulated as in ``norms``."""
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    norms: torch.Tensor = torch.linalg.vector_norm(rows, order, dim=1, dtype=dtype)
-    return norms
+    row_norms: torch.Tensor = torch.linalg.vector_norm(rows, order, dim=1, dtype=dtype)
+    return row_norms
 
 
 def norms_in_own_dtype(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the norm of each, in its dtype; for bf16 on a CPU this takes half the time of ``norms``."""
+    """Return the norm of each tensor, in its dtype: for bf16 on a CPU in half the time of ``norms``."""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/clip_grad.py
     return list(torch._foreach_norm(list(tensors), order))
 
 
 def all_gather(gathered: torch.Tensor, row: torch.Tensor, group: Any) -> None:
-    """Gather ``row`` of every rank side by side; torch 2.13 renamed the function, with a warning."""
+    """Gather the ``row`` of every rank into ``gathered``, in the order of the ranks."""
+    # torch 2.13 renamed the function, and warns of the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, row, group=group)
 
@@ -128,19 +132,23 @@ def clamp(tensors: Sequence[torch.Tensor], low: float, high: float) -> None:
     torch._foreach_clamp_max_(list(tensors), high)
 
 
-_DTYPE = attrgetter("dtype")
-_has_accelerator = functools.cache(torch.accelerator.is_available)
 Group = tuple[torch.device, torch.dtype, Sequence[int], list[torch.Tensor]]
+"""Tensors of one device and dtype: the device, the dtype, the positions of the tensors in the list that was
+grouped, and the tensors."""
+
+_DTYPE = attrgetter("dtype")
+# The answer stays the same for the whole process, and every check of gradients needs it.
+_has_accelerator = functools.cache(torch.accelerator.is_available)
 
 
 def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
-    """Group tensors by device and dtype, with the position of each."""
-    # Without an accelerator all are on the CPU: this takes half the time of torch's function.
+    """Group tensors by device and dtype."""
+    # Without an accelerator all are on the CPU, and comparing dtypes takes half the time of torch's function.
     if not _has_accelerator() and len(set(map(_DTYPE, tensors))) == 1:
         return [(tensors[0].device, tensors[0].dtype, range(len(tensors)), tensors)]
-    # torch.utils._foreach_utils calls it too: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/Module.cpp
+    # Has no public name: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_foreach_utils.py
     group_tensors: Any = torch._C._group_tensors_by_device_and_dtype
-    # First without positions, which takes less time: most models have one group.
+    # First without positions, which takes less time: most models have one group, and need none.
     grouped = group_tensors([tensors], False)
     if len(grouped) == 1:
         ((device, dtype),) = grouped
@@ -151,14 +159,15 @@ def by_device_and_dtype(tensors: list[torch.Tensor]) -> list[Group]:
     return groups
 
 
+# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
 ASKED_BY_SCALERS = "_step_supports_amp_scaling"
 """The attribute of an optimizer that a scaler's step reads first; torch has no public name for it."""
-# https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py
 
 
 def wants_the_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether its step takes the scaler as ``grad_scaler``, a contract that torch deprecates."""
-    # This comes first: for an optimizer of weights.hold it raises if gradients are left to take.
+    """Return whether its step has an argument ``grad_scaler`` for the scaler; torch deprecates that."""
+    # takes_grad_scale comes first: for an optimizer of weights.hold, it raises if low-precision parameters
+    # still have gradients that the fp32 masters did not get.
     if not takes_grad_scale(optimizer) or is_torchs_own(optimizer):
         return False
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
@@ -170,7 +179,7 @@ def takes_grad_scale(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether its next step makes momentum, which torch's fused SGD leaves unwritten on a skip."""
+    """Return whether the next step allocates momentum, which torch's fused SGD leaves unwritten on a skip."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/sgd.py, _fused_sgd
     if not isinstance(optimizer, torch.optim.SGD):
         return False
@@ -182,7 +191,7 @@ def starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
                 continue
             if optimizer.state.get(parameter, {}).get("momentum_buffer") is None:
                 return True
-            break  # the step makes all buffers of a group at once
+            break  # the first parameter tells: the step allocates the buffers of a group all at once
     return False
 
 
@@ -193,11 +202,12 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_twice(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it steps twice as SAM does: on the gradients that are there, then on its closure's.
+    """Return whether its step moves the weights twice, as SAM does.
 
-    It needs the closure, though the closure's default is None.
+    The first move uses the gradients that are there, the second those that the closure computes. So the step
+    needs a closure, although the default of that argument is None.
     """
-    # The usual form of it: https://github.com/davda54/sam/blob/main/sam.py
+    # The usual SAM: https://github.com/davda54/sam/blob/main/sam.py
     return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
 
 
@@ -213,7 +223,7 @@ def is_capturing() -> bool:
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether its class is of ``torch.optim``, whose steps work without ``grad_scale``."""
+    """Return whether its class is one of ``torch.optim``, whose steps work without ``grad_scale``."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
@@ -224,6 +234,6 @@ def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a scheduler of torch was made for it: that wraps its ``step``."""
+    """Return whether a scheduler of torch was made for it, which wraps its ``step``."""
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/lr_scheduler.py
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -1,5 +1,6 @@
 """Loss scales as frozen values, and the scaler states that torch and apex save."""
 
+# "NAME as NAME" marks names for other packages of narrowcast, which are not public.
 from narrowcast.scaling._loss_scales import RULES as RULES
 from narrowcast.scaling._loss_scales import Dynamic, LossScale, Off, Static
 from narrowcast.scaling._loss_scales import check_loss_scale as check_loss_scale

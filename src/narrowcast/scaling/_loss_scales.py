@@ -10,15 +10,15 @@ from typing import Protocol, Self
 from narrowcast.errors import ScaleError, did_you_mean
 
 SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32. Devices may flush a smaller scale to zero, and from 2**-128 down its inverse
-is infinite."""
+"""The smallest normal float32. Devices may flush a smaller scale to zero, and the inverse of 2**-128 or less
+overflows float32."""
 LARGEST_SCALE = 2.0**127
 """The largest power of two in float32."""
 
 RULES = ("torch", "apex", "megatron")
 """Names of the rules by which a ``Dynamic`` scale moves."""
-# Rules of earlier versions -> what to use now. They backed off at the same overflows, and grew one step later
-# after the start and after each overflow.
+# Rules of earlier versions -> the rule to use now. The earlier rules backed off at the same overflows, but
+# grew one step later after the start and after each overflow.
 _REPLACED = {"deepspeed": "megatron", "deepspeed_consecutive": "apex"}
 
 
@@ -100,23 +100,26 @@ class Dynamic:
         growth_factor: multiplied in after ``growth_interval`` good steps in a row; above 1.
         backoff_factor: multiplied in at an overflow once hysteresis is used up; between 0 and 1.
         growth_interval: good steps in a row before the scale grows; at least 1.
-        good_steps: good steps since the last growth or overflow (torch's ``_growth_tracker``).
+        good_steps: good steps so far since the last growth or overflow (torch's ``_growth_tracker``).
         rule: how overflows and good steps are counted, see below.
-        hysteresis: overflows until the scale backs off; at least 1.
-        hysteresis_left: how many of them are left, from 0 to ``hysteresis``; None at construction: all.
-            ``dataclasses.replace`` keeps it, so pass it (or None) together with another ``hysteresis``.
+        hysteresis: number of overflows until the scale backs off; at least 1.
+        hysteresis_left: how many overflows are left until then, from 0 to ``hysteresis``. None, at
+            construction, stands for ``hysteresis``. ``dataclasses.replace`` keeps the present number, so pass
+            ``hysteresis_left`` (or None) together with another ``hysteresis``.
         min_scale: lower limit; from 2**-126, the smallest normal float32.
         max_scale: upper limit; up to 2**127.
 
     Every overflow resets ``good_steps`` to 0. Apart from that the rules differ:
 
     - ``"torch"``: every overflow backs off; ``hysteresis`` must be 1.
-    - ``"apex"``: an overflow subtracts 1 from ``hysteresis_left`` and backs off at 0; a good step resets it.
-    - ``"megatron"``: the same, but only a growth resets it.
+    - ``"apex"``: an overflow subtracts 1 from ``hysteresis_left``, and the scale backs off when that is 0. A
+      good step resets ``hysteresis_left`` to ``hysteresis``.
+    - ``"megatron"``: as ``"apex"``, but only a growth resets ``hysteresis_left``.
 
     The float32 scale is multiplied by the factor in double precision and the product is rounded to float32,
-    as in torch and apex. Megatron rounds its factors to float32 first: the same for powers of two, the only
-    factors that it ships. If the product overflows float32, the scale does not grow, as in torch.
+    as in torch and apex. Megatron rounds its factors to float32 first. That gives the same for powers of two,
+    and the factors that Megatron ships are such powers. If the product overflows float32, the scale does not
+    grow, as in torch.
 
     Deviations: torch has no limits, so its scale can fall to 0, where it trains on NaN, and rise to the
     largest float32. Megatron has no upper limit.
@@ -158,29 +161,31 @@ class Dynamic:
     def after_step(self, *, overflow: bool) -> Self:
         """Return the loss scale for the next step."""
         assert self.hysteresis_left is not None
-        # Products are rounded to float32, as the scale on a device is.
+        # A scale on a device is a float32, so the products are rounded to float32.
         scale = to_float32(self.scale)
         if overflow:
             if self.hysteresis_left > 1:
                 return self._moved_to(self.scale, 0, self.hysteresis_left - 1)
             lower = max(to_float32(scale * self.backoff_factor), to_float32(self.min_scale))
-            # The rule of torch has no hysteresis, so one overflow is always left.
-            return self._moved_to(lower, 0, 1 if self.rule == "torch" else 0)
+            # Under the rule of torch, where every overflow backs off, the number stays 1.
+            left = 1 if self.rule == "torch" else 0
+            return self._moved_to(lower, 0, left)
 
         good_steps = self.good_steps + 1
-        # apex counts overflows in a row, Megatron those since the last growth.
         if good_steps < self.growth_interval:
+            # apex counts overflows in a row. Megatron counts all overflows since the last growth.
             left = self.hysteresis if self.rule == "apex" else self.hysteresis_left
             return self._moved_to(self.scale, good_steps, left)
 
-        # A product beyond float32 is not taken, as in torch.
+        # The scale does not grow past float32, as in torch; counting starts again all the same.
         grown = to_float32(scale * self.growth_factor)
         if math.isinf(grown):
             return self._moved_to(self.scale, 0, self.hysteresis)
         return self._moved_to(min(grown, to_float32(self.max_scale)), 0, self.hysteresis)
 
     def _moved_to(self, scale: float, good_steps: int, hysteresis_left: int) -> Self:
-        # Without the checks, since it is called at each step: what a rule makes of valid values is valid.
+        # This runs at each step, and a rule makes only valid values of valid ones. So leave out the
+        # constructor, which would check them again.
         moved = object.__new__(type(self))
         for name in _DYNAMIC_FIELDS:
             object.__setattr__(moved, name, getattr(self, name))
@@ -205,7 +210,7 @@ class Dynamic:
                 f"rule 'torch' backs off at every overflow: hysteresis must be 1, got {self.hysteresis!r}. "
                 f"Rules with hysteresis: {', '.join(RULES[1:])}."
             )
-        # A state that was saved has a number; a new value starts with all of them.
+        # A new loss scale starts with all of its overflows left; a saved state has the number.
         if self.hysteresis_left is None:
             object.__setattr__(self, "hysteresis_left", self.hysteresis)
         elif not _is_whole(self.hysteresis_left) or not 0 <= self.hysteresis_left <= self.hysteresis:
@@ -222,7 +227,7 @@ def parse(text: str) -> LossScale:
     """Parse a loss scale from a command line: ``dynamic``, ``off``, or a number for a fixed scale.
 
     Raises:
-        ScaleError: for any other word, and for a number that cannot scale a loss.
+        ScaleError: for any other word, and for a number outside 2**-126 to 2**127.
     """
     word = text.strip().lower()
     if word == "dynamic":
@@ -259,7 +264,8 @@ def _check_scale(scale: float, name: str = "loss scale") -> None:
 def _check_limits(scale: float, min_scale: float, max_scale: float) -> None:
     """Raise ScaleError if any of the three is not a valid scale, or ``scale`` is outside the limits.
 
-    They are compared as float32, because a scale that is read from a device is one.
+    ``scale`` is compared with the limits as float32: if it was read from a device, it was rounded to float32,
+    and so may lie past a limit by the rounding.
     """
     _check_scale(scale)
     _check_scale(min_scale, "min_scale")
@@ -281,7 +287,7 @@ def _is_whole(value: object) -> bool:
 
 
 def to_float32(value: float) -> float:
-    """Round to the nearest float32; beyond its range to infinity."""
+    """Round to the nearest float32, and to an infinity beyond the range of float32."""
     try:
         rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     except OverflowError:

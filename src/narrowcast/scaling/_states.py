@@ -15,11 +15,15 @@ from narrowcast.scaling._loss_scales import SMALLEST_SCALE, Dynamic, LossScale, 
 
 SOURCES = ("torch", "apex")
 _APEX_KEY = re.compile(r"loss_scaler\d+")
-_APEX_INTERVAL = 2000  # fixed in apex/amp/scaler.py
+_APEX_INTERVAL = 2000  # apex's growth interval, fixed in apex/amp/scaler.py
+
+# The words by which ``state_of`` saves the class of a loss scale.
 _KINDS: dict[str, type[Any]] = {"Off": Off, "Static": Static, "Dynamic": Dynamic}
 
 
 class _TorchState(msgspec.Struct):
+    """The entries of ``torch.amp.GradScaler.state_dict()``."""
+
     scale: float
     growth_factor: float
     backoff_factor: float
@@ -28,6 +32,8 @@ class _TorchState(msgspec.Struct):
 
 
 class _ApexState(msgspec.Struct):
+    """The entries that ``apex.amp.state_dict()`` has for each loss."""
+
     loss_scale: float
     unskipped: int
 
@@ -36,10 +42,11 @@ _State = TypeVar("_State", _TorchState, _ApexState)
 
 
 def _recognised(state: object) -> str:
-    """Return which library saved ``state``, "torch" (also if it is empty) or "apex", from its keys."""
+    """Return "torch" or "apex": the library that saved ``state``, judging by its keys."""
     got = type(state).__name__
     if isinstance(state, Mapping):
         keys = {str(key) for key in state}
+        # torch's disabled scaler saves an empty state.
         if not keys or keys & {"_growth_tracker", "growth_factor"}:
             return "torch"
         if any(_APEX_KEY.fullmatch(key) for key in keys):
@@ -58,13 +65,13 @@ def from_state(state: object, source: str | None = None) -> list[LossScale]:
 
     Args:
         state: what ``state_dict()`` returned.
-        source: "torch" or "apex"; None: found from the keys.
+        source: "torch" or "apex", the library that saved the state; None: found from the keys.
 
-    ``from_apex`` takes the settings that apex does not save; here they have apex's defaults.
+    apex does not save all settings. Here those have apex's defaults; ``from_apex`` takes others.
 
     Raises:
-        ScaleError: for an unknown source, a state that is not recognised, and a key that is missing or has a
-            value of another type.
+        ScaleError: for an unknown source, a state that is not recognised, and what ``from_torch`` and
+            ``from_apex`` refuse.
     """
     source = _recognised(state) if source is None else source
     if source == "torch":
@@ -92,8 +99,10 @@ def from_torch(state: object) -> Off | Dynamic:
         return Off()
     source = "torch.amp.GradScaler"
     fields = msgspec.structs.asdict(_read(source, state, _TorchState))
-    # The tracker may be past an interval that was lowered in the meantime.
-    fields["good_steps"] = min(fields["good_steps"], max(fields["growth_interval"] - 1, 0))
+    # If the script lowered the interval, there may be more good steps than Dynamic takes. (With an interval
+    # below 1, which is an error, 0 good steps have Dynamic name the interval.)
+    most_good_steps = max(fields["growth_interval"] - 1, 0)
+    fields["good_steps"] = min(fields["good_steps"], most_good_steps)
     return _dynamic(source, **fields)
 
 
@@ -113,13 +122,13 @@ def from_apex(
     Args:
         state: what apex saved; only ``loss_scaler0``, ``loss_scaler1`` and so on are read.
         dynamic: whether the scales change, which apex does not save; False returns ``Static`` scales.
-        min_scale: ``min_loss_scale`` of ``amp.initialize``, which apex does not save; 2**-126 stands for its
-            default of None.
+        min_scale: ``min_loss_scale`` of ``amp.initialize``, which apex does not save; for apex's default of
+            None leave it at 2**-126.
         max_scale: ``max_loss_scale`` of ``amp.initialize``.
 
     Raises:
-        ScaleError: for a key that is missing or has a value of another type, and for 2000 or more good steps,
-            which apex counts only for a fixed scale.
+        ScaleError: for a key that is missing or has a value of another type, for a scale outside the limits,
+            and for 2000 or more good steps, which apex counts only for a fixed scale.
     """
     if not isinstance(state, Mapping):
         raise ScaleError(f"expected the state of apex.amp to be a mapping, got {type(state).__name__}")
@@ -152,6 +161,7 @@ def from_apex(
 
 
 def _read(source: str, state: object, kind: type[_State]) -> _State:
+    """Convert a saved state to ``kind``; ScaleError, naming ``source``, for a missing or mistyped entry."""
     try:
         return msgspec.convert(state, kind)
     except msgspec.ValidationError as error:
@@ -159,24 +169,24 @@ def _read(source: str, state: object, kind: type[_State]) -> _State:
 
 
 def _dynamic(source: str, **fields: float | str) -> Dynamic:
+    """Make a ``Dynamic``; an error names ``source``."""
     try:
         return Dynamic(**fields)  # type: ignore[arg-type]
     except ScaleError as error:
         raise ScaleError(f"the state of {source} does not make a loss scale: {error}") from None
 
 
-# ---- states of ours: torch's entries beside our own, so that each loads the other's
+# ---- our states, which also hold torch's entries: torch's scaler loads ours, and ours loads torch's
 
 
 def state_of(scale: LossScale) -> dict[str, Any]:
     """Return the state to save: numbers and strings, which ``torch.load(weights_only=True)`` reads.
 
-    That of a ``Dynamic`` scale also has torch's five entries. torch's scaler loads these alone, without our
-    hysteresis and limits, and refuses a state without them.
+    The state of a ``Dynamic`` scale also has the five entries of ``torch.amp.GradScaler``. torch's scaler
+    reads only these, so it loses our hysteresis and limits; it refuses a state without them.
     """
     fields: dict[str, Any] = asdict(scale)  # type: ignore[call-overload]
     state: dict[str, Any] = {"loss_scale": {"kind": type(scale).__name__, **fields}}
-    # torch reads these, and nothing else.
     if isinstance(scale, Dynamic):
         state["scale"] = scale.scale
         state["growth_factor"] = scale.growth_factor
@@ -189,9 +199,19 @@ def state_of(scale: LossScale) -> dict[str, Any]:
 def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) -> LossScale | None:
     """Return the loss scale of a saved state; a state of torch gets the limits and hysteresis of ``present``.
 
-    Returns None, with a warning, where the scaler keeps its own: for the empty state of a disabled
-    ``torch.amp.GradScaler``; and for a state of ours if the scaler is enabled (``in_force``) and just one of
-    the two scales is ``Off``, since a state must not turn scaling on or off.
+    Args:
+        state: what ``state_dict()`` of our scaler or of torch's returned.
+        present: the loss scale of the scaler that loads the state.
+        in_force: whether that scaler is enabled.
+
+    Returns:
+        None, with a warning, if the scaler is to keep its own scale. That is so for the empty state of a
+        disabled ``torch.amp.GradScaler``; and for a state of ours if the scaler is enabled and just one of
+        the two scales is ``Off``, since loading must not turn scaling on or off.
+
+    Raises:
+        ScaleError: a state of apex; a state of torch, if ``present`` is not dynamic; an entry that is missing
+            or outside its range.
     """
     if not isinstance(state, Mapping):
         raise ScaleError(f"expected what state_dict() of a scaler returned, got {type(state).__name__}")
@@ -201,7 +221,8 @@ def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) ->
             "keeps its own scale"
         )
         return None
-    # A state of ours. In one of apex's LossScaler "loss_scale" is a number.
+
+    # A state of ours. (In the state of an apex LossScaler "loss_scale" is a number.)
     if isinstance(state.get("loss_scale"), Mapping):
         saved = _scale_of(state["loss_scale"])
         if in_force and isinstance(saved, Off) != isinstance(present, Off):
@@ -213,6 +234,7 @@ def scale_in(state: Mapping[str, Any], present: LossScale, *, in_force: bool) ->
             )
             return None
         return saved
+
     # A state of another library.
     if "loss_scaler0" in state:
         raise ScaleError("this state is one of apex: narrowcast.scaling.from_state reads it")
@@ -238,6 +260,7 @@ def _warn(message: str) -> None:
 
 
 def _scale_of(fields: Mapping[str, Any]) -> LossScale:
+    """Return the loss scale that ``state_of`` saved as ``fields``."""
     kind = fields.get("kind")
     if kind not in _KINDS:
         raise ScaleError(
@@ -245,7 +268,7 @@ def _scale_of(fields: Mapping[str, Any]) -> LossScale:
         )
     values = {name: value for name, value in fields.items() if name != "kind"}
     try:
-        made: LossScale = _KINDS[kind](**values)
-    except TypeError as unknown:
-        raise ScaleError(f"a saved {kind} that this version does not read: {unknown}") from None
-    return made
+        loss_scale: LossScale = _KINDS[kind](**values)
+    except TypeError as unknown_field:
+        raise ScaleError(f"a saved {kind} that this version does not read: {unknown_field}") from None
+    return loss_scale
