@@ -264,6 +264,16 @@ class Overrides(nn.Linear):
         return super().forward(x) * self.weight.sum()
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_what_hooks_compute_recurrent_weights_from_stays():
+    model, x = nn.utils.weight_norm(nn.GRU(8, 8), "weight_hh_l0").eval(), torch.randn(5, 2, 8)
+    with nc.apply(model, "bf16"), torch.no_grad():
+        expected = model(x)
+    with nc.bake(model, "bf16") as handle, torch.no_grad():
+        assert handle.left == ("weight_hh_l0_g", "weight_hh_l0_v")
+        assert_same(model(x), expected)
+
+
 def test_what_stays_in_fp32():
     with torch.inference_mode():
         inference = nn.Linear(2, 2)

@@ -248,6 +248,7 @@ def with_own_forward():
         (lambda: nn.Embedding(16, 16), "is a Embedding, no torch.nn.Linear"),
         (lambda: nn.LayerNorm(16), None),
         (nn.ReLU, None),
+        (lambda: nn.LazyConv2d(16, 1), None),  # its parameters have no shape yet
     ],
 )
 def test_what_is_left_out_and_why(make, why):

@@ -17,7 +17,7 @@ from narrowcast.errors import PolicyError
 from narrowcast.policy import FP8_RECIPES, Policy, Rule, resolved
 
 _MULTIPLE = 16
-"""The instructions take matrices whose sizes are multiples of this."""
+"""fp8 instructions take matrices whose sizes are multiples of this."""
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ def apply_fp8(model: torch.nn.Module, policy: Policy) -> Fp8Handle:
     from narrowcast.casting.fp8 import _linear  # imports torchao
 
     _restore_copied_layers(model)
-    sites = []
+    sites_to_convert = []
     without_instructions: list[torch.nn.Linear] = []
     for site in _selected(model, policy):
         why_not = _why_not(site.module)
@@ -86,13 +86,13 @@ def apply_fp8(model: torch.nn.Module, policy: Policy) -> Fp8Handle:
             handle.left_out[site.path] = why_not_here
             without_instructions.append(site.module)
             continue
-        sites.append(site)
+        sites_to_convert.append(site)
 
-    # Before any layer is converted, since a warning may be an error.
-    _warn([site.module for site in sites], without_instructions)
+    # Before any layer is converted, since a warning filter may turn the warning into an error.
+    _warn([site.module for site in sites_to_convert], without_instructions)
     try:
-        for site in sites:
-            # First into the list, so that a layer whose conversion stops half-way is restored too.
+        for site in sites_to_convert:
+            # Listed first, so that a layer whose conversion stops half-way is restored too.
             handle.layers.append(site.module)
             _linear.convert_layer(site.module, site.rule, handle.use)
             handle.converted[site.path] = site.rule.compute
@@ -103,6 +103,7 @@ def apply_fp8(model: torch.nn.Module, policy: Policy) -> Fp8Handle:
 
 
 def policy_has_fp8(policy: Policy) -> bool:
+    """Return whether a rule of ``policy`` names an fp8 recipe."""
     return any(rule.compute in FP8_RECIPES for rule in policy.rules)
 
 
@@ -119,7 +120,7 @@ def unconverted(model: torch.nn.Module, policy: Policy) -> dict[str, str | None]
 
 
 def is_fp8(module: torch.nn.Module) -> bool:
-    """Return whether this layer multiplies in fp8."""
+    """Return whether ``module`` is a layer that multiplies in fp8 now."""
     use: Fp8Use | None = vars(module).get("fp8_use")
     return use is not None and not use.removed
 
@@ -145,7 +146,7 @@ def _restore_copied_layers(model: torch.nn.Module) -> None:
 
 
 class _Site(NamedTuple):
-    """A module at its first path in the model, and the fp8 rule that wins for ``linear`` inside it."""
+    """A module, its first path in the model, and the fp8 rule that wins for ``linear`` inside it."""
 
     path: str
     module: Any
@@ -178,7 +179,11 @@ def _is_expected_to_follow(module: torch.nn.Module, rule: Rule) -> bool:
     if isinstance(module, torch.nn.Linear):
         return True
     own = module.parameters(recurse=False)
-    has_matrices = any(weight.dim() > 1 and weight.is_floating_point() for weight in own)
+    has_matrices = False
+    for weight in own:
+        # The shape of a lazy parameter is not known yet.
+        if not torch.nn.parameter.is_lazy(weight) and weight.dim() > 1 and weight.is_floating_point():
+            has_matrices = True
     return has_matrices and (rule.op is None or isinstance(module, torch.nn.MultiheadAttention))
 
 

@@ -6,6 +6,7 @@ model.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import sys
@@ -31,7 +32,7 @@ def _is_an_error(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _without_notices() -> Iterator[None]:
-    """Suppress notices, but not errors, while torchao is imported: of parts of it that are not used here."""
+    """Suppress what torchao logs while it is imported, about parts that are not used here; but not errors."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     for logger in loggers:
         logger.addFilter(_is_an_error)
@@ -92,10 +93,10 @@ class Fp8Linear(torch.nn.Linear):
         device = input.device.type
         if not has_autocast(device) or not torch.is_autocast_enabled(device):
             return self._multiply(input)
-        region = region_dtype(device)
-        # Autocast would cast what already is in fp8, as would a rule for "mm".
+        dtype = region_dtype(device)
+        # With autocast on, tensors that are in fp8 already would be cast, also by a rule for "mm".
         with torch_autocast(device, enabled=False):
-            return self._multiply(input.to(region))
+            return self._multiply(input.to(dtype))
 
     def _multiply(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
@@ -103,7 +104,7 @@ class Fp8Linear(torch.nn.Linear):
             # decomposed before they reach the tensors, in inference mode they are not.
             with torch.inference_mode(False), torch.no_grad():
                 return self._multiply(input)
-        output = _product(input, self.weight, self.fp8_recipe, emulated=self.fp8_emulated)
+        output = _matmul(input, self.weight, self.fp8_recipe, emulated=self.fp8_emulated)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Fp8Linear:
@@ -144,13 +145,13 @@ def convert_layer(module: torch.nn.Linear, rule: Rule, use: Fp8Use) -> Fp8Linear
 
 
 @torch.compiler.allow_in_graph
-class _Product(matmul_with_hp_or_float8_args):  # type: ignore[misc]
+class _Matmul(matmul_with_hp_or_float8_args):  # type: ignore[misc]
     """torchao's matmul and its gradients, with an error where a gradient would be wrong."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, settings: Any, config: Any) -> Any:
         result = matmul_with_hp_or_float8_args.forward(ctx, input, weight, settings, config)
-        # A view that was made in here could not be changed in place, as ReLU(inplace=True) does.
+        # A view that was made in here could not be changed in place, which ReLU(inplace=True) would do.
         return torch.ops.aten._unsafe_view(result, result.shape)
 
     @staticmethod
@@ -163,30 +164,31 @@ class _Product(matmul_with_hp_or_float8_args):  # type: ignore[misc]
         device = grad.device.type
         if not has_autocast(device) or not torch.is_autocast_enabled(device):
             return matmul_with_hp_or_float8_args.backward(ctx, grad)
-        # If backward is called inside a region, autocast would cast what already is in fp8.
+        # If backward is called inside a region, autocast would cast tensors that are in fp8 already.
         with torch_autocast(device, enabled=False):
             return matmul_with_hp_or_float8_args.backward(ctx, grad)
 
 
 def _settings(config: Float8LinearConfig, *, emulated: bool, padded: bool) -> Any:
-    """Return torchao's settings of the three matmuls: of the output, and of the two gradients.
+    """Return torchao's settings of the three matmuls: for the output, and for the two gradients.
 
-    ``padded``: the matmul that gives the gradient of the weight pads its operands.
+    ``padded``: whether the matmul for the gradient of the weight pads its operands.
     """
     output, grad_input, grad_weight = (
         config.gemm_config_output,
         config.gemm_config_grad_input,
         config.gemm_config_grad_weight,
     )
+    matmul = functools.partial(ScaledMMConfig, emulate=emulated, fp8_output=False)
     return LinearMMConfig(
-        ScaledMMConfig(emulated, output.use_fast_accum, False, False),
-        ScaledMMConfig(emulated, grad_input.use_fast_accum, False, False),
-        ScaledMMConfig(emulated, grad_weight.use_fast_accum, False, padded),
+        output=matmul(use_fast_accum=output.use_fast_accum, pad_inner_dim=False),
+        grad_input=matmul(use_fast_accum=grad_input.use_fast_accum, pad_inner_dim=False),
+        grad_weight=matmul(use_fast_accum=grad_weight.use_fast_accum, pad_inner_dim=padded),
     )
 
 
 def _all_settings() -> dict[tuple[str, bool, bool], tuple[Any, Float8LinearConfig]]:
-    """Return (recipe, emulated, padded) -> the last two arguments of ``_Product``."""
+    """Return (recipe, emulated, padded) -> the last two arguments of ``_Matmul.apply``."""
     settings = {}
     for recipe in FP8_RECIPES:
         config = Float8LinearConfig.from_recipe_name(recipe.removeprefix("fp8_"))
@@ -202,8 +204,8 @@ def _all_settings() -> dict[tuple[str, bool, bool], tuple[Any, Float8LinearConfi
 _SETTINGS = _all_settings()
 
 
-def _product(input: torch.Tensor, weight: torch.Tensor, recipe: str, *, emulated: bool) -> torch.Tensor:
-    """Return ``input @ weight.t()`` through fp8, with gradients through fp8, in the format of ``input``.
+def _matmul(input: torch.Tensor, weight: torch.Tensor, recipe: str, *, emulated: bool) -> torch.Tensor:
+    """Multiply ``input @ weight.t()`` in fp8, and its gradients too; return it in the format of ``input``.
 
     ``input`` is (..., in features), ``weight`` (out features, in features).
     """
@@ -211,5 +213,5 @@ def _product(input: torch.Tensor, weight: torch.Tensor, recipe: str, *, emulated
     # them. torchao can add rows of zeros, but then copies its operands even where it adds none.
     padded = not emulated and input.shape[:-1].numel() % 16 != 0
     settings, config = _SETTINGS[recipe, emulated, padded]
-    result: torch.Tensor = _Product.apply(input, weight.t(), settings, config)
+    result: torch.Tensor = _Matmul.apply(input, weight.t(), settings, config)
     return result

@@ -1,4 +1,4 @@
-"""Apply a policy to a model: its call opens the region, and that of each module with a rule follows the rule.
+"""Apply a policy to a model: its calls open the region, and calls of the modules inside follow the rules.
 
 Inside a module that rules select, the inputs are cast to what the rule computes in, and the outputs to the
 rule's ``output``. A ``_module_calls.ModuleCall`` stands in front of each module and holds the policy, for any
@@ -71,8 +71,8 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
 
     Returns:
         A handle, whose ``remove()`` ends the policy; as a context manager it does so at its end. If nothing
-        had called the model until then, or until the process ends, a warning says so: methods other than
-        the call open no region.
+        has called the model by then, or by the end of the process, a warning says so, since methods other
+        than the call open no region.
 
     Raises:
         PolicyError: the policy does not exist, names modules that the model does not have, or needs weights
@@ -108,7 +108,8 @@ def _has_no_forward(model: torch.nn.Module) -> bool:
 
 
 def warn_of_uncalled() -> None:
-    """Warn at the end of the process of models that nothing called; not after an error."""
+    """At the end of the process, warn about models that nothing called; not after an uncaught error."""
+    # Python sets ``last_value`` to an error that nothing caught.
     if getattr(sys, "last_value", None) is None:
         for applied in list(_applied.values()):
             applied.warn_if_not_called()
@@ -116,6 +117,7 @@ def warn_of_uncalled() -> None:
 
 @functools.cache
 def _warn_at_exit() -> None:
+    """Register ``warn_of_uncalled``, once in a process."""
     atexit.register(warn_of_uncalled)
 
 
@@ -158,7 +160,7 @@ class Applied:
         # The model must not live on for the sake of its handle, which outlives it in many scripts.
         self._model = weakref.ref(model)
 
-        # What is wrong with the policy is said before anything has changed.
+        # Errors in the policy are raised before anything has changed.
         self.missed = missed_rules(self.policy, model)
         if strict:
             refuse_missed(self.missed)
@@ -171,20 +173,21 @@ class Applied:
         self._begin(model)
 
     def _begin(self, model: torch.nn.Module) -> None:
-        """Put calls by the policy in front of the model and its parts."""
+        """Convert layers for fp8 rules, and put a ``ModuleCall`` in front of the model and its parts."""
         modules = all_paths(model)
         self._shared = Shared(self.policy, self._opens, self._admits)
         if self._how_to_end is not None:
             self._shared.how_to_end = self._how_to_end
         ruled = RuledModules(self._shared)
         self._calls = ruled.calls
-        # A module inside may turn out to have another policy after others were given this one: undo that.
+        # If a module inside turns out to have another policy, undo what was done to the modules before it.
         with undo_on_error([model]):
             _remove_copied_calls(modules, self.policy)
             self.fp8 = apply_fp8(model, self.policy)
             if self._opens or self.policy.names_modules:
                 for paths, module in modules:
-                    # The model, and what it wraps, which may be called directly.
+                    # A wrapper, as DDP, and the module in it share the path "". Both get a call, since the
+                    # module in it may be called directly.
                     if "" in paths and (module is model or not is_wrapper(module)):
                         rules = _rules_for_calls(self.policy, paths, module)
                         self._calls.add(_ModelCall(ruled, rules, module, model))
@@ -216,7 +219,7 @@ class Applied:
         )
 
     def remove(self, *, copies: bool = True) -> None:
-        """End the policy, by default on copies of the model too; calls that are running end in it."""
+        """End the policy, by default on copies of the model too; calls that are running still follow it."""
         self._shared.end(copies=copies)
         _detach(self._calls)
         self._calls.clear()
@@ -267,20 +270,20 @@ class Applied:
 
 
 class RuledModules:
-    """The modules inside a model that the rules of one policy select, and what stands in front of them."""
+    """The modules inside a model that the rules of one policy select, each with a ``ModuleCall`` in front."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         # Weak, since the modules hold them.
         self.calls: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
-        # The children of each module in the model: its own live dict, and a copy from when rules were last
-        # given. Comparing the two at each call of the model takes some 50 nanoseconds a module.
+        # The children of each module in the model: its ``_modules`` dict itself, and a copy from when rules
+        # were last given. Comparing the two at each call of the model takes some 50 nanoseconds a module.
         self._children: list[dict[str, torch.nn.Module | None]] = []
         self._children_before: list[dict[str, torch.nn.Module | None]] = []
         self._fp8_layers: list[torch.nn.Module] = []
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Give every module in ``model`` the rules for it now.
+        """Give every module in ``model`` the rules for its present place.
 
         Refuse a layer with an fp8 rule that is not converted, and an added module with another policy.
         """
@@ -303,7 +306,7 @@ class RuledModules:
         policy = self.shared.policy
         calls = [call for call in calls_on(module) if call.shared is self.shared]
         is_compiled = self.shared.compiled
-        # A module without a call of ours may be new in the model: calls that were copied with it go.
+        # A module without a call of ours may be new in the model: remove calls that were copied with it.
         if not calls and not is_compiled:
             _remove_copied_calls([(paths, module)], policy)
         # nc.apply gives the model itself a _ModelCall, which has its rules. nc.compile makes none.
@@ -341,7 +344,7 @@ def _parts_of_fused_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 class _ModelCall(ModuleCall):
-    """The call of the model itself, which gives rules to modules that were added since."""
+    """The call of the model itself, which gives rules to modules that were added since its last call."""
 
     is_of_model = True
     _model: weakref.ref[torch.nn.Module] | None
@@ -350,6 +353,7 @@ class _ModelCall(ModuleCall):
     def __init__(
         self, ruled: RuledModules, rules: tuple[Rule, ...], module: torch.nn.Module, model: torch.nn.Module
     ) -> None:
+        # For rules of the layer itself; ``RuledModules`` does the same for parts with rules.
         unfused = bool(rules) and isinstance(module, torch.nn.TransformerEncoderLayer)
         super().__init__(ruled.shared, rules, module, unfused=unfused)
         self._model = weakref.ref(model)
@@ -359,7 +363,7 @@ class _ModelCall(ModuleCall):
 
     def _begin(self) -> None:
         super()._begin()
-        # ``__init__`` sets both after this. In a copy they stay None: its parts may be others.
+        # ``__init__`` sets both after this. In a copy they stay None, since it has modules of its own.
         self._model = None
         self._ruled = None
 
@@ -406,10 +410,10 @@ class ModelRegion(PolicyRegion):
         self._applied: Applied | None = None
         if applied_to(model, policy) is not None:
             return
-        # A strict Applied, made below where rules name modules, refuses these itself.
+        # A strict ``Applied``, which is made below where rules name modules, checks this itself.
         if not (policy.names_modules and strict):
             refuse_in_torchscript(policy, model)
-        # Last, so that an error leaves the model as it was.
+        # Last, since it changes the model, which an error must leave as it was.
         if policy.names_modules:
             self._applied = Applied(model, policy, opens=False, strict=strict, how_to_end=how_to_end)
 
@@ -431,12 +435,13 @@ def compiled_rules(policy: Policy) -> RuledModules:
 
 
 _freed: list[weakref.WeakSet[ModuleCall]] = []
-"""Of each ``nc.compile`` that was freed: its calls in front of modules, which are still to be detached."""
+"""For each ``nc.compile`` whose result was freed: its calls that are still in front of modules."""
 
 
 def _detach_when_freed(calls: weakref.WeakSet[ModuleCall]) -> None:
     _freed.append(calls)
-    # The garbage collector may run while Dynamo compiles, which guards what it found in front of a module.
+    # The garbage collector may run while Dynamo compiles. The calls stay then, since Dynamo guards what it
+    # found in front of a module; the next ``nc.compile`` detaches them.
     if not is_compiling_a_frame():
         _detach_freed()
 
@@ -471,7 +476,7 @@ def _remove_copied_calls(modules: Iterable[tuple[tuple[str, ...], torch.nn.Modul
 
 
 def applied_to(model: torch.nn.Module, policy: Policy) -> Applied | None:
-    """Return the handle of ``policy`` on ``model``; None if it has no policy, PolicyError if another one."""
+    """Return the handle of ``policy`` on ``model``, or None; raise PolicyError if it has another policy."""
     applied = _applied.get(model)
     if applied is not None and applied.policy != policy:
         raise PolicyError(
@@ -518,6 +523,7 @@ def missed_rules(policy: Policy, model: torch.nn.Module) -> dict[Rule, str]:
             missed[rule] = f"this {model_name} has no {rule.target}. {_near_modules(rule, modules)}"
         elif not in_fp8 and set(selected) <= uncallable.keys():
             container = selected[0]
+            # The path of the model itself is empty: "*" names the modules in it.
             inside = f"{container}.*".lstrip(".")
             missed[rule] = (
                 f"expected {rule.target} to be called, got a {uncallable[container]}, which has no forward, "
@@ -547,7 +553,8 @@ def _holds_any(selected: list[str], linears: list[str]) -> bool:
     """Return whether a linear layer is one of the ``selected`` modules, or inside one."""
     for path in linears:
         for outer in selected:
-            if path == outer or not outer or path.startswith(f"{outer}."):
+            is_whole_model = not outer
+            if is_whole_model or path == outer or path.startswith(f"{outer}."):
                 return True
     return False
 
@@ -559,19 +566,21 @@ def refuse_in_torchscript(policy: Policy, model: torch.nn.Module) -> None:
     TorchScript module calls are let through: apex's O1, which follows CUDA's table on a CPU, has many.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/jit/passes/autocast.cpp
-    graphs = {}
+    graph_of: dict[str, str] = {}
     for path, module in modules_by_path(model):
         if isinstance(module, torch.jit.ScriptModule):
-            graphs[path] = str(getattr(module, "inlined_graph", ""))
-    if policy.is_plain or not graphs:
+            graph_of[path] = str(getattr(module, "inlined_graph", ""))
+    if policy.is_plain or not graph_of:
         return
     for device in device_types(model, (), {}):
         _, root = dtype_and_scope(policy, device)
-        assert root is not None
+        assert root is not None  # since the policy has rules
         scopes = scopes_by_path(model, policy, root)
         cast_to_low = [op for op, kind in root.resolved.native.items() if kind == LOWER]
-        for (path, graph), op in itertools.product(graphs.items(), cast_to_low):
-            decision = scopes[path].decide(op) if _calls(graph, op) else None
+        for path, op in itertools.product(graph_of, cast_to_low):
+            if not _calls(graph_of[path], op):
+                continue
+            decision = scopes[path].decide(op)
             if decision is not None and decision.compute not in (LOWER, root.resolved.lower):
                 raise PolicyError(
                     f"a rule ({decision.because}) casts {op!r} in the TorchScript module {path!r}, where "
@@ -580,8 +589,9 @@ def refuse_in_torchscript(policy: Policy, model: torch.nn.Module) -> None:
 
 
 def _calls(graph: str, op: str) -> bool:
-    """Return whether a TorchScript graph calls an operator; a traced one names convolutions otherwise."""
+    """Return whether a TorchScript graph calls an operator."""
     names = [base_of(op)]
+    # The graph of a traced module has this name for every convolution.
     if op.startswith("conv"):
         names.append("_convolution")
     return any(f"aten::{name}(" in graph for name in names)

@@ -42,13 +42,13 @@ def bake(
 ) -> Baked:
     """Store weights of ``model`` in the format that their layers compute in, so that no call casts them.
 
-    Call the model as before, without a region: it follows ``policy``, rules for modules included, with the
-    bits of ``nc.apply(model, policy)``. Stored are the weights and biases of linear layers, convolutions,
-    recurrent layers, ``MultiheadAttention`` and transformers' ``Conv1D`` that the policy casts to one low
-    format. Every other parameter stays in fp32 and is listed in ``handle.left``: embeddings, norms, weights
-    that are tied or share memory, parameters that a module of another type uses, tensor subclasses. Call the
-    model itself: a part that is called directly finds low weights and no region, and code that reads a stored
-    weight itself gets the low values.
+    Call the model as before, without a region. It follows ``policy``, rules for modules included, and its
+    outputs have the same bits as under ``nc.apply(model, policy)``. Stored are the weights and biases of
+    linear layers, convolutions, recurrent layers, ``MultiheadAttention`` and transformers' ``Conv1D`` that
+    the policy casts to one low format. Every other parameter stays in fp32 and is listed in ``handle.left``:
+    embeddings, norms, weights that are tied or share memory, parameters that a module of another type uses,
+    tensor subclasses. Call the model itself: a part that is called directly finds low weights and no region,
+    and code that reads a stored weight itself gets the low values.
 
     Writes to parameters change the stored values. ``load_state_dict`` loads fp32 values and rounds them.
     Parameters stay the same objects. A copy of the model, by ``deepcopy`` or pickle, is baked on its own.
@@ -59,7 +59,7 @@ def bake(
         policy: the name of a preset, a ``Policy``, or the path of one.
         keep_fp32: keep the fp32 values of stored weights for ``state_dict()`` and ``restore()``, which takes
             half as much memory again as the model in fp32. If a stored weight changed, its new value counts.
-            Without it about half of the memory is free: ``state_dict()`` has the low values, and
+            Without it about half of the memory is freed: ``state_dict()`` has the low values, and
             ``restore()`` widens them, with a warning. Values are rounded to nearest even; NaN stays NaN, and
             values beyond the largest number of fp16 become infinite, as in every cast of a region.
         frozen_only: store only parameters that do not require gradients, such as the base weights under
@@ -118,7 +118,7 @@ class Baked:
     def __init__(self, model: torch.nn.Module, policy: Policy, *, keep_fp32: bool, frozen_only: bool) -> None:
         self.policy = policy
         self._ended = False
-        self._handles: list[Any] = []
+        self._hook_handles: list[Any] = []
         self._calls: list[ModuleCall] = []
         self._stored: dict[torch.nn.Parameter, _StoredWeight] = {}
         self._watch_optimizers()
@@ -142,7 +142,7 @@ class Baked:
             vars(model)[_HANDLE] = self
 
     def _prepare_module(self, module: torch.nn.Module, *, keep_fp32: bool) -> None:
-        """Do what stored weights need of the module that has them."""
+        """Register what the stored weights of ``module`` need, and flatten those of a recurrent layer."""
         own: dict[str, _StoredWeight] = {}
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in self._stored:
@@ -151,7 +151,7 @@ class Baked:
             return
         if isinstance(module, torch.nn.RNNBase):
             with _apart_from_autograd():
-                module.flatten_parameters()  # cuDNN wants them in one piece of memory
+                module.flatten_parameters()  # cuDNN needs the weights in one piece of memory
         if keep_fp32:
             self._follow_state_dicts(module, own)
 
@@ -171,7 +171,7 @@ class Baked:
         for stored in self._stored.values():
             stored.widen()
         drop_casts()
-        for handle in self._handles:
+        for handle in self._hook_handles:
             handle.remove()
         for call in self._calls:
             call.detach()
@@ -201,8 +201,9 @@ class Baked:
         return f"Baked({len(self._stored)} weights in a low format, {len(self.left)} left)"
 
     def _follow_state_dicts(self, module: torch.nn.Module, own: dict[str, _StoredWeight]) -> None:
+        """Have ``state_dict`` return, and ``load_state_dict`` take, fp32 values of the stored weights."""
         hooked: Any = module  # these methods have no types
-        self._handles += [
+        self._hook_handles += [
             hooked.register_state_dict_post_hook(functools.partial(_give_fp32, own)),
             hooked.register_load_state_dict_pre_hook(functools.partial(_before_load, own)),
             hooked.register_load_state_dict_post_hook(functools.partial(_after_load, own)),
@@ -229,7 +230,7 @@ class _Layer:
     """How a class of layers uses its parameters.
 
     Attributes:
-        names: the parameters that are read by no operators but ``ops``; None: all parameters.
+        names: the parameters that only ``ops`` read; None: those of the layer's ``all_weights``.
         ops: the operators that decide the format; those that a device does not have are skipped.
     """
 
@@ -254,6 +255,7 @@ _LAYERS: dict[Any, _Layer] = {
     ),
 }
 """By the ``forward`` of the class, so that a class that overrides it is unknown."""
+
 # In evaluation PyTorch computes these with fused operators, which tables="cuda" leaves uncast on a CPU.
 _FUSED_LAYERS = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 _FUSED = ("_native_multi_head_attention", "_addmm_activation")
@@ -266,10 +268,20 @@ def _layer(module: torch.nn.Module, device_type: str) -> _Layer | None:
     if f"{kind.__module__}.{kind.__qualname__}" == "transformers.pytorch_utils.Conv1D":
         return _TRANSFORMERS_CONV1D
     if isinstance(module, torch.nn.MultiheadAttention) and module.batch_first and device_type == "cpu":
-        # Its fused kernel is for inputs in the format of the weight, so storing it may change the kernel:
-        # torch/nn/modules/activation.py, MultiheadAttention.forward
+        # The fused kernel takes only inputs in the format of the weight, so with a stored weight PyTorch may
+        # choose another kernel: torch/nn/modules/activation.py, MultiheadAttention.forward
         return None
     return _LAYERS.get(getattr(kind, "forward", None))  # the class of TorchScript modules has none
+
+
+def _is_read_by_ops_alone(layer: _Layer, module: Any, name: str) -> bool:
+    """Return whether only the operators of ``layer`` read the parameter ``name`` of ``module``."""
+    if layer.names is not None:
+        return name in layer.names
+    # After torch.nn.utils.weight_norm or pruning a recurrent layer also has parameters that its operators do
+    # not read: a hook computes the weights from them.
+    parameter = module._parameters[name]
+    return any(parameter is weight for weight in itertools.chain.from_iterable(module.all_weights))
 
 
 def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, torch.dtype]:
@@ -289,14 +301,14 @@ def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, 
             is_shared = len(owners[_storage(parameter)]) > 1
             device_type = parameter.device.type
             layer = _layer(module, device_type)
-            if is_shared or layer is None or (layer.names is not None and name not in layer.names):
+            if is_shared or layer is None or not _is_read_by_ops_alone(layer, module, name):
                 continue
 
             if device_type not in scopes:
                 root = resolved(policy, device_type, format_name(resolve(policy, device_type))).root
                 scopes[device_type] = scopes_by_path(model, policy, root)
             ops = layer.ops + _FUSED if id(module) in fused else layer.ops
-            # At several paths several rules may hold for one module.
+            # A module that is used at several paths may follow a different rule at each.
             formats = {_format(scopes[device_type][path], ops) for path in paths}
             if len(formats) > 1:
                 continue
@@ -307,7 +319,7 @@ def _choose(model: torch.nn.Module, policy: Policy) -> dict[torch.nn.Parameter, 
 
 
 def _owners_of_storages(model: torch.nn.Module) -> dict[int, set[int]]:
-    """Return the memory of a parameter or buffer -> the modules that hold what is in it."""
+    """Return, by the number of each storage, the ids of the modules with a parameter or buffer in it."""
     owners: defaultdict[int, set[int]] = defaultdict(set)
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -318,7 +330,7 @@ def _owners_of_storages(model: torch.nn.Module) -> dict[int, set[int]]:
 
 def _computes_otherwise(module: torch.nn.Module, device_type: str, dtype: torch.dtype) -> bool:
     """Return whether a recurrent layer computes in another format than the low one of its region."""
-    # cuDNN's compute in fp16 in every region: aten/src/ATen/cudnn/AutocastRNN.cpp
+    # cuDNN computes recurrent layers in fp16 in every region: aten/src/ATen/cudnn/AutocastRNN.cpp
     if device_type == "cuda":
         return isinstance(module, torch.nn.RNNBase) and dtype is torch.bfloat16
     # On a CPU whose oneDNN has no kernel, an LSTM is promoted to fp32.
@@ -365,8 +377,8 @@ def _format(scope: Scope, ops: Iterable[str]) -> torch.dtype | None:
 class _StoredWeight:
     """A parameter that is stored in ``dtype``.
 
-    The ``Parameter`` stays the same object, for optimizers and hooks. What it stores counts: ``kept``, the
-    fp32 values or None, is used only while it rounds to the stored values, bit for bit.
+    The ``Parameter`` stays the same object, for optimizers and hooks. ``kept`` has the fp32 values, or is
+    None. Where it no longer rounds to the stored values, bit for bit, these were written since, and count.
     """
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype, keep: bool) -> None:

@@ -51,7 +51,7 @@ class _Compiled:
         policy: the policy.
         ruled: the modules with rules, if ``target`` is a module.
         key: by which traced code finds this object. A text, since Dynamo takes that for a constant and guards
-            it, where it may make a symbolic variable of a number.
+            it, while it may make a symbolic variable of a number.
     """
 
     target: Any
@@ -82,6 +82,7 @@ class _Compiled:
         return open_regions(map(self.region_on, devices), torch.is_autocast_cache_enabled())
 
     def region_on(self, device: str) -> tuple[str, torch.dtype, bool, Scope | None]:
+        """Return the device type, the dtype, whether autocast is on, and the scope of the policy's region."""
         check_device(device)
         dtype, scope = dtype_and_scope(self.policy, device)
         return device, dtype, dtype != torch.float32 or scope is not None, scope
@@ -100,9 +101,9 @@ def compile(model: Any, policy: Policy | str, **settings: Any) -> Any:
         model: a module; or a function, if the policy has no rules for modules. A module's ``state_dict`` is
             that of ``torch.compile``.
         policy: the name of a preset, a ``Policy``, or the path of one. It holds on the types of device that
-            the model's parameters are on; without parameters, on those of its inputs. It replaces that of an
-            earlier ``nc.compile``.
-        settings: ``backend``, ``mode``, ``fullgraph``, ``dynamic`` and what else ``torch.compile`` takes.
+            the model's parameters are on; without parameters, on those of its inputs. It replaces the policy
+            of an earlier ``nc.compile``.
+        settings: ``backend``, ``mode``, ``fullgraph``, ``dynamic`` and others that ``torch.compile`` takes.
 
     Returns:
         As ``torch.compile`` does: a module around ``model``, whose weights it shares, or a function. It
@@ -161,15 +162,16 @@ def _in_region(function: Callable[..., Any], compiled: _Compiled) -> Any:
             try:
                 return function(*args, **kwargs)
             except dynamo_error() as error:
-                # A rule that refuses an operator raises while Dynamo traces.
+                # A rule that refuses an operator raises while Dynamo traces, which wraps that error.
                 own_error = _own_error(error)
                 if own_error is None:
                     raise
                 raise own_error from None
 
     vars(in_region)["_narrowcast_target"] = compiled.target
+    # An outer torch.compile traces the target instead of what the inner one made.
     stand_for(in_region, _not_compiled_in_region(compiled))
-    # For calls that Dynamo does not trace, from compiled code around it.
+    # Compiled code may call it at a graph break: Dynamo must not compile ``in_region`` itself then.
     return traced_only_inline(in_region)
 
 
@@ -229,7 +231,7 @@ def _refuse_export() -> None:
 
 
 def _own_error(error: BaseException) -> NarrowcastError | None:
-    """Return the error of ours that Dynamo met while it traced, or that the backend raised."""
+    """Return the error of narrowcast that Dynamo met while it traced, or that the backend raised; or None."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, NarrowcastError):
         cause = getattr(cause, "inner_exception", None) or cause.__cause__ or cause.__context__

@@ -80,9 +80,9 @@ class _ModuleState(NamedTuple):
 
 
 TracedState = tuple[str, torch.dtype, bool, tuple[tuple[str, torch.dtype], ...]]
-"""What traced code needs to enter a region, as constants.
+"""What traced code needs to enter a region, as constants: the arguments of ``traced_region``.
 
-The last item encodes the scope as autocast dtypes.
+These are the device type, the dtype, whether autocast is on, and the scope, encoded as autocast dtypes.
 """
 
 
@@ -91,10 +91,10 @@ class Shared:
     """State shared by the calls of one policy on one model, and by those on copies of the model.
 
     Attributes:
-        policy: their policy.
-        opens: whether they open the policy's region.
+        policy: the policy of the calls.
+        opens: whether the calls open the policy's region.
         admits: called with the model; if it returns False, no region is opened. Lost when pickled.
-        compiled: they belong to ``nc.compile``; the same modules may have others.
+        compiled: the calls belong to ``nc.compile``; the same modules may have other calls too.
         how_to_end: what to do before the model can have another policy, for messages.
         removed: the policy is removed, from copies too.
         ended: the policy is removed from the model itself.
@@ -124,6 +124,7 @@ class Shared:
         return self._region_on[device]
 
     def end(self, *, copies: bool) -> None:
+        """Note that the policy is removed from the model, and with ``copies`` from its copies."""
         # A second call, with ``copies=False``, must not give copies their policy back.
         self.removed = self.removed or copies
         self.ended = True
@@ -143,9 +144,9 @@ class ModuleCall:
 
     Attributes:
         key: number by which traced code finds this object.
-        rules: those for the module.
-        is_copy: whether it came with a copy of the module.
-        below: the ``call`` that stood in front of the module before, or None.
+        rules: the rules for the module.
+        is_copy: whether this object came with a copy of the module.
+        below: what stood in front of the module before, and is called next; None: nothing.
     """
 
     is_of_model = False
@@ -172,7 +173,7 @@ class ModuleCall:
         self._begin()
 
         attributes = vars(module)
-        # What module.compile() made is called in place of ``_call_impl``.
+        # Where module.compile() was called, torch calls its result in place of ``_call_impl``.
         self._compiled = attributes.get(COMPILED_CALL) is not None
         self.below: Callable[..., Any] | None = attributes.get(COMPILED_CALL) or attributes.get(CALL)
         attributes[CALL] = self.call
@@ -181,7 +182,7 @@ class ModuleCall:
         attributes[REPLICATE] = self.replicate
         if not isinstance(module, torch.jit.ScriptModule):
             attributes.setdefault("forward", _Forward(module))
-        # A hook keeps nn.TransformerEncoderLayer from its fused kernel, which would pass over the rules.
+        # A hook keeps nn.TransformerEncoderLayer from its fused kernel, which would bypass the rules.
         self._hook = module.register_forward_pre_hook(_no_change) if unfused else None
 
     def _begin(self) -> None:
@@ -191,17 +192,17 @@ class ModuleCall:
         # (the scope outside, the widest dtype of the inputs where a rule asks for it) -> the state inside.
         self._decided: dict[tuple[Scope, torch.dtype | None], _ModuleState] = {}
         self._decided_in: ResolvedPolicy | None = None
-        # The devices of the weights, and ``moves.count`` when they were found; -1: find them anew.
+        # The device types of the weights, and ``moves.count`` when they were found; -1: find them anew.
         self._devices: list[str] = []
         self._devices_at = -1
-        # By each call, since one in a copy or in a loaded model outlives the handle of ``nc.apply``.
+        # Each call watches for itself, since one in a copy or in a loaded model may outlive the handle.
         user = object()
         MOVES_AND_COPIES.begin(user)
         self._end_watching = weakref.finalize(self, MOVES_AND_COPIES.end, user)
         self._end_watching.atexit = False
 
     def detach(self) -> None:
-        """Remove it from the module; a call that is running ends in the policy."""
+        """Remove this object from the module; a call that is running still follows the policy."""
         self._end_watching()
         if self._hook is not None:
             self._hook.remove()
@@ -210,6 +211,7 @@ class ModuleCall:
             return
         attributes = vars(module)
         others = [other for other in calls_on(module) if other is not self]
+        # What called this object now calls what is below it.
         for other in others:
             if other.below == self.call:
                 other.below = self.below
@@ -220,7 +222,7 @@ class ModuleCall:
             if others:
                 attributes[CALL] = others[0].call
 
-        # The last one leaves the module as it was.
+        # The last one to be removed leaves the module as it was.
         if not others:
             attributes.pop(REPLICATE, None)
             if _has_our_forward(module):
@@ -269,7 +271,7 @@ class ModuleCall:
                 _refuse_generator(opened, module)
         finally:
             _leave(opened)
-        # What the module wrote to casts of its arguments is meant for the caller's own.
+        # If the module wrote to casts of its arguments, copy that to the caller's own.
         for copy in opened.copies:
             copy.write_back()
         if opened.output_casts:
@@ -310,8 +312,8 @@ class ModuleCall:
             state = self._kept_state(outside, device, widest_dtype, enabled=enabled)
             if state is None:
                 continue
-            # Before it is set, so that ``_leave`` sets it back whatever raises. A plain tuple, which costs
-            # least at each call: device type, then whether autocast was on, its dtype and scope, then ours.
+            # Recorded before the state is set, so that ``_leave`` sets it back whatever raises. A plain tuple
+            # costs least: the device type, whether autocast was on, its dtype, its scope, and the new state.
             opened.states += ((device, enabled, dtype, outside, state),)
             self._set_state(state, device, enabled, dtype)
             if state.output_cast is not None:
@@ -333,10 +335,11 @@ class ModuleCall:
     def _devices_of(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
         """Return the device types to open regions on: those of the weights, found again after a move."""
         if self._devices_at != moves.count:
+            # Every ModuleCall gets here at its first call. Setting this at all calls would cost time.
             self.shared.called = True
             devices_of_weights = weight_device_types(module)
             self._devices = [device for device in devices_of_weights if device != "meta"]
-            # Weights on "meta" are replaced by others without a move.
+            # Weights on "meta" are replaced without a move that is counted.
             self._devices_at = -1 if "meta" in devices_of_weights else moves.count
             for device in self._devices:
                 check_device(device)
@@ -354,7 +357,7 @@ class ModuleCall:
         if not self._has_rule_for_all or not enabled:
             return self.decide_state(outside, device, widest_dtype)
         if outside.resolved is not self._decided_in:
-            # This region belongs to another, equal policy: drop what was decided in the one before.
+            # The region is of another, equal policy: drop what was decided for the previous one.
             self._decided_in = outside.resolved
             self._decided = {}
         state = self._decided.get((outside, widest_dtype))
@@ -384,8 +387,8 @@ class ModuleCall:
 
     def _traced_call(self, module: torch.nn.Module, below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.shared.admits is not None:
-            # Dynamo cannot trace this call, so it gives up here: Python calls the module anew, not traced,
-            # and the lines below never run.
+            # ``admits`` must be asked at each call, which a graph cannot do. Dynamo cannot trace the function
+            # called here, so it gives up: Python calls the module untraced, and the lines below never run.
             _break_the_graph()
         devices = _traced_device_types(module, args, kwargs) if self.shared.opens else []
         return self._traced_regions(devices, below, args, kwargs)
@@ -443,6 +446,7 @@ class ModuleCall:
 
         ``widest_dtype`` is that to which the inputs promote, for a rule with "promote".
         """
+        # Inside a module whose rule casts nothing, as "as-is", autocast is off, but the rules still hold.
         is_on = torch.is_autocast_enabled(device)
         is_off_by_rule = outside.rule is not None and CASTS_TO[outside.rule.compute] is None
         if not is_on and not is_off_by_rule:
@@ -509,7 +513,7 @@ def _no_change(*_: object) -> None:
 
 
 def calls_on(module: torch.nn.Module) -> list[ModuleCall]:
-    """Return what stands in front of the call of ``module`` itself, the outermost first."""
+    """Return the ``ModuleCall`` objects in front of ``module``, the outermost first."""
     calls = []
     call = vars(module).get(CALL)
     while call is not None:
@@ -522,10 +526,10 @@ def calls_on(module: torch.nn.Module) -> list[ModuleCall]:
 
 
 def _give_twins(calls: list[ModuleCall], copy: torch.nn.Module) -> list[ModuleCall]:
-    """Put others like ``calls`` in front of a shallow copy of their module; return them.
+    """Put copies of ``calls`` in front of ``copy``, a shallow copy of their module; return them.
 
-    Replicas live for one forward pass, so they share the key and the decisions of the original. What
-    ``copy.copy`` makes lives on, and ``_following_copies`` gives it its own.
+    They share the key and the decisions of the originals, which suits replicas: these live for one forward
+    pass. What ``copy.copy`` makes lives on, so ``_following_copies`` gives its calls their own.
     """
     twins = []
     below: Callable[..., Any] | None = None
@@ -545,6 +549,7 @@ def _following_copies(below: Callable[..., Any]) -> Callable[..., Any]:
     def set_state(module: torch.nn.Module, state: Any) -> Any:
         result = below(module, state)
         calls = calls_on(module)
+        # A shallow copy has the attributes of the original, and so its calls.
         if calls and calls[0]._module() is not module:
             for twin in _give_twins(calls, module):
                 twin.is_copy = True
@@ -562,7 +567,8 @@ class _Opened:
 
     Attributes:
         depth: how many regions this thread was in before the call.
-        states: device type, whether autocast was on, its dtype and scope before, and the state inside.
+        states: for each device type its name, whether autocast was on, its dtype and scope before the call,
+            and the state inside.
         output_casts: the casts of what the module returns, at most one for each device type.
         copies: the casts of arguments, and the containers that hold them.
     """
@@ -608,7 +614,7 @@ def _leave(opened: _Opened) -> None:
 
 @constant_while_tracing
 def _prepare_region(key: int, device: str) -> TracedState | None:
-    """Get the model ready for a call; return the region to open for it, or None if one is open."""
+    """Give rules to new modules; return the region to open for a call, or None if one is open."""
     call = _calls[key]
     call.shared.called = True
     module = call._module()
@@ -626,6 +632,7 @@ def _prepare_region(key: int, device: str) -> TracedState | None:
 
 @constant_while_tracing
 def _devices_with_our_scopes(key: int) -> tuple[str, ...]:
+    """As ``ModuleCall._our_scopes``, but return the device types alone, which are constants."""
     return tuple(device for device, _ in _calls[key]._our_scopes())
 
 
@@ -633,7 +640,7 @@ def _devices_with_our_scopes(key: int) -> tuple[str, ...]:
 def _traced_state_inside(
     key: int, device: str, widest_dtype: torch.dtype | None
 ) -> tuple[TracedState | None, torch.dtype | None, torch.dtype | None]:
-    """Return the state inside the module, and the dtypes of its inputs and outputs; None: no cast."""
+    """Return the state inside the module, and the dtypes to cast its inputs and outputs to; None: no cast."""
     call = _calls[key]
     outside = scope_on(device)
     assert outside is not None
@@ -650,7 +657,7 @@ def _traced_state_inside(
 def traced_state(
     device: str, dtype: torch.dtype, enabled: bool, scope: Scope | None, *, promotes: bool
 ) -> TracedState:
-    """Return a region as traced code enters it: an autocast format stands for its scope."""
+    """Return a region as traced code enters it, with its scope as autocast dtypes; prepare torch for it."""
     keep_graphs_with_regions()
     trace_backward_outside_of_regions()
     scope_state = (autocast_state_of(scope, device),)
@@ -668,10 +675,10 @@ def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> lis
 
 @skipped_by_dynamo
 def _break_the_graph() -> None:
-    """Do nothing; ``_traced_call`` says what it is for."""
+    """Do nothing. Dynamo cannot trace a call of this function, and gives up on the code around it."""
 
 
 MOVES_AND_COPIES = Replacements(
     (torch.nn.Module, "_apply", moves.counted), (torch.nn.Module, "__setstate__", _following_copies)
 )
-"""While there is a ``ModuleCall``: counts moves of weights, and gives shallow copies calls of their own."""
+"""While a ``ModuleCall`` exists, counts moves of weights, and gives shallow copies calls of their own."""

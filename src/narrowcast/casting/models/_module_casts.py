@@ -1,4 +1,4 @@
-"""Cast a module's arguments and outputs by a rule; copy what it wrote to its arguments to the caller's."""
+"""Cast a module's arguments and outputs by a rule, and write changes of the casts back to the originals."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class _TensorCopy(NamedTuple):
             self.original.copy_(self.cast)
 
 
-class _ListCopy(NamedTuple):
-    """A copy of the caller's list or dict that holds casts; the module may change it.
+class _ContainerCopy(NamedTuple):
+    """A copy of the caller's list or dict that holds casts; the module may change the copy.
 
     Attributes:
         original: the caller's list or dict.
         cast: the copy that the module gets.
         parts_before: the items of the copy before the call.
-        original_of: from the id of each of these items to the caller's item in the same place.
+        original_of: id of each of these items -> the caller's item in the same place.
     """
 
     original: Any
@@ -101,13 +101,13 @@ class _ListCopy(NamedTuple):
             self.original[:] = written
 
 
-Copies = tuple[_TensorCopy | _ListCopy, ...]
+Copies = tuple[_TensorCopy | _ContainerCopy, ...]
 
 
 def _copies_in(cast: Any, original: Any) -> Copies:
-    """Return the tensors, lists and dicts in ``cast`` that are not those of the caller.
+    """Return the tensors, lists and dicts in ``cast`` that are copies of the caller's.
 
-    Only those inside tuples, lists and dicts: what a module writes to casts inside other containers, such as
+    Only tuples, lists and dicts are searched: what a module writes to casts inside other containers, such as
     dataclasses, is lost.
     """
     if cast is original:
@@ -123,7 +123,7 @@ def _copies_in(cast: Any, original: Any) -> Copies:
     copies: Copies = ()
     if type(cast) is not tuple:
         original_of = dict(zip(map(id, parts), original_parts, strict=True))
-        copies = (_ListCopy(original, cast, parts, original_of),)
+        copies = (_ContainerCopy(original, cast, parts, original_of),)
     for part, original_part in zip(parts, original_parts, strict=True):
         copies += _copies_in(part, original_part)
     return copies

@@ -18,8 +18,9 @@ from narrowcast.casting._torch_internals import one_level
 from narrowcast.casting.regions._warnings import stacklevel_outside
 from narrowcast.policy import Policy, Rule, Scope, class_names, rules_for
 
-# The names by which DDP, DataParallel, torch.compile, FSDP, checkpoint wrappers and Fabric hold a module, and
-# theirs. Fabric's has the module twice: as it was given, and what the strategy made of it.
+# The attributes in which wrappers hold a module (those of DDP, DataParallel, torch.compile, FSDP, checkpoints
+# and Fabric), and the classes of these wrappers. Fabric's holds two modules: the one that it was given, and
+# what its strategy made of that.
 _WRAPPED = (
     "module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module",
     "_original_module",
@@ -83,7 +84,7 @@ def cast_where(
     tell: Callable[[str], object] | None = None,
 ) -> _ValueT:
     """As ``cast_floating``, for the tensors of which ``wants`` is true."""
-    # One tensor alone is what most modules take and return.
+    # Most modules take and return one tensor.
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if wants(value) else value  # type: ignore[return-value]
 
@@ -98,11 +99,12 @@ def map_tensors(
     function: Callable[[torch.Tensor], torch.Tensor],
     tell: Callable[[str], object] | None = None,
 ) -> _ValueT:
-    """Return the same structure with ``function`` of each tensor, which it returns as it is or replaces.
+    """Return the same structure with ``function(tensor)``, which may be the tensor itself, for each tensor.
 
-    ``tell`` gets a sentence about each container that is not known; without it there is a warning.
+    ``tell`` gets a sentence about each object of an unknown class that holds tensors; without it there is a
+    warning.
     """
-    # Searched by identity, which Dynamo can trace.
+    # Pairs of a tensor and its replacement, searched by ``is``, which Dynamo can trace.
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def replacement(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,8 +123,8 @@ def map_tensors(
 def tensors_inside(value: Any) -> list[torch.Tensor]:
     """Return the tensors in a nested value.
 
-    Of an object of an unknown class, those among its attributes and items, which ``_name_unknown`` passes to
-    ``collect``; none while Dynamo traces.
+    In an object of an unknown class, only its own attributes and items are searched; while Dynamo traces,
+    they are not.
     """
     tensors: list[torch.Tensor] = []
 
@@ -130,12 +132,13 @@ def tensors_inside(value: Any) -> list[torch.Tensor]:
         tensors.append(tensor)
         return tensor
 
+    # ``_name_unknown`` passes the tensors of unknown objects to ``collect``.
     _map(value, collect, say_nothing)
     return tensors
 
 
 def say_nothing(text: str) -> None:
-    """Take a sentence about what is not cast where nothing is cast."""
+    """Ignore what ``tell`` is called with, where a warning would be wrong or a repetition."""
 
 
 def _map(
@@ -165,7 +168,9 @@ def _map(
         mapped, part_is_changed = _map(part, function, tell)
         mapped_parts.append(mapped)
         is_changed = is_changed or part_is_changed
-    return (rebuild(mapped_parts), True) if is_changed else (value, False)
+    if not is_changed:
+        return value, False
+    return rebuild(mapped_parts), True
 
 
 def _open(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -175,12 +180,14 @@ def _open(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return list(value), cls
     if cls is dict:
         return list(value.values()), lambda parts: dict(zip(value, parts, strict=True))
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # PackedSequence too, not registered
+    # A named tuple, or a subclass of one, as PackedSequence.
+    if isinstance(value, tuple) and hasattr(value, "_make"):
         return list(value), cls._make
     opened = one_level(value)
     if opened is not None:
         return opened
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # A field may have no value yet, if it is not set by __init__.
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     elif isinstance(value, torch.distributions.Distribution):
         names = list(vars(value))
@@ -230,7 +237,7 @@ def _holds_any_to_cast(value: Any, function: Callable[[torch.Tensor], torch.Tens
     if isinstance(value, UserDict):
         value = value.data
     if isinstance(value, dict):
-        inside += dict.values(value)
+        inside += dict.values(value)  # a subclass may override the method
     elif isinstance(value, list | tuple | set):
         inside += value
     tensors = [part for part in inside if isinstance(part, torch.Tensor)]
@@ -272,7 +279,8 @@ def undo_on_error(models: Iterable[Any], optimizers: Iterable[Any] | None = None
 
     def restore() -> None:
         for module, cls in classes:
-            object.__setattr__(module, "__class__", cls)  # traced modules forward their own
+            # TorchScript modules override __setattr__, which would set it on another object.
+            object.__setattr__(module, "__class__", cls)
         for container, before in contents:
             container.clear()
             if isinstance(container, list):
@@ -280,13 +288,14 @@ def undo_on_error(models: Iterable[Any], optimizers: Iterable[Any] | None = None
             else:
                 container.update(before)
         for tensor, data, gradient in weights:
-            tensor.grad = None  # its format may not be that of the data meanwhile
+            tensor.grad = None  # first, since the block may have given it another format than ``data``
             tensor.data = data
             tensor.grad = gradient
 
     with ExitStack() as undo:
         undo.callback(restore)
         yield undo
+        # Nothing raised: leave out what the stack would do.
         undo.pop_all()
 
 
@@ -312,7 +321,10 @@ def _find_paths(
     paths_of: dict[int, tuple[list[str], torch.nn.Module]],
     above: tuple[int, ...],
 ) -> None:
-    """Add ``path`` to the paths of ``module``, and go on with its children."""
+    """Add ``path`` to the paths of ``module``, and go on with its children.
+
+    ``above``: the ids of the modules around it, so that a module inside itself ends the search.
+    """
     paths, _ = paths_of.setdefault(id(module), ([], module))
     if path in paths or id(module) in above or len(paths) == _MOST_PATHS:
         return
@@ -358,6 +370,7 @@ def scopes_by_path(model: torch.nn.Module, policy: Policy, root: Scope) -> dict[
     """Return the scope inside each module of ``model``, by every path to it."""
     modules: dict[str, torch.nn.Module] = {}
     for paths, module in all_paths(model):
+        # What a wrapper holds comes after it, and replaces it at the path that they share.
         modules.update(dict.fromkeys(paths, module))
 
     # From the model inwards: a parent is a prefix of its children, so it is sorted before them.

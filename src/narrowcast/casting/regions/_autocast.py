@@ -75,7 +75,7 @@ class autocast:  # noqa: N801 (torch's spelling)
     _warns = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a region that a tracer can follow, in traced code. Other subclasses do so on entering."""
+        """In traced code, return a region that a tracer can follow. Other subclasses do so on entering."""
         if torch.compiler.is_compiling() and cls in (autocast, ScopedRegion):
             kwargs = {name: value for name, value in kwargs.items() if name != "scope"}
             return _traced(*_checked(*args, **kwargs), kwargs.get("policy"))
@@ -91,22 +91,24 @@ class autocast:  # noqa: N801 (torch's spelling)
         policy: Policy | str | None = None,
     ) -> None:
         self._policy: Policy | None = None
-        self._rules: Scope | None = None
+        self._policy_scope: Scope | None = None
         if policy is not None:
             check_device_type(device_type, enabled=enabled)
             _check_one_format(dtype, policy)
             self._policy = as_policy(policy)
-            dtype, self._rules = dtype_and_scope(self._policy, device_type)
+            dtype, self._policy_scope = dtype_and_scope(self._policy, device_type)
         # The names that torch.autocast gives them, which other libraries read.
         self.device, self.fast_dtype, self._enabled, self._cache_enabled = _checked(
             device_type, dtype, enabled, cache_enabled
         )
-        self._traced: list[Any] | None = None
+        # The traced regions that entering this object opened, the innermost last.
+        self._traced: list[Any] = []
 
     def __enter__(self) -> autocast:
         if torch.compiler.is_compiling():  # this object was made before torch.export ran the code
-            self._traced = [*(self._traced or ()), self._again()]
-            self._traced[-1].__enter__()
+            region = self._again()
+            self._traced.append(region)
+            region.__enter__()
         else:
             scope = self._inner_scope()
             _regions.enter(
@@ -126,7 +128,7 @@ class autocast:  # noqa: N801 (torch's spelling)
         policy = self._policy
         if policy is None:
             return scope_on(self.device)
-        scope = self._rules
+        scope = self._policy_scope
         needs_apply = scope is not None and scope.resolved.names_modules and self._enabled
         if needs_apply and not _apply.is_applied(policy):
             first = next(rule for rule in policy.rules if rule.is_for_modules or rule.compute in FP8_RECIPES)
@@ -163,6 +165,7 @@ class autocast:  # noqa: N801 (torch's spelling)
         return decorate_autocast
 
     def _again(self) -> Any:
+        """Return a new region with the arguments of this one."""
         if self._policy is not None:
             return autocast(self.device, None, self._enabled, self._cache_enabled, policy=self._policy)
         return autocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
@@ -226,10 +229,10 @@ class ScopedRegion(autocast):
         scope: Scope | None = None,
     ) -> None:
         super().__init__(device_type, dtype, enabled, cache_enabled)
-        self._rules = scope
+        self._given_scope = scope
 
     def _inner_scope(self) -> Scope | None:
-        return self._rules
+        return self._given_scope
 
 
 def _traced(
@@ -387,7 +390,7 @@ class LastingRegion:
                 "with statement first"
             )
         self._thread = threading.current_thread()
-        # If a step raises, both stacks undo those before it.
+        # If a step raises, both stacks undo the steps before it.
         with ExitStack() as opened, ExitStack() as watching:
             for device, dtype in dtypes.items():
                 scope = root_scope(policy, device, dtype)
@@ -443,7 +446,7 @@ def _backward_outside(policy: Policy) -> Iterator[None]:
 
 
 def _outside(below: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the start of autograd's engine: autocast is off for the thread and for the engine's threads."""
+    """Wrap the start of autograd's engine, to turn autocast off here and in the engine's threads."""
 
     @skipped_by_dynamo
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The region of a policy, which a caller opens: ``nc.apply``, ``nc.Stepper`` and ``nc.attached`` alike."""
+"""The region of a policy, which ``nc.apply``, ``nc.Stepper``, ``nc.attached`` and others open."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class PolicyRegion:
     threads may have it open, and it may be opened again inside itself. In fp32 without rules it is disabled.
 
     Args:
-        policy: of the region. The caller sees to its rules for modules.
+        policy: of the region. The caller carries out its rules for modules.
         formats: device type -> the region's dtype there.
-        say: called with a sentence, once for each operator that runs in fp32 since PyTorch has no low kernel
-            for it. Without it operators do not promote where formats meet.
+        say: called with a sentence, once for each operator that runs in fp32 because PyTorch has no kernel
+            for it in the low format. Without ``say`` operators do not promote where formats meet.
         warns: whether a backward pass inside it warns. If so, a backward pass inside it and loading weights
             also drop the casts of weights.
         caches: whether the cast of a weight is kept until the outermost region ends; by default as it is
@@ -93,18 +93,18 @@ class PolicyRegion:
             for device, dtype, enabled, scope, promotion in self.states:
                 _regions.enter(self, device, dtype, enabled, cache_enabled, scope, promotion, self._warns)
         except BaseException:
-            # Entering raises where no dtype is left to be the mark of the rules (see ``_scopes``), perhaps
-            # only on the second device type.
+            # Entering raises if no dtype is left to stand for the rules (see ``_scopes``), perhaps only on
+            # the second device type.
             _regions.leave_to(depth)
             raise
 
     def __exit__(self, *_: object) -> None:
         # One region for each device type. After an error the remaining ones are left too.
-        for count_left, _ in enumerate(self.states, 1):
+        for count_closed, _ in enumerate(self.states, 1):
             try:
                 _regions.leave(self)
             except OrderError:
-                for _ in self.states[count_left:]:
+                for _ in self.states[count_closed:]:
                     _regions.leave(self)
                 raise
 
@@ -118,7 +118,7 @@ class PolicyRegion:
             _regions.leave_to(depth)
 
     def end(self) -> None:
-        """Have ``check_recomputation`` raise from now on, since the rules for modules are gone."""
+        """Have ``check_recomputation`` raise from now on, since the rules for modules were removed."""
         self._ended = True
 
     def check_recomputation(self) -> None:
@@ -132,7 +132,7 @@ class PolicyRegion:
 
 
 def _holds_here(state: RegionState) -> bool:
-    """Return whether ``state`` is in force in this thread, or a scope of a module inside its scope is."""
+    """Return whether ``state``, or the scope of a module inside it, is in force in this thread."""
     # The cheapest checks come first.
     if torch.is_autocast_enabled(state.device) is not state.enabled:
         return False

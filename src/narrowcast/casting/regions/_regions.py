@@ -52,7 +52,8 @@ class _Process:
 
     Attributes:
         caching: the open regions of all threads that keep casts.
-        dtype_of_casts: of what is in torch's cache; None: unknown, perhaps of a ``torch.autocast``.
+        dtype_of_casts: the dtype of the casts in torch's cache; None: unknown, perhaps that of a
+            ``torch.autocast``.
         had_a_region: whether a region was ever opened.
     """
 
@@ -242,9 +243,9 @@ def _close(region: OpenRegion) -> None:
     torch.set_autocast_enabled(device, region.enabled_before)
     torch.set_autocast_dtype(device, region.dtype_before)
     torch.set_autocast_cache_enabled(region.cache_before)
-    # Restore the scope if the region changed it: an interrupted ``set_scope`` leaves a half-set state that
-    # ``scope_on`` does not show. Or if another one is in force now: an interrupted call of a module leaves
-    # its own.
+    # Restore the scope in two cases. The region changed it: an interrupted ``set_scope`` may have left a
+    # half-set state that ``scope_on`` does not show. Or another scope is in force now, which an interrupted
+    # call of a module left.
     if region.scope is not region.scope_before or scope_on(device) is not region.scope_before:
         set_scope(region.scope_before, device)
     if region.promotion is not None:
@@ -280,8 +281,9 @@ def state_here(
     """Return a function that makes contexts in which the current autocast state holds, in any thread.
 
     Args:
-        promotion: that of the region, given only where a compiled graph entered it: ``thread.regions`` does
-            not list such a region, so it is found by the autocast state. None: ``thread.regions`` lists all.
+        promotion: given only where a compiled graph entered the region: ``thread.regions`` does not list
+            such a region, so its device types are found by the autocast state. None: ``thread.regions`` lists
+            every region.
     """
     cache_enabled = torch.is_autocast_cache_enabled()
     devices = set(scopes_here())
@@ -298,8 +300,8 @@ def state_here(
         states.append((device, dtype, torch.is_autocast_enabled(device), scope_on(device)))
 
     def again() -> AbstractContextManager[None]:
-        # Devices with rules now that had none then: switch the rules off. Whether autocast is on there and in
-        # which dtype, checkpointing has restored by itself.
+        # Switch rules off on devices that have rules now and had none then. Checkpointing itself restores
+        # whether autocast is on there, and its dtype.
         without_rules: list[_State] = []
         for device in scopes_here():
             if device not in devices:
@@ -330,6 +332,7 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bound_where_needed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``bound(function)`` inside regions that checkpointing does not restore, else ``function``."""
     is_needed = any(region.propagates for region in thread.regions)
     if not is_needed or torch.compiler.is_compiling():
         return function
@@ -337,7 +340,7 @@ def _bound_where_needed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _BindingFunction:
-    """Replaces ``CheckpointFunction``, of which ``checkpoint`` calls only ``apply``."""
+    """Replaces ``CheckpointFunction``, of which ``checkpoint`` calls only ``apply``, to bind the function."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -350,6 +353,8 @@ class _BindingFunction:
 
 
 def _binding_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the generator of checkpoints without reentry, to bind the function."""
+
     @functools.wraps(original)
     def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(_bound_where_needed(function), *args, **kwargs)

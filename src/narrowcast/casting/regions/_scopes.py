@@ -45,7 +45,7 @@ def _dtypes_for_marks() -> tuple[torch.dtype, ...]:
 
 _MARKS = _dtypes_for_marks()
 _SPARE_MARKS = 16
-"""How many dtypes are to be left when a policy is new, for the scopes inside its modules."""
+"""How many unused dtypes a new policy should find, for the scopes inside its modules."""
 _carrier_of: dict[str, str] = {}
 """Device type -> its carrier, for those that had a scope."""
 _Identity = tuple[str, str]
@@ -120,10 +120,10 @@ class _Thread(threading.local):
     Attributes:
         regions: its open regions, outermost first.
         scopes: device type -> the scope that was set last, in force while the autocast state has its mark.
-        casting_rule: the rule for a module whose inputs or outputs it is casting.
-        results: the ``DirectResults`` of the model that it calls under ``run``.
-        traced_results: those of the fake tensors that it traces.
-        traced_from: the compilation that began with the model which it calls.
+        casting_rule: the rule for the module whose inputs or outputs this thread is casting, or None.
+        results: the ``DirectResults`` of the model that this thread calls under ``run``, or None.
+        traced_results: the ``DirectResults`` of the fake tensors that Dynamo traces in this thread, or None.
+        traced_from: the id of the compilation in which Dynamo began to trace that model.
     """
 
     casting_rule: Rule | None = None
@@ -210,7 +210,7 @@ def set_scope(scope: Scope | None, device_type: str) -> None:
 
 
 def change_scope(scope: Scope, device_type: str) -> None:
-    """As ``set_scope`` from one scope to another, in fewer steps: called at each module with a rule."""
+    """As ``set_scope``, but only from one scope to another: faster, for each call of a module with a rule."""
     mark = scope.mark or mark_of(scope)
     thread.scopes[device_type] = scope
     torch.set_autocast_dtype(_carrier_of[device_type], mark)
@@ -232,7 +232,7 @@ def mark_of(scope: Scope) -> torch.dtype:
         return scope.mark
     device_type = scope.resolved.device_type
     carrier = carrier_for(device_type)
-    # In words, so that the keys of graphs on disk can contain it.
+    # As text, so that the keys of graphs on disk can contain it.
     identity = (device_type, repr(scope.identity))
     with _lock:
         meanings = _meanings.setdefault(carrier, {})
@@ -268,10 +268,10 @@ def _unused_mark(meanings: dict[torch.dtype, _Meaning]) -> torch.dtype:
 
 
 def make_room_for_marks() -> None:
-    """Where few dtypes are left, free those of the scopes that no open region has.
+    """If few dtypes are left, free those of the scopes that no open region has.
 
-    Called when a policy is new, while no compiled code is running as a rule: later it might be too late,
-    since dtypes cannot be freed while any thread runs compiled code.
+    Called when a policy is new, when usually no compiled code is running. Later might be too late: while any
+    thread runs compiled code, no dtypes can be freed.
     """
     with _lock:
         for meanings in _meanings.values():
@@ -292,7 +292,7 @@ def _free_marks(meanings: dict[torch.dtype, _Meaning]) -> None:
         if policies_in_use.isdisjoint(scope.resolved for scope in scopes):
             freed.append(mark)
 
-    # Drop compiled graphs first: those of the old scopes would be used for the scopes that get their dtypes.
+    # Drop compiled graphs first: those of the old scopes would be used for new scopes with the same dtypes.
     if freed and reset_compiled_code():
         for mark in freed:
             for scope in meanings.pop(mark)[1]:
@@ -313,9 +313,10 @@ def _tag_graphs_on_disk() -> None:
 
 
 def lower_dtype(scope: Scope) -> torch.dtype:
-    """Return the dtype of ``"lower"`` in ``scope``: inside a module with a rule the policy's format.
+    """Return the dtype that ``"lower"`` stands for in ``scope``.
 
-    Elsewhere that of the region, since one of ``torch.autocast`` inside ours may have another.
+    Inside a module with a rule it is the policy's format. Elsewhere it is the autocast dtype, since a
+    ``torch.autocast`` inside our region may have another.
     """
     if scope.rule is not None:
         return dtype_of(scope.resolved.lower)
@@ -323,6 +324,6 @@ def lower_dtype(scope: Scope) -> torch.dtype:
 
 
 def region_dtype(device_type: str) -> torch.dtype:
-    """Return the dtype in which operators on PyTorch's list of low-precision ones compute here."""
+    """Return the dtype in which operators that PyTorch's table casts to the low format compute here."""
     scope = scope_on(device_type)
     return torch.get_autocast_dtype(device_type) if scope is None else lower_dtype(scope)

@@ -1,7 +1,7 @@
 """The ``stacklevel`` of warnings, and the warning of a low-precision sigmoid before ``binary_cross_entropy``.
 
 bf16 rounds sigmoid(7) to 1. If the target is 0, the gradient of the sigmoid is 0, and training stops without
-an error. Only calls on a CPU are checked; regions on CUDA refuse them.
+an error. Only calls on a CPU are checked: in regions on CUDA, ``binary_cross_entropy`` raises.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def stacklevel_outside(package: str | tuple[str, ...]) -> int:
     """Return the ``stacklevel`` with which the calling function names the first line outside ``package``.
 
     Args:
-        package: how the names of the modules begin that are passed over, or several beginnings.
+        package: the prefix of the names of modules to pass over, or several prefixes.
     """
+    # 1 is the line in the calling function, 2 the line that called it, which is in frame 2 seen from here.
     level = 2
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
@@ -54,7 +55,7 @@ def watched_cross_entropy(below: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_lost(probabilities: torch.Tensor, target: torch.Tensor) -> int:
-    """Return how many ``probabilities`` of a sigmoid in a low format are 1 or 0, and should not be."""
+    """Return how many outputs of a low-precision sigmoid are 1 or 0 where the target is another."""
     if not probabilities.is_cpu or probabilities.shape != target.shape:
         return 0
     if is_transforming() or is_tracing() or is_proxy_tracing():

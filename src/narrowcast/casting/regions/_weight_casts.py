@@ -46,9 +46,8 @@ class _Thread(threading.local):
     """The casts that a thread keeps.
 
     Attributes:
-        casts: each with its weight, and the version of the weight that was cast.
-        generation: that of the process when the casts were made; when the process has another, they are
-            dropped.
+        casts: ``_Key`` -> the weight, its version when it was cast, and the cast.
+        generation: ``_Process.generation`` when the casts were made. Once that has changed, they are dropped.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class _Process:
 
     Attributes:
         generation: raised each time that casts are to be dropped in every thread.
-        backward_warned: whether it was warned of a backward pass inside a region.
+        backward_warned: whether the warning of a backward pass inside a region was given.
     """
 
     def __init__(self) -> None:
@@ -80,7 +79,7 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         _here.generation = _process.generation
     key = (id(weight), dtype, weight.requires_grad and torch.is_grad_enabled())
     kept = _here.casts.get(key)
-    # The id may be that of a weight that is gone.
+    # A weight that was freed may have had the same id.
     if kept is not None and kept[0]() is weight and kept[1] == weight._version:
         return kept[2]
     cast = weight.to(dtype)
@@ -105,7 +104,7 @@ def is_cacheable(tensor: torch.nn.Parameter) -> bool:
         and not torch.compiler.is_compiling()
         and not is_tracing()
         and not is_proxy_tracing()
-        and not is_transforming()  # what torch.func makes of it ends with the transformation
+        and not is_transforming()  # a cast made under torch.func ends with the transformation
     )
 
 
@@ -122,7 +121,7 @@ def drop_casts() -> None:
     anything but an optimizer or ``load_state_dict``.
     """
     _process.generation += 1
-    drop_casts_here()  # other threads let go of theirs at their next use
+    drop_casts_here()  # other threads drop theirs when they cast a weight next
     if torch.compiler.is_compiling():
         _torch_internals.let_dynamo_trace_autocast()
     torch.clear_autocast_cache()
