@@ -198,6 +198,8 @@ def _judged(
     ``mixed`` is what was seen under the policy.
     """
     only_backward = mixed.finite_outputs
+    # Weights in a low format have lost precision already, and fp8 layers multiply in fp8 without a policy
+    # too: then a run without a policy does not show what fp32 would give.
     reason = ""
     if any(parameter.dtype in _LOW_FORMATS for parameter in call.module.parameters()):
         reason = "the weights are not kept in fp32"
@@ -242,14 +244,14 @@ def _bad_input(call: RecordedCall) -> tuple[str, tuple[int, ...]]:
     for name, value in arguments.items():
         if all(map(is_finite, _floating(tensors_inside(value)))):
             continue
-        text = f" {name!r}" if len(arguments) > 1 else ""
+        argument = f" {name!r}" if len(arguments) > 1 else ""
         parts = list(value.values()) if isinstance(value, dict) else [value]
         batches = [part for part in parts if isinstance(part, torch.Tensor) and part.dim()]
         samples: set[int] = set()
         for batch in _floating(batches):
             is_finite_sample = batch.detach().isfinite().reshape(len(batch), -1).all(1)
             samples.update((~is_finite_sample).nonzero().flatten().tolist())
-        return text, tuple(sorted(samples))
+        return argument, tuple(sorted(samples))
     return "", ()
 
 
@@ -375,6 +377,7 @@ def _is_meant(origin: Operation | None, outputs: Sequence[torch.Tensor]) -> bool
     """Return whether ``outputs``, which are not finite, hold only infinities of a mask."""
     if origin is None or any(bool(tensor.isnan().any()) for tensor in _floating(outputs)):
         return False
+    # An input that holds only negative infinities is taken for a mask.
     all_negative = not any(bool((tensor == torch.inf).any()) for tensor in _floating(outputs))
     return origin.name in MEANT or (origin.name == INPUT and all_negative)
 

@@ -182,9 +182,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for module in self._paths:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # it takes no hooks
-                stack.callback(module.register_forward_pre_hook(self._enters, with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(self._before_call, with_kwargs=True).remove)
                 # always_call, because a checkpoint ends its recomputation by an exception.
-                stack.callback(module.register_forward_hook(self._leaves, always_call=True).remove)
+                stack.callback(module.register_forward_hook(self._after_call, always_call=True).remove)
             if backward:
                 # Anomaly mode keeps the stack at which each node is made. That is slow, so it is on only if a
                 # backward pass follows. It warns that it is slow, and of each exception in a backward pass,
@@ -304,14 +304,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- modules and nodes
 
-    def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = tensors_inside((args, kwargs))
         numbers = [sequence_number(tensor.grad_fn) for tensor in inputs if tensor.grad_fn is not None]
         path = self._paths.get(module, "")
         newest_input = max(numbers, default=-1)
         self._running.append(_RunningModule(path, graph_task_id(), newest_input))
 
-    def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._running.pop()
         outputs = tensors_inside(output)
         nodes: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
