@@ -50,6 +50,49 @@ def test_what_arrives_at_a_tensor_that_is_returned_too_counts_once(head, scale):
     assert without_line[0] == without_line[1]
 
 
+class Grows(nn.Module):
+    """Its backward pass multiplies gradients by 300, which overflows fp16 where 1000 arrives."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.give = give
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.eye(8))
+            self.linear.bias.zero_()
+
+    def forward(self, x):
+        return self.give(self.linear(x) * 300)
+
+
+def loss_of_last(outputs):
+    return outputs[-1].sum() * 1000 + outputs[0].sum()
+
+
+def story_of_loss(model, loss_of):
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with nc.attached("fp16", Static(scale=1.0)) as run:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model(torch.full((4, 8), 1e-3))).backward()
+            optimizer.step()
+    (story,) = [note for note in run.notes if "narrowcast repeated it" in note]
+    return story
+
+
+def test_what_arrives_at_a_tensor_that_is_returned_twice_is_used():
+    """As a transformer returns its last hidden state, also in the list of all of them."""
+    story = story_of_loss(Grows(lambda grown: (grown, grown)), loss_of_last)
+    assert "where    backward pass of Grows" in story
+    assert "verdict  precision: in fp32 the backward pass is finite" in story
+
+
+def test_what_arrives_at_each_output_of_one_operator_is_used():
+    """As an encoder returns the mean and the variance, which are halves of one tensor."""
+    story = story_of_loss(Grows(lambda grown: grown.chunk(2, -1)), loss_of_last)
+    assert "in fp32 up to 3e+05" in story
+
+
 class Attention(nn.Module):
     """Scores as diffusers computes them: the first argument of baddbmm is not read, as beta is 0."""
 

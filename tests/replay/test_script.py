@@ -182,6 +182,53 @@ def test_two_optimizers_on_one_pass_have_a_story_each():
     assert not any("undecided" in story for story in stories)
 
 
+class Branches(nn.Module):
+    """Two layers; the backward pass of each multiplies gradients by 300."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.a(x) * 300).sum() + (self.b(x) * 300).sum()
+
+
+def test_optimizers_that_skip_one_backward_pass_have_a_story_each():
+    """The first skip has the next steps hold gradients; the calls of this step were made without."""
+    model = Branches()
+    both = [torch.optim.SGD(part.parameters(), 0.0) for part in (model.a, model.b)]
+    with nc.attached("fp16", Static(scale=1.0)) as run:
+        for _ in range(2):
+            for optimizer in both:
+                optimizer.zero_grad()
+            (model(torch.full((2, 4), 1e-3)) * 1000).backward()
+            for optimizer in both:
+                optimizer.step()
+    stories = [note for note in run.notes if "narrowcast repeated it" in note]
+    assert len(stories) == 2
+    assert all("where    backward pass of Branches" in story for story in stories)
+
+
+def test_batched_gradients_pass_while_gradients_are_held():
+    """They have no storage whose bytes could be counted."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with nc.attached("fp16", Static(scale=1.0)) as run:
+        run._regions.explainer.recording.hold_gradients(True)
+        run._regions.explainer.recording.clear()
+        x = torch.ones(1, 4, requires_grad=True)
+        y = model(x)
+        seeds = torch.eye(4).reshape(4, 1, 4)
+        (rows,) = torch.autograd.grad(y, x, seeds, is_grads_batched=True, retain_graph=True)
+        (y.sum() * torch.inf).backward()
+        optimizer.step()
+    assert rows.shape == (4, 1, 4)
+    assert rows.isfinite().all()
+    (story,) = [note for note in run.notes if "narrowcast repeated it" in note]
+    assert "undecided: a gradient that arrived at an output could not be held" in story
+
+
 def test_an_optimizer_that_evaluates_again_is_not_explained():
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

@@ -165,6 +165,21 @@ def test_hooks_of_the_script_are_not_run_again():
     assert "undecided: layer (Linear) has hooks of the script" in told[0]
 
 
+def test_backward_hooks_of_the_script_are_not_run_again():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    kept = []
+    model[1].register_full_backward_pre_hook(lambda _module, gradients: kept.append(gradients))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with nc.attached("fp16", Static(scale=1.0)) as run:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)).sum() * torch.inf).backward()
+            optimizer.step()
+    assert len(kept) == 2
+    (story,) = [note for note in run.notes if "narrowcast repeated it" in note]
+    assert "undecided: 1 (Linear) has hooks of the script" in story
+
+
 def test_a_transform_over_two_modules_is_not_held():
     first, last = nn.Linear(4, 4), nn.Linear(4, 1)
     x = torch.ones(8, 4)

@@ -479,7 +479,7 @@ def test_the_end_of_the_time_in_a_backward_pass_warns_of_nothing(monkeypatch, re
 
 
 def test_a_long_replay_is_announced(monkeypatch, caplog):
-    monkeypatch.setattr(_watch, "_LONG_S", -1.0)
+    monkeypatch.setattr(_watch, "_ANNOUNCED_AFTER_S", -1.0)
     _, stepper = made()
     step(stepper, bad())
     announcement, story = [record.getMessage() for record in caplog.records]
@@ -703,3 +703,17 @@ def test_a_loss_that_is_nan_at_every_scale_is_told():
         assert step(stepper, good(), lambda output: output.float().mean() * math.nan).skipped
     (story,) = stepper.skip_stories
     assert "undecided: run again, the outputs of the model are finite" in story
+
+
+def test_a_build_of_torch_without_distributed_tells_the_reason(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.delattr(torch.distributed, "is_initialized")
+    _, stepper = made(policy="bf16")
+    step_not_held = _recording.RecordedStep([], "it was large", False)
+    monkeypatch.setattr(stepper._recording, "recorded_step", lambda: step_not_held)
+    stepper._explainer.explain(
+        _replay.Surroundings(plain_call, lambda: None, {}), number=1, scale=1.0, lower_scale=1.0, names=("w",)
+    )
+    assert stepper.skip_stories == [
+        "step 1 was skipped. narrowcast repeated it:\n  verdict  undecided: it was large"
+    ]

@@ -8,6 +8,7 @@ from narrowcast.replay._torch_internals import (
     TRACEBACK,
     current_node,
     graph_task_id,
+    sequence_number,
     set_version,
 )
 
@@ -39,6 +40,12 @@ def test_an_operator_of_a_backward_pass_sees_its_node():
     x = torch.ones(2, requires_grad=True)
     Function.apply(x).sum().backward()
     assert seen == ["FunctionBackward"]
+
+
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made():
+    first = torch.ones(2, requires_grad=True) * 2
+    second = first * 2
+    assert sequence_number(first.grad_fn) < sequence_number(second.grad_fn)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")

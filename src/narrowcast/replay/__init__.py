@@ -1,7 +1,7 @@
 """Run a skipped step again, and say where the first value that is not finite arose.
 
-A skipped step changes no weight. So what went into the model's calls is held by reference while a step lasts,
-and only after a skip the step is run again under hooks: at no cost until then.
+A skipped step changes no weight, so it can be repeated afterwards. While a step lasts, references to the
+inputs of the model's calls are held. After a skip these calls are made again, and each operator is watched.
 """
 
 from narrowcast.replay._explainer import SkipExplainer

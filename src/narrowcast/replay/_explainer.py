@@ -1,4 +1,4 @@
-"""Explain skipped steps: hold what a step is given, and run it again when it was skipped."""
+"""Explain skipped steps: hold the inputs of a step, and run the step again if it was skipped."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _LATE_FLAGS = (
 
 
 class SkipExplainer:
-    """Holds what the calls of a step were given, and says of a skipped step where it went wrong.
+    """Holds the inputs of a step's calls, and says where a skipped step went wrong.
 
     Args:
-        policy: that of the training.
-        say: called with each story; by default it is logged.
-        model: the module that is trained; None: each module that was called is one.
-        wording: of advice.
+        policy: the policy of the training.
+        say: called with each story; by default stories are logged.
+        model: the module that is trained, from which paths in rules start; None if each called module is a
+            model of its own.
+        wording: how advice is written.
 
     Attributes:
-        recording: of the calls since the latest step.
+        recording: holds the calls since the latest step.
     """
 
     def __init__(
@@ -46,11 +47,14 @@ class SkipExplainer:
 
     @property
     def told(self) -> list[str]:
-        """The stories, in their order."""
+        """The stories so far, the oldest first."""
         return list(self._stories.told)
 
     def step_ended(self, *, may_step_again: bool = False) -> None:
-        """Let go of a step; if another optimizer may step on its calls, only when the next call begins."""
+        """Release the calls of a step.
+
+        If another optimizer may step on them too, they are released only when the next call begins.
+        """
         self.recording.end_step()
         if not may_step_again:
             self.recording.clear()
@@ -70,14 +74,15 @@ class SkipExplainer:
         lower_scale: float,
         names: tuple[str, ...],
     ) -> None:
-        """Run the step that was just skipped again, and tell where it went wrong.
+        """Repeat the step that was just skipped, and say where it went wrong.
 
-        The arguments are those of ``SkipStories.tell``. Another optimizer may step on the same calls.
+        The arguments are those of ``SkipStories.tell``. The calls are held until the next call begins, as
+        another optimizer may step on them too.
         """
         step = self.recording.recorded_step()
         self.recording.end_step()
-        # The calls that are made again are not recorded.
-        records = self.recording.records
+        # Do not record the repeated calls.
+        recorded_before = self.recording.records
         self.recording.records = False
         try:
             arose_in_backward = self._stories.tell(
@@ -88,8 +93,8 @@ class SkipExplainer:
                 lower_scale=lower_scale,
                 names=names,
             )
-        finally:  # the user may interrupt, and train on
-            self.recording.records = records
+        finally:  # also if the user interrupts the replay and then continues to train
+            self.recording.records = recorded_before
         if arose_in_backward is not None:
             self.recording.hold_gradients(arose_in_backward)
 

@@ -13,8 +13,8 @@ import torch
 def random_states() -> dict[str, Any]:
     """Return the states of torch (CPU and accelerators), of ``random``, and of NumPy if it is imported.
 
-    Once this process has initialized its accelerators, each of the machine has a state, used or not. Before
-    that no accelerator has one, and this initializes none.
+    If this process has initialized its accelerators, the states of all accelerators of the machine are among
+    them; if not, none are, and this function does not initialize them.
     """
     device_states = {}
     for device in _devices_in_use():
@@ -35,7 +35,11 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> list[str]:
-    """Set ``states``; return notes on those that could not be set."""
+    """Set states that ``random_states`` returned.
+
+    Returns:
+        A note on each generator that could not be set, or that is in use here and has no state in ``states``.
+    """
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     return _set_device_states(states["devices"]) + _set_numpy_state(states["numpy"])
@@ -89,18 +93,19 @@ def _devices_in_use() -> list[str]:
 
 
 def _device_module(device: str) -> Any:
-    """Return ``torch.cuda`` for "cuda:0"."""
+    """Return the module of torch for an accelerator, as ``torch.cuda`` for "cuda:0"."""
     return torch.get_device_module(device.partition(":")[0])
 
 
 def _index_arguments(device: str) -> tuple[int, ...]:
     kind, _, index = device.partition(":")
     if kind == "mps":
-        return ()  # torch.mps has one device, and its functions take no index
+        return ()  # the functions of torch.mps take no index, as there is only one device
     return (int(index),)
 
 
 def _without_arrays(value: Any) -> Any:
+    """Return a state of NumPy with lists in place of its arrays."""
     if isinstance(value, dict):
         return {key: _without_arrays(item) for key, item in value.items()}
     if hasattr(value, "tolist"):

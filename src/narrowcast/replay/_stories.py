@@ -1,4 +1,4 @@
-"""The story of a skipped step: where its first infinity arose, if precision is to blame, and what helps."""
+"""Tell the story of a skipped step: where it went wrong, whether precision is to blame, and what helps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ from narrowcast.replay._replay import (
 from narrowcast.replay._watch import LONGEST_S, Operation, Range, TimeLimit
 
 _MOST_STORIES = 5
-_MOST_ATTEMPTS = 20  # to tell them
-_MOST_RULES = 3
+_MOST_ATTEMPTS = 20  # how often a skipped step is run again
+_MOST_RULES = 3  # in one piece of advice
+# Factors on the loss scale, tried one after another to find a scale at which nothing overflows.
 _LOWER_SCALES = (2.0**-1, 2.0**-4, 2.0**-8, 2.0**-12)
+# If gradients of the loss itself overflow, a skip gets a story only at a loss scale lower by this factor, or
+# at _LOW_SCALE if that is higher.
 _MUCH_LOWER = 2.0**-8
 _LOW_SCALE = 2.0**8
-_LONGEST_LINE = 110
+_LONGEST_LINE = 110  # characters
 _NO_ADVICE = "nothing is known to help: no scale, rule or format that was tried made it finite"
 _NO_TIME = f"there was no time to try what helps: that ends after {LONGEST_S:.0f} s"
 _LARGEST_FP16 = torch.finfo(torch.float16).max
@@ -42,12 +45,12 @@ _LARGEST_FP16 = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Wording:
-    """How advice is written, to be pasted: for a program in Python, or for the command line.
+    """How advice is written, so that it can be pasted into a Python program or a command line.
 
     Attributes:
-        scale: of a lower loss scale.
-        rules: from the policy and the paths of modules that are kept in fp32.
-        bf16: of the other format.
+        scale: advises a lower loss scale, which is formatted into it.
+        rules: advises rules, from the policy and the paths of modules to keep in fp32.
+        bf16: advises bf16.
     """
 
     scale: str
@@ -76,16 +79,10 @@ FOR_SCRIPTS = Wording("--loss-scale {:g}", _rules_in_toml, "--policy bf16")
 
 
 class SkipStories:
-    """Tells the story of the first skip of each kind.
-
-    Args:
-        policy: that of the training.
-        say: called with each story.
-        model: the module that is trained; None: each module that was called is one.
-        wording: of advice.
+    """Tells the story of the first skip of each kind. The arguments are those of ``SkipExplainer``.
 
     Attributes:
-        told: the stories, in their order.
+        told: the stories so far, the oldest first.
     """
 
     def __init__(
@@ -102,9 +99,10 @@ class SkipStories:
         self._say_now = say
         self._kinds: set[tuple[str, ...]] = set()
         self._attempts = 0
-        self._explained_above = math.inf  # loss scales above this one are too high
-        self._told_of_scale = False
-        self._time_limit = TimeLimit(lambda: None)
+        # A skip at a loss scale above this one gets no story: it is known that such scales are too high.
+        self._too_high_above = math.inf
+        self._told_of_falling_scale = False
+        self._time_limit = TimeLimit(lambda: None)  # ``tell`` sets one for each replay
 
     def tell(
         self,
@@ -116,21 +114,21 @@ class SkipStories:
         lower_scale: float,
         names: tuple[str, ...],
     ) -> bool | None:
-        """Run a skipped step again, and tell where it went wrong, if no step of its kind was run again.
+        """Run a skipped step again, and tell where it went wrong, if it is the first of its kind.
 
         Args:
-            step: what the step was given.
+            step: the recorded calls of the step.
             surroundings: how its calls are made again.
-            number: of the step, from 1.
-            scale: its loss scale.
-            lower_scale: the loss scale that it has fallen to; ``scale`` if it stays.
-            names: the parameters whose gradients are not finite. They are the kind of the skip.
+            number: the number of the step, from 1.
+            scale: the loss scale of the step.
+            lower_scale: the loss scale that the skip has lowered it to; ``scale`` if it stays.
+            names: the parameters whose gradients are not finite. Skips with the same names are of one kind.
 
         Returns:
-            Whether it arose in the backward pass, so that the next such step needs its gradients too; None if
-            the step was not run again.
+            Whether the next such step must be recorded with gradients: this one went wrong in the backward
+            pass, or between the model and its loss. None if the step was not run again.
         """
-        is_known = names in self._kinds or scale > self._explained_above
+        is_known = names in self._kinds or scale > self._too_high_above
         if is_known or len(self.told) == _MOST_STORIES or self._attempts == _MOST_ATTEMPTS:
             return None
         self._attempts += 1
@@ -141,7 +139,7 @@ class SkipStories:
         self._time_limit = TimeLimit(lambda: self._say_now(announcement))
         try:
             return self._tell(step, surroundings, head, scale, lower_scale, names)
-        except Exception as error:  # the training goes on
+        except Exception as error:  # of any kind: the training must go on
             self._kinds.add(names)
             self._say(f"{head}. Where it went wrong could not be told: {first_line(error)}")
             return False
@@ -155,7 +153,7 @@ class SkipStories:
         lower_scale: float,
         names: tuple[str, ...],
     ) -> bool:
-        """Tell a story that begins with ``head``; return what ``tell`` does."""
+        """Tell a story that begins with ``head``; return what ``tell`` returns."""
         finding = find_origin(step, surroundings, self._time_limit)
         if finding.verdict == "backward":
             if self._time_limit.was_announced:
@@ -163,20 +161,23 @@ class SkipStories:
             return True
         scale_falls = lower_scale < scale
         if finding.verdict == "outside" and scale_falls and scale > _LOW_SCALE:
-            # The loss's own gradients may overflow at this scale. A much lower one will show.
-            self._explained_above = max(scale * _MUCH_LOWER, _LOW_SCALE)
+            # The gradients of the loss itself may overflow at this scale. If a step is skipped at a much
+            # lower one too, the scale is not the reason, and that step gets a story.
+            self._too_high_above = max(scale * _MUCH_LOWER, _LOW_SCALE)
             return True
         self._kinds.add(names)
-        if finding.call is None and finding.verdict != "outside" and dist.is_initialized():
+        has_ranks = dist.is_available() and dist.is_initialized()
+        if finding.call is None and finding.verdict != "outside" and has_ranks:
             return False  # this rank has nothing to tell: another rank's gradients are not finite
+
         finite_scale = None
         if finding.verdict == "precision" and finding.origin and finding.origin.direction == "backward":
             finite_scale = self._finite_scale(finding, surroundings.mixed, scale)
-        # A dynamic scale is found by trying: an overflow on the way is no fault.
+        # A dynamic scale rises until something overflows, and then falls: such a skip is no fault.
         if finite_scale is not None and scale_falls:
-            self._explained_above = finite_scale
-            if not self._told_of_scale:
-                self._told_of_scale = True
+            self._too_high_above = finite_scale
+            if not self._told_of_falling_scale:
+                self._told_of_falling_scale = True
                 where = self._module(finding, finding.origin)
                 self._say(
                     f"{head}: the gradients of {where} overflow there, and at {finite_scale:g} they do not. "
@@ -184,7 +185,8 @@ class SkipStories:
                 )
             return False
 
-        # A dynamic scale may be too high for other modules, which it will mend by itself.
+        # Other modules may overflow only because a dynamic scale is too high, and it falls by itself. Tell of
+        # what still overflows at a scale of 1.
         if finding.origin is not None and finding.origin.direction == "backward" and scale_falls:
             finding = self._at_lowest_scale(finding, surroundings.mixed, scale)
         lines = [f"{head}. narrowcast repeated it:"]
@@ -213,22 +215,26 @@ class SkipStories:
             return [f"  where    {where}{finding.which_call}"]
         if origin is None:
             return []
+
         where = f"  where    {origin.direction} pass of {self._module(finding, origin)}{finding.which_call}"
+        source = ""
+        # An operator in no line of the user's code, as of a plain nn.Linear, has the line of the call.
         site = origin.site
         if site is None and origin.direction == "forward" and finding.call is not None:
             site = finding.call.site
-        lines = [where]
         if site is not None:
             file, line = site
-            lines = [f"{where}, {Path(file).name}:{line}"]
+            where += f", {Path(file).name}:{line}"
             source = linecache.getline(file, line).strip()
-            if source:
-                lines.append(f"  line     {_shortened(source)}")
+
+        lines = [where]
+        if source:
+            lines.append(f"  line     {_shortened(source)}")
         lines.append(f"  what     {_what(finding, origin)}")
         return lines
 
     def _module(self, finding: Finding, origin: Operation | None) -> str:
-        """Return path and class of the module that ``origin`` belongs to; without it, of the one called."""
+        """Return path and class of the module that ``origin`` belongs to; if None, of the called module."""
         assert finding.call is not None
         inner = origin.module if origin is not None else ""
         outermost = without_ddp(finding.call.module)
@@ -236,12 +242,15 @@ class SkipStories:
         path = self._path(finding.call, origin)
         if not path:
             return kind
-        if self._model is None:  # the path alone does not tell in which of several models it is
+        if self._model is None:  # the path alone does not tell which of several models it starts at
             return f"{path} ({kind}) in {_kind(outermost)}"
         return f"{path} ({kind})"
 
     def _path(self, call: RecordedCall, origin: Operation | None) -> str:
-        """Return the path, as rules have it, of the module that an operation belongs to."""
+        """Return the path of the module that ``origin`` belongs to, as rules name it.
+
+        It is the path of the called module in the model, and from there that of the module inside.
+        """
         outer = ""
         if self._model is not None:
             for path, module in without_ddp(self._model).named_modules():
@@ -249,12 +258,16 @@ class SkipStories:
                     outer = path
         inner = origin.module if origin is not None else ""
         path = f"{outer}.{inner}".strip(".")
+        # Rules do not name the wrapper that torch.compile adds.
         return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
-    # ---- what helps; nothing is said that was not tried
+    # ---- what helps: only what was tried is advised
 
     def _finite_scale(self, finding: Finding, mixed: Caller, scale: float) -> float | None:
-        """Return the first of some lower loss scales, down to 1, at which the backward pass is finite."""
+        """Return the first of some lower loss scales, down to 1, at which the backward pass is finite.
+
+        None if it is finite at none of them.
+        """
         lower = [scale * factor for factor in _LOWER_SCALES if scale * factor > 1.0]
         if scale > 1.0:
             lower.append(1.0)
@@ -264,7 +277,7 @@ class SkipStories:
         return None
 
     def _at_lowest_scale(self, finding: Finding, mixed: Caller, scale: float) -> Finding:
-        """Return what overflows at a loss scale of 1 too, if something does: more may at a higher one."""
+        """Return ``finding`` with the operation that overflows at a loss scale of 1, if it is another one."""
         observation = self._observed(finding, mixed, 1.0 / scale)
         if observation is None or observation.is_sound or observation.origin is None:
             return finding
@@ -284,20 +297,23 @@ class SkipStories:
         if finite_scale is not None:
             advice.append(f"{self._wording.scale.format(finite_scale)}; {finite}")
         paths = self._finite_rules(finding, surroundings)
-        by_rules = [f"{self._wording.rules(self._policy, paths)}; {finite}"] if paths else []
+        by_rules = []
+        if paths:
+            by_rules.append(f"{self._wording.rules(self._policy, paths)}; {finite}")
         if finding.outputs_are_finite:
             advice += by_rules
         in_bf16 = self._in_bf16(finding.call, surroundings)
         in_fp16 = torch.float16 in surroundings.formats.values()
         if in_fp16 and self._is_sound(finding, in_bf16):
             advice.append(f"{self._wording.bf16}; {not_trained}")
-        # Gradients from a forward pass in fp32 may overflow where it meets fp16: bf16 comes first.
+        # For a forward pass bf16 comes first: with rules, the gradients of what computes in fp32 may overflow
+        # where they are cast to fp16.
         if not finding.outputs_are_finite:
             advice += by_rules
         return advice
 
     def _finite_rules(self, finding: Finding, surroundings: Surroundings) -> list[str]:
-        """Return the modules that a rule must keep in fp32 for this call to be finite; none if too many."""
+        """Return the paths of the modules to keep in fp32 so that the call is finite; none if too many."""
         assert finding.call is not None
         paths: list[str] = []
         origin = finding.origin
@@ -315,7 +331,7 @@ class SkipStories:
         return []
 
     def _observed(self, finding: Finding, caller: Caller, factor: float = 1.0) -> Observation | None:
-        """Run the call at fault again as a trial; None if that cannot be, or there is no time for it."""
+        """Run the call at fault again as a trial; return None if it raised, or if the time is over."""
         if finding.call is None:
             return None
         backward = finding.outputs_are_finite
@@ -323,7 +339,7 @@ class SkipStories:
             self._time_limit.check()
             with everything_restored([finding.call.module]):
                 return observe(finding.call, caller, self._time_limit, backward=backward, factor=factor)
-        except Exception:  # what cannot be tried is not advised
+        except Exception:  # of any kind: advice that cannot be tried is not given
             return None
 
     def _is_sound(self, finding: Finding, caller: Caller, factor: float = 1.0) -> bool:
@@ -349,7 +365,7 @@ class SkipStories:
 
 
 def _what(finding: Finding, origin: Operation) -> str:
-    format_ = format_name(origin.dtype)
+    format_text = format_name(origin.dtype)
     name = f"{origin.name} in"
     if origin.name == "_to_copy":
         name = "the cast to"
@@ -357,7 +373,7 @@ def _what(finding: Finding, origin: Operation) -> str:
         name = f"{origin.name}, of the gradient of {origin.gradient_of}, in"
     ranges = " and ".join(map(_range_text, origin.ranges)) or "nothing"
     result = "NaN" if origin.is_nan else "infinity"
-    text = f"{name} {format_}, of values from {ranges}: {result}"
+    text = f"{name} {format_text}, of values from {ranges}: {result}"
     largest = finding.in_fp32
     if largest is not None:
         finite = "finite, " if origin.is_nan else ""
@@ -378,7 +394,7 @@ def _range_text(values: Range) -> str:
 
 
 def _kind(module: nn.Module) -> str:
-    """Return the class of a module, or of that which was compiled."""
+    """Return the name of a module's class; for a compiled module, that of the module inside."""
     return type(getattr(module, "_orig_mod", module)).__name__
 
 
@@ -406,19 +422,22 @@ def _verdict(finding: Finding) -> str:
 
 
 def _in_fp32(origin: Operation | None) -> str:
-    """Return how a run without a policy is called; the operator at fault may compute in fp32 anyway."""
+    """Return words for a run without a policy.
+
+    "in fp32" would mislead if the operator at fault computes in fp32 under the policy too.
+    """
     if origin is not None and origin.dtype == torch.float32:
         return "without mixed precision"
     return "in fp32"
 
 
 def _pass(finding: Finding) -> str:
-    """Return what of the call was run again in fp32."""
+    """Return the pass of the call that went wrong."""
     return "the backward pass" if finding.outputs_are_finite else "the forward pass"
 
 
 def _shortened(text: str) -> str:
-    """Return a line of source, or the beginning of a very long one."""
+    """Return ``text``, cut off if it is longer than ``_LONGEST_LINE``."""
     if len(text) <= _LONGEST_LINE:
         return text
     return f"{text[: _LONGEST_LINE - 3]}..."

@@ -1,4 +1,4 @@
-"""Watch operators for the first value that is not finite: which made it, in which module, on which line."""
+"""Find the first value that is not finite: the operator that made it, its module, and the line of code."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from narrowcast.replay._torch_internals import (
     sequence_number,
 )
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_NARROWCAST = str(Path(__file__).parents[1]) + os.sep
-_WHERE_REPLAYS_BEGIN = str(Path(__file__).with_name("_replay.py"))
+_FOLDER_OF_TORCH = str(Path(torch.__file__).parent) + os.sep
+_FOLDER_OF_NARROWCAST = str(Path(__file__).parents[1]) + os.sep
+_FILE_THAT_REPLAYS = str(Path(__file__).with_name("_replay.py"))
 _STACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_PATH = "narrowcast_module"  # in the metadata of a node: the path of the module that made it
+_MODULE_PATH = "narrowcast_module"  # key in the metadata of a node, for the path of the module that made it
 _NODE_ENDING = re.compile(r"Backward\d*$")  # "MmBackward0" -> "Mm"
-# Namespaces of operators that talk to other ranks, which do not run the step again meanwhile.
+# Namespaces of operators that would wait for other ranks, which do not repeat the step.
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
-_CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_CHECKED_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+# Names of operations that stand for values that were there before any operator ran.
 INPUT = "input"
 BUFFER = "buffer"
-# Where infinities are written on purpose, as by a mask.
+# Operations whose infinities were written on purpose, as by a mask.
 MEANT = {
     BUFFER,
     "fill",
@@ -50,26 +51,27 @@ MEANT = {
     "scalar_tensor",
     "where",
 }
-# What they write does not depend on what was there; nor does baddbmm(empty, ..., beta=0).
+# Operators whose result does not depend on the values of their first argument.
 _OVERWRITING = {"copy_", "fill_", "zero_"}
 
-
 LONGEST_S = 60.0
-_LONG_S = 5.0
+"""Time after which a replay is given up."""
+
+_ANNOUNCED_AFTER_S = 5.0
 
 
 class ReplayError(Exception):
-    """Why a step cannot be run again exactly."""
+    """Raised where a step cannot be repeated exactly; its text is the reason."""
 
 
 class TimeLimit:
-    """Ends a replay after ``LONGEST_S``; one that takes long is announced before.
+    """Ends a replay after ``LONGEST_S`` seconds, and announces earlier that it takes long.
 
     Args:
-        announce: called once, after some seconds.
+        announce: called once, if the replay still runs after a few seconds.
 
     Attributes:
-        was_announced: whether it was called.
+        was_announced: whether ``announce`` was called.
         is_over: whether ``check`` has raised.
     """
 
@@ -80,12 +82,12 @@ class TimeLimit:
         self._begin_s = time.monotonic()
 
     def check(self) -> None:
-        """Raise ReplayError if the time is over."""
+        """Raise ReplayError if the time is over; announce the replay if it is due."""
         elapsed_s = time.monotonic() - self._begin_s
         if elapsed_s > LONGEST_S:
             self.is_over = True
             raise ReplayError(f"running the step again took more than {LONGEST_S:.0f} s")
-        if elapsed_s > _LONG_S and not self.was_announced:
+        if elapsed_s > _ANNOUNCED_AFTER_S and not self.was_announced:
             self.was_announced = True
             self._announce()
 
@@ -107,20 +109,20 @@ class Range(NamedTuple):
 
 @dataclass(slots=True)
 class Operation:
-    """An operator that gave a value that is not finite.
+    """A call of an operator whose result is not finite; or an input or a buffer that is not finite.
 
     Attributes:
-        number: in the order of execution.
-        name: of the operator, as "bmm".
+        number: its number in the order of execution, from 1; 0 for an input or a buffer.
+        name: the name of the operator, as "bmm"; or ``INPUT`` or ``BUFFER``.
         direction: "forward" or "backward".
-        module: path of the module that it belongs to.
+        module: the path of the module that it belongs to.
         site: file and line of the user's code; None if there is none.
-        dtype: of its result.
-        ranges: of its inputs.
+        dtype: the format of its result.
+        ranges: the ranges of its inputs.
         is_nan: whether its result holds NaN, and not only infinities.
         gradient_of: the operator or Function whose backward it is part of; empty in a forward pass.
-        makes_new: whether it made an infinity or a NaN of finite inputs, instead of passing one on.
-        inputs: the operations that made those of its inputs that are not finite.
+        makes_new: whether it made an infinity or a NaN from finite values, instead of passing one on.
+        inputs: the operations that made the inputs that are not finite.
     """
 
     number: int
@@ -141,12 +143,12 @@ class Operation:
 
 
 class _RunningModule(NamedTuple):
-    """What is known of a module from its call to its return.
+    """A module that has been called and has not returned.
 
     Attributes:
-        path: of the module.
+        path: the path of the module.
         graph_task: the backward pass in which it was called; NO_GRAPH_TASK in a forward pass.
-        newest_input: the number of the newest node of the graph that made one of its inputs; -1: none did.
+        newest_input: the number of the newest node that made one of its inputs; -1 if none has a node.
     """
 
     path: str
@@ -157,19 +159,20 @@ class _RunningModule(NamedTuple):
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches operators while it is entered, and modules and autograd nodes inside ``watching``.
 
-    A value that is not finite is followed by the memory that holds it, from operator to operator, so that an
-    infinity that was meant (a mask) can be distinguished from the one that did harm. The time limit is
-    checked before each operator, since the whole model may be one call.
+    Values that are not finite are followed from operator to operator, by the address of the memory that holds
+    them. So an infinity that was written on purpose (a mask) is not confused with the one that did harm. The
+    time limit is checked before each operator, since one call may run the whole model.
     """
 
     def __init__(self, root: nn.Module, time_limit: TimeLimit) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._time_limit = time_limit
         self._paths = {module: path for path, module in root.named_modules()}
-        self._running: list[_RunningModule] = []
-        self._made: dict[int, Operation] = {}  # by the address of the memory that holds its result
+        self._running: list[_RunningModule] = []  # the innermost one is last
+        # By the address of the memory that holds its result, which is not finite.
+        self._made: dict[int, Operation] = {}
         self._count = 0
-        # The largest absolute value of the finite results of an operator in one place.
+        # The largest absolute value among the finite results in each place.
         self.largest_results: dict[Place, float] = {}
 
     @contextmanager
@@ -179,12 +182,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for module in self._paths:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # it takes no hooks
-                stack.callback(module.register_forward_pre_hook(self._enters, with_kwargs=True).remove)
-                # A checkpoint ends what it computes again by an exception.
-                stack.callback(module.register_forward_hook(self._leaves, always_call=True).remove)
+                stack.callback(module.register_forward_pre_hook(self._before_call, with_kwargs=True).remove)
+                # always_call, because a checkpoint ends its recomputation by an exception.
+                stack.callback(module.register_forward_hook(self._after_call, always_call=True).remove)
             if backward:
-                # Only for the stack at which each node is made, which takes longer than all the rest. It
-                # warns that it is slow, and of each exception in a backward pass, as of the time limit.
+                # Anomaly mode keeps the stack at which each node is made. That is slow, so it is on only if a
+                # backward pass follows. It warns that it is slow, and of each exception in a backward pass,
+                # such as that of the time limit.
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
@@ -202,8 +206,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def origin_of(self, tensors: Iterable[torch.Tensor]) -> Operation | None:
         """Return the earliest operation to blame for the values in ``tensors`` that are not finite.
 
-        It is from the first of these groups that is not empty: operators that made one; inputs that held one;
-        operators that made NaN of infinities that were written on purpose; those infinities.
+        It is taken from the first of these groups that is not empty: operators that made such a value; inputs
+        that held one; operators that made NaN from infinities that were written on purpose; operations that
+        wrote those infinities.
         """
         operations = _with_inputs(self._makers_of(tensors))
         origins = [operation for operation in operations if operation.makes_new]
@@ -227,25 +232,28 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:
             raise ReplayError("the model talks to other ranks")
+        # Everything about the inputs is read before the operator runs, which may write to them.
         inputs = _checked(tree_leaves((args, kwargs)))
         bad_inputs = [tensor for tensor in inputs if not is_finite(tensor)]
+        # baddbmm(input, a, b, beta=0) does not read ``input``.
         ignores_first = _name_of(func) in _OVERWRITING or kwargs.get("beta", 1) == 0
         if ignores_first:
             bad_inputs = [tensor for tensor in bad_inputs if tensor is not args[0]]
-        bad_elements = [~tensor.detach().isfinite() for tensor in bad_inputs]  # func may write to them
+        bad_elements = [~tensor.detach().isfinite() for tensor in bad_inputs]
         ranges = list(map(_range, inputs))
+
         result = func(*args, **kwargs)
         self._count += 1
 
         addresses = {_address(tensor) for tensor in inputs}
         for output in _checked(tree_leaves(result)):
-            # A view computes nothing, and what ``empty`` returns was written by nobody.
+            # A view computes nothing, and the values of a new ``empty`` tensor are not used.
             is_view = _address(output) in addresses and not func._schema.is_mutable
             if is_view or "empty" in _name_of(func):
                 continue
             self._note_result(func, output)
             if is_finite(output):
-                # A part of some memory may be finite where another is not.
+                # If the output is only a part of its memory, the rest of it may hold the bad value.
                 if output.nbytes == output.untyped_storage().nbytes():
                     self._made.pop(_address(output), None)
             else:
@@ -286,7 +294,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _place(self) -> tuple[str, str, Site | None]:
         """Return direction, module and line of the operator that runs now."""
         task = graph_task_id()
-        # Inside a backward pass a checkpoint may compute its modules again.
+        # Inside a backward pass a checkpoint may recompute its modules, which is a forward pass.
         recomputes = bool(self._running) and self._running[-1].graph_task == task
         if task == NO_GRAPH_TASK or recomputes:
             module = self._running[-1].path if self._running else ""
@@ -296,39 +304,41 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # ---- modules and nodes
 
-    def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = tensors_inside((args, kwargs))
         numbers = [sequence_number(tensor.grad_fn) for tensor in inputs if tensor.grad_fn is not None]
-        newest = max(numbers, default=-1)
-        self._running.append(_RunningModule(self._paths.get(module, ""), graph_task_id(), newest))
+        path = self._paths.get(module, "")
+        newest_input = max(numbers, default=-1)
+        self._running.append(_RunningModule(path, graph_task_id(), newest_input))
 
-    def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_call(self, module: nn.Module, args: Any, output: Any) -> None:
         running = self._running.pop()
-        nodes: list[Any] = [t.grad_fn for t in tensors_inside(output) if t.grad_fn is not None]
+        outputs = tensors_inside(output)
+        nodes: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         # Walk from the outputs back to the inputs. Nodes of the modules inside are marked already and keep
         # their mark, but the walk goes on through them: nodes of this module may lie behind. It ends at nodes
         # no newer than the newest input, which were made before the call.
         seen = set()
-        for node in nodes:  # which grows meanwhile
+        for node in nodes:  # grows in the loop
             if node in seen or sequence_number(node) <= running.newest_input:
                 continue
             seen.add(node)
-            node.metadata.setdefault(_PATH, running.path)
+            node.metadata.setdefault(_MODULE_PATH, running.path)
             nodes += [below for below, _ in node.next_functions if below is not None]
 
     def _module_of(self, node: Any) -> str:
-        if node is not None and _PATH in node.metadata:
-            return str(node.metadata[_PATH])
+        if node is not None and _MODULE_PATH in node.metadata:
+            return str(node.metadata[_MODULE_PATH])
         if self._running:
             return self._running[-1].path
         return ""
 
 
 def _with_inputs(ends: Iterable[Operation]) -> list[Operation]:
-    """Return ``ends``, the operations that made their inputs that are not finite, and so on."""
+    """Return ``ends`` and all operations that their values that are not finite came from."""
     seen = {id(operation): operation for operation in ends}
     operations = list(seen.values())
-    for operation in operations:  # which grows meanwhile
+    for operation in operations:  # grows in the loop
         for maker in operation.inputs:
             if id(maker) not in seen:
                 seen[id(maker)] = maker
@@ -340,21 +350,23 @@ def _with_inputs(ends: Iterable[Operation]) -> list[Operation]:
 
 
 def _checked(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors whose values can be checked."""
+    """Return the tensors among ``values`` whose elements can be checked."""
     tensors = []
     for value in values:
-        is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor and value.dtype in _CHECKED and value.layout == torch.strided and not value.is_meta:
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            continue
+        if value.dtype in _CHECKED_DTYPES and value.layout == torch.strided:
             tensors.append(value)
     return tensors
 
 
 def _makes_new(func: Any, output: torch.Tensor, bad_elements: list[torch.Tensor]) -> bool:
-    """Return whether an operator has a value that is not finite at an element where every input is finite.
+    """Return whether a result is not finite at an element where every input is finite.
 
-    ``bad_elements`` are flags of its inputs: which of their values are not.
+    ``bad_elements`` has, for each input that is not finite, flags of the elements that are not.
     """
-    # Elements of other operators' results do not match those of the inputs: the bad input is to blame.
+    # Only a pointwise operator computes an element from the same element of its inputs. In others the inputs
+    # are to blame.
     if torch.Tag.pointwise not in func.tags or "foreach" in _name_of(func):
         return False
     from_inputs = torch.zeros(output.shape, dtype=torch.bool, device=output.device)
@@ -390,14 +402,17 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a file is neither torch's nor ours; a line of another library is better than none."""
-    return not file.startswith((_TORCH, _NARROWCAST))
+    """Return whether a file is neither torch's nor narrowcast's.
+
+    Files of other libraries count as the user's: a line in one of them is better than none.
+    """
+    return not file.startswith((_FOLDER_OF_TORCH, _FOLDER_OF_NARROWCAST))
 
 
 def _site_of_stack() -> Site | None:
-    """Return the innermost line of the user's code that runs now, inside of the replay."""
+    """Return the innermost line of the user's code that runs now, of the frames inside of the replay."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _WHERE_REPLAYS_BEGIN:
+    while frame is not None and frame.f_code.co_filename != _FILE_THAT_REPLAYS:
         if _is_users(frame.f_code.co_filename):
             return (frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
@@ -405,14 +420,14 @@ def _site_of_stack() -> Site | None:
 
 
 def _site_of_node(node: Any) -> Site | None:
-    """Return the innermost line of the user's code that made a node, inside of the replay."""
+    """Return the innermost line of the user's code that made a node, as ``_site_of_stack`` does."""
     if node is None:
         return None
     for entry in reversed(node.metadata.get(TRACEBACK, [])):
         line = _STACK_LINE.search(entry)
         if line is None:
             continue
-        if line["file"] == _WHERE_REPLAYS_BEGIN:
+        if line["file"] == _FILE_THAT_REPLAYS:
             return None
         if _is_users(line["file"]):
             return (line["file"], int(line["line"]))
