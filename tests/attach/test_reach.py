@@ -48,6 +48,18 @@ def test_the_region_is_the_outermost_call(policy, inside):
     assert model(x).dtype == model.dtypes[-1] == torch.float32
 
 
+def test_an_argument_of_forward_may_be_named_module():
+    class Selecting(Recording):
+        def forward(self, x, module):
+            return super().forward(x) * module
+
+    model = Selecting()
+    with Attachment("bf16"):
+        out = model(torch.randn(2, 4), module=2)
+    assert model.dtypes == [torch.bfloat16]
+    assert out.dtype == torch.float32
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_the_region_closes_whatever_is_raised_in_it(error):
     def raises(*_):

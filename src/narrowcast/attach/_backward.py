@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch.nn.modules import module as module_hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 from narrowcast.attach._leaves import (
     Leaves,
@@ -68,8 +69,10 @@ class Backward:
         self._nesting = Nesting()
         self.in_hook = Nesting()
         self._factors_of_grad: dict[int, float] = {}  # number of each pass of ``grad`` -> its loss scale
-        self._retained: list[weakref.ref[torch.Tensor]] = []  # on which the script called ``retain_grad``
-        self._nested_leaves: list[torch.Tensor] = []  # of passes inside the running one, which checks them
+        # Tensors on which the script called ``retain_grad``; an entry goes with its tensor.
+        self._retained: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
+        # Leaves of the passes inside the running one, which checks them when it ends.
+        self._nested_leaves: list[torch.Tensor] = []
         self.leaves = Leaves(run.scale, run.recorder)
         self.before_modules = False
         self.frees_graph = False
@@ -84,13 +87,13 @@ class Backward:
 
         # The hooks that the script registers on tensors and modules see true gradients.
         def of_tensor(register: Call, tensor: torch.Tensor, hook: Call) -> Any:
-            return register(tensor, TrueView(hook, 0, tensor.grad_fn is None))
+            return register(tensor, TrueView(hook, replaces=0, at_leaf=tensor.grad_fn is None))
 
         def of_module(register: Call, module: Any, hook: Call, *args: Any, **kwargs: Any) -> Any:
-            return register(module, TrueView(hook, 1, False), *args, **kwargs)
+            return register(module, TrueView(hook, replaces=1, at_leaf=False), *args, **kwargs)
 
         def of_all(register: Call, hook: Call) -> Any:
-            return register(TrueView(hook, 1, False))
+            return register(TrueView(hook, replaces=1, at_leaf=False))
 
         patches.replace(Backward, "in_force", self)
         patches.wrap(torch.Tensor, "register_hook", of_tensor)
@@ -244,7 +247,7 @@ class Backward:
         inputs: Any,
         makes_graph: bool,
     ) -> PassGradients | None:
-        """Run a pass, again at lower scales until its gradients are finite; then add those from before.
+        """Run a pass, and repeat it at lower scales until its gradients are finite; then add earlier ones.
 
         If they are not finite at a scale of 1 either, they stay so, as in FP32, and the scale falls once.
         """
@@ -269,7 +272,7 @@ class Backward:
             recording.pass_is_repeated = False
             add_to_earlier(earlier, makes_graph=makes_graph)
         if any(before is not None for _, before in earlier):
-            return None  # what leaves hold now is the sum, and checked anew
+            return None  # leaves now hold sums, which are checked anew
         return left
 
     def _lowered(self, gradients_at: Callable[[float], PassGradients], number: int) -> PassGradients:
@@ -409,20 +412,13 @@ class Backward:
     # ---- gradients in the middle of a graph
 
     def _retain_grad(self, original: Call, tensor: torch.Tensor) -> None:
-        if tensor.grad_fn is not None and not any(kept() is tensor for kept in self._retained):
-            self._retained.append(weakref.ref(tensor))
+        if tensor.grad_fn is not None:
+            self._retained[tensor] = None
         original(tensor)
 
     def _kept_in_graph(self, inputs: Any) -> list[torch.Tensor]:
         """Return the tensors in the middle of a graph that keep their gradients in a pass."""
-        kept: dict[int, torch.Tensor] = {}
-        living = []
-        for reference in self._retained:
-            tensor = reference()
-            if tensor is not None:
-                kept[id(tensor)] = tensor
-                living.append(reference)
-        self._retained = living
+        kept = {id(tensor): tensor for tensor in self._retained}
         if inputs is not None:
             for tensor in _as_tuple(inputs):
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -543,12 +539,13 @@ class TrueView:
 
     Args:
         hook: the script's.
-        replaces: index of the argument that the result replaces.
+        replaces: index of the argument that the result replaces: 0 in a hook of a tensor, which gets only
+            the gradient; 1 in a hook of a module, which gets the module first.
         at_leaf: whether it is a hook of a leaf.
     """
 
-    def __new__(cls, *_: Any) -> Self:
-        # Here, since a copy of a module with hooks makes copies of them without ``__init__``.
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        # Not in ``__init__``, since a copy of a module with hooks makes copies of them without ``__init__``.
         view = super().__new__(cls)
         _living_hooks.add(view)
         return view
@@ -566,7 +563,7 @@ class TrueView:
         if backward is None:
             return self.of_script(*args)
         if backward.frees_graph:
-            return None  # the hook was called in the pass before, with its gradients
+            return None  # the hook was called in the pass itself; this one only frees its graph
         factor = backward.factor_at_hook(self.at_leaf)
         with backward.in_hook:
             if factor is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 import sysconfig
@@ -27,6 +28,9 @@ from narrowcast.machine import UNREADABLE, arithmetic_settings, first_line, read
 _FLUSH_EVERY_S = 1.0
 _FLUSH_HOST_ONLY_EVERY_S = 0.1
 _FLUSH_AFTER_EVENTS = 1024
+
+# An option that a note names alone, not one in a command such as ``narrowcast run --policy fp32 SCRIPT``.
+_OPTION = re.compile(r"(?<!narrowcast run )(?<!narrowcast compare )--(policy|loss-scale) ")
 
 # A number, or a function that reads it from a device when the capture is written.
 Reading = float | Callable[[], float]
@@ -195,7 +199,7 @@ class EventRecorder:
             story: whether it says where a skipped step went wrong.
         """
         if self.in_python:
-            text = text.replace("--policy ", "policy ").replace("--loss-scale ", "loss_scale ")
+            text = _OPTION.sub(lambda option: f"{option[1].replace('-', '_')} ", text)
         with self._lock:
             if text not in self.notes:
                 self.notes.append(text)

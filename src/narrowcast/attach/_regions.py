@@ -201,7 +201,7 @@ class ScriptRegions:
         is_traced = torch.compiler.is_dynamo_compiling  # looked up once: every call of a module comes here
 
         @functools.wraps(original)
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        def __call__(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
             if is_traced():
                 return self._traced_call(original, module, args, kwargs)
             recorder.module_calls += 1
