@@ -136,8 +136,8 @@ class Backward:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        """``torch.autograd.backward`` from scaled losses, leaves getting true gradients."""
-        as_in_fp32 = functools.partial(
+        """Run ``torch.autograd.backward`` from scaled losses; leaves get true gradients."""
+        run_without_scale = functools.partial(
             self._torch_backward, tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
         )
         roots = _as_tuple(tensors)
@@ -147,7 +147,7 @@ class Backward:
             # began it: hooks see true gradients.
             factor = None if self.in_hook.depth else self._factor_of(enclosing)
             if factor is None:
-                as_in_fp32()
+                run_without_scale()
                 return
             roots, nodes = _with_nodes(roots)
             seeds = _as_seeds(grad_tensors, len(roots))
@@ -167,7 +167,7 @@ class Backward:
         self._recorder.saw_backward(loss, site)
         self._observer.backward_begins(roots)
         if not scaled:
-            as_in_fp32()
+            run_without_scale()
             return
 
         # What the pass starts from, and what it reaches.
@@ -371,21 +371,21 @@ class Backward:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """``torch.autograd.grad`` from scaled outputs, returning true gradients.
+        """Run ``torch.autograd.grad`` from scaled outputs, and return true gradients.
 
-        A scaled pass that overflows is run again unscaled, since no later step could be skipped for it. So
-        the graph stays until the script drops its outputs.
+        A scaled pass that overflows is run again without a scale, since no later step could be skipped for
+        it. So the graph stays until the script drops its outputs.
         """
-        as_in_fp32 = functools.partial(
+        run_without_scale = functools.partial(
             self._torch_grad, outputs, inputs, grad_outputs, retain_graph, *rest, **options
         )
         roots = _as_tuple(outputs)
         outermost = graph_task_id() == NO_GRAPH_TASK
         if not (self._scale.active and outermost and all(map(_is_plain_result, roots))):
-            return as_in_fp32()
+            return run_without_scale()
         if any(map(is_functorch_wrapped, roots)):
             self._recorder.note(_OF_TORCH_FUNC)
-            return as_in_fp32()
+            return run_without_scale()
 
         factor = self._scale.value.scale
         seeds = _scaled(roots, _as_seeds(grad_outputs, len(roots)), factor)
@@ -403,7 +403,7 @@ class Backward:
                 for tensor in retained:
                     tensor.grad = None
         if overflowed:
-            return as_in_fp32()
+            return run_without_scale()
         unscaled = tuple(_true(gradient, factor) for gradient in gradients)
         if isinstance(scaled, dict):
             return dict(zip(scaled, unscaled, strict=True))

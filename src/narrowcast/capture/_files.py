@@ -160,6 +160,7 @@ class Capture:
             "settings": {},
             "versions": {},
         }
+        # Other fields of the event are not known: None.
         return dict.fromkeys(EVENTS["end"].__annotations__) | known
 
 
@@ -189,6 +190,7 @@ def read_capture(path: Path) -> Capture:
             if number == len(lines):
                 break
             raise FileError(f"{path}:{number} is not valid JSON: {error}") from error
+        # Without a start event the list stays empty, which is refused below.
         if number == 1 and (not isinstance(event, dict) or event.get("event") != "start"):
             break
         if number == 1 and event.get("schema") != SCHEMA:
