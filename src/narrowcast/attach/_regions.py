@@ -670,7 +670,7 @@ def _in_wrapper_of_host(frame: Any) -> bool:
 def _entered_by_the_script(frame: Any) -> bool:
     """Return whether code outside of torch entered a region.
 
-    Functions of narrowcast, and torch's own of autocast, count as their callers.
+    Functions of narrowcast and of torch's autocast module are passed over: what called them decides.
     """
     while frame is not None:
         if frame.f_code.co_name == "_enter_autocast":

@@ -13,9 +13,10 @@ FEWEST_PAIRS = 3
 
 # Fewest blocks in a pair where there are only one or two pairs.
 _FEWEST_BLOCKS = 4
-# Standard deviation of the log speedup of equal runs: assumed for one or two pairs, and the least for more.
-# For twelve scripts against themselves on two cores of a virtual machine it was 0.013 to 0.05, for one 0.17.
-_USUAL_SPREAD, _LEAST_SPREAD = 0.045, 0.015
+# Standard deviation of the log speedup of equal runs. For twelve scripts against themselves on two cores of a
+# virtual machine it was 0.013 to 0.05, for one 0.17.
+_USUAL_SPREAD = 0.045  # assumed where there are only one or two pairs
+_LEAST_SPREAD = 0.015  # assumed where three pairs or more differ less
 # From this many pairs on, the largest and the smallest ratio are trimmed.
 _ENOUGH_TO_TRIM = 7
 _NORMAL_975 = 1.959964
