@@ -53,7 +53,7 @@ class Backward:
 
     Attributes:
         leaves: the leaves that scaled passes reach.
-        in_hook: the hooks of the script that this thread is in.
+        in_hook: counts the hooks of the script that are running in this thread.
         before_modules: whether a pass began before the script had called any module.
         frees_graph: whether the pass that runs now only frees a graph, and has no gradients.
     """

@@ -150,7 +150,7 @@ class _Overflow:
     Attributes:
         number: of the first backward pass that left such a gradient.
         site: the line of the script that called it.
-        loss_was_finite: whether the loss of that pass was.
+        loss_was_finite: whether the loss of that pass was finite.
         skipped: whether an optimizer skipped a step because of it.
     """
 

@@ -498,7 +498,7 @@ class ScriptRegions:
 
     # ---- recomputation
 
-    def _checkpoint(self, original: Call, function: Call, *args: Any, **kwargs: Any) -> Any:
+    def _checkpoint(self, original: Call, /, function: Call, *args: Any, **kwargs: Any) -> Any:
         """Call ``torch.utils.checkpoint``; its recomputation opens regions as the first computation did.
 
         A reentrant checkpoint gives the recomputation new leaves in place of its inputs: stand-ins, tensors

@@ -36,7 +36,7 @@ PAGE = "report.html"
 _WITHIN = re.compile(r"[\w-]+(/[\w-]+)*\.jsonl")
 _OF_A_RANK = re.compile(r"capture-rank(\d+)")
 _READ_ONLY_OR_FULL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-# Characters take up to four bytes, and the names of a file system end at 255.
+# In characters of up to four bytes each; most file systems allow 255 bytes, and a time is added to the name.
 _LONGEST_NAME = 40
 
 

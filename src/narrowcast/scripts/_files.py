@@ -36,6 +36,7 @@ JOURNAL = "files.jsonl"
 """Name of the journal in the folder of a run; it is deleted when everything was put back."""
 OUTPUTS = "narrowcast-outputs"
 """Folder, in that of a run, of the files that it wrote."""
+# Folders of copies: the name of that in the folder of a run, and how those on other file systems begin.
 _COPIES = "narrowcast-originals"
 _HIDDEN = ".narrowcast-originals-"
 # Marks the folder of a run whose files were set aside, so that those in their places are not its own.
