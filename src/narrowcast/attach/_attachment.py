@@ -396,7 +396,7 @@ class _ChildSettings:
     Attributes:
         policy: that of the parent, and so are ``loss_scale``, ``stop_after`` and ``seed_shift``.
         capture: path of the parent's capture; None: the child writes none either.
-        board_folder: of the parent's files for TensorBoard; None: the child writes none either.
+        board_folder: that of the parent's files for TensorBoard; None: the child writes none either.
         files: watches the files that the child changes; None: they are not watched.
         number: of the child, from 0.
         counts: steps taken and steps skipped by the child, in memory that its parent reads too.
