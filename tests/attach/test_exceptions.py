@@ -11,6 +11,7 @@ from scenarios import data, network
 from narrowcast.attach import Attachment, Observer
 from narrowcast.attach._attachment import _entered
 from narrowcast.attach._run import Patches
+from narrowcast.capture import read_capture
 from narrowcast.errors import UnsupportedError
 
 
@@ -144,3 +145,12 @@ def test_an_error_that_the_format_may_have_caused_is_noted(policy, error, noted)
         script()
     attachment.__exit__(None, None, None)
     assert any("--policy fp32 shows" in note for note in attachment.notes) == noted
+
+
+@pytest.mark.parametrize(("ended_with", "code"), [(None, 0), (3, 3), (True, 1), (False, 0), ("failed", 1)])
+def test_the_exit_code_in_the_capture_is_that_of_the_process(ended_with, code, writer):
+    attachment = Attachment("bf16", writer=writer)
+    with pytest.raises(SystemExit), _entered(attachment):
+        raise SystemExit(ended_with)
+    attachment.leave_for_good()
+    assert read_capture(writer.path).end["exit_code"] == code

@@ -142,6 +142,19 @@ def test_memory_does_not_grow_with_the_backwards(writer):
     assert len(events(writer, "loss")) == 3000
 
 
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_tensors_that_retained_their_gradients_are_forgotten(policy):
+    model = network()
+    with Attachment(policy) as attached:
+        for _ in range(5):
+            middle = model(data(4)[0])
+            middle.retain_grad()
+            middle.sum().backward()
+        assert len(attached._backward._retained) == 1
+        del middle
+        assert len(attached._backward._retained) == 0
+
+
 # ---- which line of the script called backward
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import math
 import weakref
 
 import pytest
@@ -15,6 +16,7 @@ import narrowcast as nc
 from narrowcast.attach import Attachment
 from narrowcast.capture import CaptureWriter, read_capture, start_event
 from narrowcast.errors import PolicyError
+from narrowcast.scaling import Dynamic
 
 rule = nc.rule
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -75,6 +77,16 @@ def test_notes_of_attached_speak_of_its_arguments(monkeypatch):
         assert repr(run) == "<nc.attached bf16, in force: steps=1, skipped_steps=0>"
     assert repr(run) == "<nc.attached bf16, left: steps=1, skipped_steps=0>"
     assert run.notes == ["bf16 on this CPU is slow: use policy fp32"]
+
+
+def test_commands_in_the_notes_of_attached_keep_their_options():
+    run = nc.attached("fp16", Dynamic(scale=2.0**8))
+    with run:
+        model = Classifier()
+        (model(torch.ones(2, 8)) * math.inf).sum().backward()
+        model.zero_grad()
+    (note,) = [note for note in run.notes if "no optimizer used them" in note]
+    assert "narrowcast compare --policy bf16 SCRIPT" in note
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from scenarios import data, network
 from torch import nn
 from torch.utils.data import DataLoader
@@ -46,6 +47,28 @@ def test_the_region_is_the_outermost_call(policy, inside):
         assert (x @ model.layer.weight).dtype == torch.float32
         assert F.mse_loss(out, x).dtype == torch.float32
     assert model(x).dtype == model.dtypes[-1] == torch.float32
+
+
+def test_an_argument_of_forward_may_be_named_module():
+    class Selecting(Recording):
+        def forward(self, x, module):
+            return super().forward(x) * module
+
+    model = Selecting()
+    with Attachment("bf16"):
+        out = model(torch.randn(2, 4), module=2)
+    assert model.dtypes == [torch.bfloat16]
+    assert out.dtype == torch.float32
+
+
+def test_an_argument_of_a_checkpointed_function_may_be_named_original():
+    def shifted(x, original):
+        return model(x) + original
+
+    model, x = Recording(), torch.randn(2, 4)
+    with Attachment("bf16"):
+        torch.utils.checkpoint.checkpoint(shifted, x, original=x, use_reentrant=False)
+    assert model.dtypes == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])

@@ -12,7 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -43,7 +44,7 @@ class Attachment:
         loss_scale: as for ``attached``.
         writer: of the capture; it is closed on leaving.
         tell: called with notes that should be shown at once, such as a format that is slow here.
-        tell_story: called with what a skipped step shows that is run again; by default ``tell``.
+        tell_story: called with what was found when a skipped step was run again; by default ``tell``.
         stop_after: end the script after so many optimizer steps, skipped ones included; 0: it ends by
             itself. Without an optimizer, or if a compiled function hides the steps, backwards are counted;
             without backwards, outermost calls of modules.
@@ -57,7 +58,7 @@ class Attachment:
 
     Attributes:
         facts: after leaving, the ``end`` event of the capture.
-        exit_code: written to that event.
+        exit_code: with which the script ended, for that event; None if no script was run.
         at_end: called by ``leave_for_good``.
     """
 
@@ -109,10 +110,15 @@ class Attachment:
         self._backward = Backward(run, self._regions)
         self._steps = Steps(run, self._backward.leaves, self._regions)
 
-        # A process that the script spawns gets the same.
-        capture = None if writer is None else writer.path
-        board_folder = None if board is None else board.folder
-        settings = (self.policy, loss_scale, capture, board_folder, stop_after, seed_shift)
+        # A process that the script spawns is attached with the same settings.
+        settings = _ChildSettings(
+            policy=self.policy,
+            loss_scale=loss_scale,
+            stop_after=stop_after,
+            seed_shift=seed_shift,
+            capture=None if writer is None else writer.path,
+            board_folder=None if board is None else board.folder,
+        )
         self._processes = _ChildProcesses(self.recorder, settings)
 
     def __repr__(self) -> str:
@@ -345,7 +351,7 @@ def _entered(attachment: Attachment) -> Iterator[None]:
     except SystemExit as error:
         # As Python ends: with 0 for None, and 1 for a message.
         if isinstance(error.code, int):
-            attachment.exit_code = error.code
+            attachment.exit_code = int(error.code)  # a bool too, as of ``sys.exit(not passed)``
         else:
             attachment.exit_code = int(error.code is not None)
         raise
@@ -383,17 +389,41 @@ _OWN_RANK = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ChildSettings:
+    """What ``_call_attached`` needs to attach in a spawned process, to which it is pickled.
+
+    Attributes:
+        policy: that of the parent, and so are ``loss_scale``, ``stop_after`` and ``seed_shift``.
+        capture: path of the parent's capture; None: the child writes none either.
+        board_folder: that of the parent's files for TensorBoard; None: the child writes none either.
+        files: watches the files that the child changes; None: they are not watched.
+        number: of the child, from 0.
+        counts: steps taken and steps skipped by the child, in memory that its parent reads too.
+    """
+
+    policy: Policy
+    loss_scale: LossScale | None
+    stop_after: int
+    seed_shift: int
+    capture: Path | None
+    board_folder: Path | None
+    files: FileWatch | None = None
+    number: int = 0
+    counts: Any = None
+
+
 class _ChildProcesses:
     """Attach in processes that a script spawns, which inherit nothing; a forked process inherits everything.
 
     ``start`` wraps that of ``multiprocessing``, which every kind of process uses.
     """
 
-    def __init__(self, recorder: EventRecorder, settings: tuple[Any, ...]) -> None:
+    def __init__(self, recorder: EventRecorder, settings: _ChildSettings) -> None:
         self._recorder = recorder
         self._settings = settings
         self._numbers = itertools.count()
-        self._counts: list[Any] = []  # of each process, in shared memory: steps taken, steps skipped
+        self._counts: list[Any] = []  # ``_ChildSettings.counts`` of each process
         self.started = False  # whether one was spawned
 
     def trained(self) -> bool:
@@ -437,7 +467,8 @@ class _ChildProcesses:
             )
             original(process)
             return
-        settings = (*self._settings, FileWatch.in_force, next(self._numbers), counts)
+        number = next(self._numbers)
+        settings = replace(self._settings, files=FileWatch.in_force, number=number, counts=counts)
         process._target = functools.partial(_call_attached, target, settings)
         original(process)
         self.started = True
@@ -447,27 +478,32 @@ class _ChildProcesses:
         )
 
 
-def _call_attached(target: Callable[..., Any], settings: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+def _call_attached(target: Callable[..., Any], settings: _ChildSettings, /, *args: Any, **kwargs: Any) -> Any:
     """Attach in a process that an attached script spawned, and call the target of the process.
 
     Its capture is ``capture-processN.jsonl`` beside its parent's, where N is the number of the process; it is
     deleted again if it records nothing. Its files for TensorBoard are in ``processN`` in the folder of its
     parent.
     """
-    policy, loss_scale, capture, board_folder, stop_after, seed_shift, files, number, counts = settings
+    process = f"process{settings.number}"
     writer = None
-    if capture is not None:
-        writer = CaptureWriter(capture.with_stem(f"{capture.stem}-process{number}"))
-        writer.write(start_event(sys.argv, policy.compute, process=number))
+    if settings.capture is not None:
+        writer = CaptureWriter(settings.capture.with_stem(f"{settings.capture.stem}-{process}"))
+        writer.write(start_event(sys.argv, settings.policy.compute, process=settings.number))
     board = None
-    if board_folder is not None:
-        board = TensorBoard(board_folder / f"process{number}")
-    if files is not None:
-        files.install()
+    if settings.board_folder is not None:
+        board = TensorBoard(settings.board_folder / process)
+    if settings.files is not None:
+        settings.files.install()
     attachment = Attachment(
-        policy, loss_scale, writer=writer, stop_after=stop_after, seed_shift=seed_shift, board=board
+        settings.policy,
+        settings.loss_scale,
+        writer=writer,
+        stop_after=settings.stop_after,
+        seed_shift=settings.seed_shift,
+        board=board,
     )
-    attachment.recorder.shared = counts
+    attachment.recorder.shared = settings.counts
     try:
         with _entered(attachment):
             return target(*args, **kwargs)
@@ -498,6 +534,7 @@ class _OwnRanks:
     ) -> None:
         if self._recorder.left_alone is None and self._is_own(args, options.get("cwd")):
             environment = options.get("env") or os.environ
+            # A launcher sets another rank in the environment of each process that it starts.
             rank = _rank_in(environment)
             if rank == _rank_in(os.environ):
                 self._recorder.note(_OWN_PROCESS, at_once=True)
@@ -522,7 +559,7 @@ class _OwnRanks:
 
 
 def _starts_a_script(args: Any) -> bool:
-    """Return whether a command is that of a Python script, which narrowcast does not run there already."""
+    """Return whether a command runs a Python script without narrowcast."""
     if not isinstance(args, list | tuple) or not args or args[0] != sys.executable:
         return False
     words = [word for word in args[1:] if isinstance(word, str)]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch.nn.modules import module as module_hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 from narrowcast.attach._leaves import (
     Leaves,
@@ -52,7 +53,7 @@ class Backward:
 
     Attributes:
         leaves: the leaves that scaled passes reach.
-        in_hook: the hooks of the script that this thread is in.
+        in_hook: counts the hooks of the script that are running in this thread.
         before_modules: whether a pass began before the script had called any module.
         frees_graph: whether the pass that runs now only frees a graph, and has no gradients.
     """
@@ -68,8 +69,10 @@ class Backward:
         self._nesting = Nesting()
         self.in_hook = Nesting()
         self._factors_of_grad: dict[int, float] = {}  # number of each pass of ``grad`` -> its loss scale
-        self._retained: list[weakref.ref[torch.Tensor]] = []  # on which the script called ``retain_grad``
-        self._nested_leaves: list[torch.Tensor] = []  # of passes inside the running one, which checks them
+        # Tensors on which the script called ``retain_grad``; an entry goes with its tensor.
+        self._retained: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
+        # Leaves of the passes inside the running one, which checks them when it ends.
+        self._nested_leaves: list[torch.Tensor] = []
         self.leaves = Leaves(run.scale, run.recorder)
         self.before_modules = False
         self.frees_graph = False
@@ -84,13 +87,13 @@ class Backward:
 
         # The hooks that the script registers on tensors and modules see true gradients.
         def of_tensor(register: Call, tensor: torch.Tensor, hook: Call) -> Any:
-            return register(tensor, TrueView(hook, 0, tensor.grad_fn is None))
+            return register(tensor, TrueView(hook, replaces=0, at_leaf=tensor.grad_fn is None))
 
         def of_module(register: Call, module: Any, hook: Call, *args: Any, **kwargs: Any) -> Any:
-            return register(module, TrueView(hook, 1, False), *args, **kwargs)
+            return register(module, TrueView(hook, replaces=1, at_leaf=False), *args, **kwargs)
 
         def of_all(register: Call, hook: Call) -> Any:
-            return register(TrueView(hook, 1, False))
+            return register(TrueView(hook, replaces=1, at_leaf=False))
 
         patches.replace(Backward, "in_force", self)
         patches.wrap(torch.Tensor, "register_hook", of_tensor)
@@ -133,8 +136,8 @@ class Backward:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        """``torch.autograd.backward`` from scaled losses, leaves getting true gradients."""
-        as_in_fp32 = functools.partial(
+        """Run ``torch.autograd.backward`` from scaled losses; leaves get true gradients."""
+        run_without_scale = functools.partial(
             self._torch_backward, tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
         )
         roots = _as_tuple(tensors)
@@ -144,7 +147,7 @@ class Backward:
             # began it: hooks see true gradients.
             factor = None if self.in_hook.depth else self._factor_of(enclosing)
             if factor is None:
-                as_in_fp32()
+                run_without_scale()
                 return
             roots, nodes = _with_nodes(roots)
             seeds = _as_seeds(grad_tensors, len(roots))
@@ -164,7 +167,7 @@ class Backward:
         self._recorder.saw_backward(loss, site)
         self._observer.backward_begins(roots)
         if not scaled:
-            as_in_fp32()
+            run_without_scale()
             return
 
         # What the pass starts from, and what it reaches.
@@ -244,7 +247,7 @@ class Backward:
         inputs: Any,
         makes_graph: bool,
     ) -> PassGradients | None:
-        """Run a pass, again at lower scales until its gradients are finite; then add those from before.
+        """Run a pass, and repeat it at lower scales until its gradients are finite; then add earlier ones.
 
         If they are not finite at a scale of 1 either, they stay so, as in FP32, and the scale falls once.
         """
@@ -269,7 +272,7 @@ class Backward:
             recording.pass_is_repeated = False
             add_to_earlier(earlier, makes_graph=makes_graph)
         if any(before is not None for _, before in earlier):
-            return None  # what leaves hold now is the sum, and checked anew
+            return None  # leaves now hold sums, which are checked anew
         return left
 
     def _lowered(self, gradients_at: Callable[[float], PassGradients], number: int) -> PassGradients:
@@ -368,21 +371,21 @@ class Backward:
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """``torch.autograd.grad`` from scaled outputs, returning true gradients.
+        """Run ``torch.autograd.grad`` from scaled outputs, and return true gradients.
 
-        A scaled pass that overflows is run again unscaled, since no later step could be skipped for it. So
-        the graph stays until the script drops its outputs.
+        A scaled pass that overflows is run again without a scale, since no later step could be skipped for
+        it. So the graph stays until the script drops its outputs.
         """
-        as_in_fp32 = functools.partial(
+        run_without_scale = functools.partial(
             self._torch_grad, outputs, inputs, grad_outputs, retain_graph, *rest, **options
         )
         roots = _as_tuple(outputs)
         outermost = graph_task_id() == NO_GRAPH_TASK
         if not (self._scale.active and outermost and all(map(_is_plain_result, roots))):
-            return as_in_fp32()
+            return run_without_scale()
         if any(map(is_functorch_wrapped, roots)):
             self._recorder.note(_OF_TORCH_FUNC)
-            return as_in_fp32()
+            return run_without_scale()
 
         factor = self._scale.value.scale
         seeds = _scaled(roots, _as_seeds(grad_outputs, len(roots)), factor)
@@ -400,7 +403,7 @@ class Backward:
                 for tensor in retained:
                     tensor.grad = None
         if overflowed:
-            return as_in_fp32()
+            return run_without_scale()
         unscaled = tuple(_true(gradient, factor) for gradient in gradients)
         if isinstance(scaled, dict):
             return dict(zip(scaled, unscaled, strict=True))
@@ -409,20 +412,13 @@ class Backward:
     # ---- gradients in the middle of a graph
 
     def _retain_grad(self, original: Call, tensor: torch.Tensor) -> None:
-        if tensor.grad_fn is not None and not any(kept() is tensor for kept in self._retained):
-            self._retained.append(weakref.ref(tensor))
+        if tensor.grad_fn is not None:
+            self._retained[tensor] = None
         original(tensor)
 
     def _kept_in_graph(self, inputs: Any) -> list[torch.Tensor]:
         """Return the tensors in the middle of a graph that keep their gradients in a pass."""
-        kept: dict[int, torch.Tensor] = {}
-        living = []
-        for reference in self._retained:
-            tensor = reference()
-            if tensor is not None:
-                kept[id(tensor)] = tensor
-                living.append(reference)
-        self._retained = living
+        kept = {id(tensor): tensor for tensor in self._retained}
         if inputs is not None:
             for tensor in _as_tuple(inputs):
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -543,12 +539,13 @@ class TrueView:
 
     Args:
         hook: the script's.
-        replaces: index of the argument that the result replaces.
+        replaces: index of the argument that the result replaces: 0 in a hook of a tensor, which gets only
+            the gradient; 1 in a hook of a module, which gets the module first.
         at_leaf: whether it is a hook of a leaf.
     """
 
-    def __new__(cls, *_: Any) -> Self:
-        # Here, since a copy of a module with hooks makes copies of them without ``__init__``.
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        # Not in ``__init__``, since a copy of a module with hooks makes copies of them without ``__init__``.
         view = super().__new__(cls)
         _living_hooks.add(view)
         return view
@@ -566,7 +563,7 @@ class TrueView:
         if backward is None:
             return self.of_script(*args)
         if backward.frees_graph:
-            return None  # the hook was called in the pass before, with its gradients
+            return None  # the hook was called in the pass itself; this one only frees its graph
         factor = backward.factor_at_hook(self.at_leaf)
         with backward.in_hook:
             if factor is None:

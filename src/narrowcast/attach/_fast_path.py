@@ -72,13 +72,15 @@ class FastPath:
         assert src_key_padding_mask is not None
         padded = src_key_padding_mask.to(torch.bool)  # minus infinity too, in a mask of numbers
         output = output.masked_fill(padded.unsqueeze(-1), 0.0)
-        return output if encoder.norm is None else encoder.norm(output)
+        if encoder.norm is not None:
+            output = encoder.norm(output)
+        return output
 
 
 def _packs(encoder: Any, src: Tensor, padding: Tensor | None) -> bool:
     """Return whether ``encoder`` packs the sequences of ``src`` in FP32, by the conditions in its forward.
 
-    Simplified: all parameters of the first layer, and no privateuse1 device.
+    Two conditions differ: this looks at all parameters of the first layer, and excludes privateuse1 devices.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/transformer.py
     first = encoder.layers[0]

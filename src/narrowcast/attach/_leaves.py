@@ -37,7 +37,8 @@ from narrowcast.gradients import by_device_and_dtype, multiply_and_check, nonfin
 _READ_EVERY = 64  # backwards without a step between them
 _SAMPLES = 16_384  # values compared of a tensor, evenly spaced
 
-# A pass may reach hundreds of leaves. ``map`` with these reads an attribute of all of them at the speed of C.
+# A pass may reach hundreds of leaves. ``map`` with these reads an attribute of all of them at the speed of C,
+# and ``_NONE.issuperset(map(type, values))`` tells at that speed whether all values are None.
 _GRADIENT = attrgetter("grad")
 _VERSION = attrgetter("_version")
 _LAYOUT = attrgetter("layout")
@@ -149,7 +150,7 @@ class _Overflow:
     Attributes:
         number: of the first backward pass that left such a gradient.
         site: the line of the script that called it.
-        loss_was_finite: whether the loss of that pass was.
+        loss_was_finite: whether the loss of that pass was finite.
         skipped: whether an optimizer skipped a step because of it.
     """
 
@@ -280,10 +281,13 @@ class Leaves:
 
     @contextmanager
     def _alone_if(self, together: bool) -> Iterator[bool]:
-        """Keep passes of other threads out of a block, if its gradients stay scaled until it ends.
+        """Keep passes of other threads out of a block in which gradients stay scaled until it ends.
+
+        Args:
+            together: whether they should stay scaled, so that they are unscaled together.
 
         Yields:
-            whether this block may do so: ``together``, and no other thread has begun a pass so far.
+            whether they may: ``together`` is set, and only the main thread has begun passes so far.
         """
         if threading.current_thread() is not threading.main_thread():
             # From now on the main thread unscales none together. Wait for the pass that may be running.
@@ -316,8 +320,8 @@ class Leaves:
             leaves = _with_gradients(leaves)
             gradients = list(map(_GRADIENT, leaves))
 
-        # One operator writes to all in place. Where kinds differ or two share memory, those that it cannot
-        # write to are replaced one by one.
+        # One operator unscales all in place, if they are dense, in fp32 and share no memory. Otherwise it
+        # gets those of which that is true, and the others are replaced one by one.
         found_inf = []
         groups = []
         if gradients:
@@ -345,8 +349,10 @@ class Leaves:
         if _averages_over_processes():
             return False
         # torch calls the methods of a subclass.
-        plain = _PLAIN.issuperset(map(type, leaves))
-        if not plain or not _NONE.issuperset(map(type, map(_GRADIENT, leaves))):
+        if not _PLAIN.issuperset(map(type, leaves)):
+            return False
+        # torch would add a scaled gradient to an earlier one, which is unscaled.
+        if not _NONE.issuperset(map(type, map(_GRADIENT, leaves))):
             return False
         if any(map(_POST_HOOKS, leaves)):
             return False
@@ -447,7 +453,10 @@ class Leaves:
         return None
 
     def latest_overflow(self, parameters: Iterable[torch.Tensor]) -> int | None:
-        """Return the latest of the passes that first left an overflow in each of these; None: none did."""
+        """Return the number of the latest pass that left an overflow in one of these; None: none did.
+
+        Of the passes that left one in the same parameter, the first counts.
+        """
         numbers = [self._overflows[p].number for p in parameters if p in self._overflows]
         return max(numbers, default=None)
 
@@ -503,12 +512,17 @@ class Leaves:
                 self._forget_overflow(leaf)
 
     def _forget_overflow(self, leaf: torch.Tensor) -> None:
+        """Forget an overflow. If no optimizer has skipped a step for it, note that and lower the scale.
+
+        Raises:
+            UnsupportedError: the script has updated the leaf with the gradient by hand.
+        """
         overflow = self._overflows.get(leaf)
         if overflow is None:
             return
         if not overflow.skipped:
-            # A finite loss means that the leaf was finite in that pass: it has been updated with the
-            # overflowed gradient since.
+            # The loss of that pass was finite, so the leaf was finite too. If it is not finite now, the
+            # script has updated it with the overflowed gradient since.
             if overflow.loss_was_finite and not bool(torch.isfinite(leaf.detach()).all()):
                 raise UnsupportedError(_OVERFLOW_BY_HAND.format(shape=tuple(leaf.shape)))
             self._recorder.note(_UNUSED.format(overflow.site), at_once=True)

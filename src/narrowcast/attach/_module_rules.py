@@ -43,7 +43,7 @@ _RULE_OVER_FSDP = (
 def notes_on_unreached(policy: Policy, already_said: list[str]) -> list[str]:
     """Return a note on each rule for an operator that no call reached.
 
-    A rule that a note of ``already_said`` is about gets no second one.
+    A rule gets no note if one in ``already_said`` says that it named no module.
     """
     notes = []
     for rule in unreached(policy):
@@ -60,7 +60,7 @@ def note_on_sharded(policy: Policy, model: nn.Module) -> str | None:
     """Return a note if ``policy`` asks for fp32 where FSDP has already cast the weights to a low format."""
     kind = type(model).__name__
     param_dtypes: dict[str, torch.dtype | None] = {}  # by path: what FSDP casts the weights there to
-    by_rules: list[str] = []
+    fp32_by_rule: list[str] = []  # modules with cast weights in which a rule computes in fp32
     for path, module in modules_by_path(model):
         # A module that FSDP does not shard by itself gets the dtype of the one above it, or of its wrapper,
         # which has the same path and came first.
@@ -73,16 +73,18 @@ def note_on_sharded(policy: Policy, model: nn.Module) -> str | None:
         rules = rules_for(policy, path, class_names(type(module)))
         if any(rule.op is None and rule.compute == "fp32" for rule in rules):
             where = f"{kind}.{path}" if path else kind
-            if where not in by_rules:  # a wrapper has the path of what it wraps
-                by_rules.append(where)
+            if where not in fp32_by_rule:  # a wrapper has the path of what it wraps
+                fp32_by_rule.append(where)
 
     low = [dtype for dtype in _LOW if dtype in param_dtypes.values()]
-    if not low or not (by_rules or policy.compute == "fp32"):
+    if not low:
         return None
-    format_ = few([format_name(dtype) for dtype in low])
+    low_formats = few([format_name(dtype) for dtype in low])
     if policy.compute == "fp32":
-        return _FP32_OVER_FSDP.format(kind, format_)
-    return _RULE_OVER_FSDP.format(few(by_rules), format_)
+        return _FP32_OVER_FSDP.format(kind, low_formats)
+    if fp32_by_rule:
+        return _RULE_OVER_FSDP.format(few(fp32_by_rule), low_formats)
+    return None
 
 
 def _guess(rule: Rule, model: nn.Module) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 import sysconfig
@@ -28,6 +29,9 @@ _FLUSH_EVERY_S = 1.0
 _FLUSH_HOST_ONLY_EVERY_S = 0.1
 _FLUSH_AFTER_EVENTS = 1024
 
+# An option that a note names alone, not one in a command such as ``narrowcast run --policy fp32 SCRIPT``.
+_OPTION = re.compile(r"(?<!narrowcast run )(?<!narrowcast compare )--(policy|loss-scale) ")
+
 # A number, or a function that reads it from a device when the capture is written.
 Reading = float | Callable[[], float]
 
@@ -44,7 +48,7 @@ class EventRecorder:
         forwards: outermost calls of modules before the first backward.
         module_calls: calls of every module, those inside of others too.
         left_alone: why narrowcast does nothing more for this script; None while it does.
-        in_python: whether it belongs to ``nc.attached``, which has arguments in place of options.
+        in_python: whether it belongs to ``nc.attached``: notes then name its arguments in place of options.
         shared: steps taken and skipped, in memory that the process that started this one reads too.
     """
 
@@ -195,7 +199,7 @@ class EventRecorder:
             story: whether it says where a skipped step went wrong.
         """
         if self.in_python:
-            text = text.replace("--policy ", "policy ").replace("--loss-scale ", "loss_scale ")
+            text = _OPTION.sub(lambda option: f"{option[1].replace('-', '_')} ", text)
         with self._lock:
             if text not in self.notes:
                 self.notes.append(text)
@@ -307,12 +311,13 @@ def _read(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _peak_resident_bytes() -> int:
-    """Return the peak of the memory of this process."""
+    """Return the peak of the resident memory of this process, in bytes."""
     # Not by ``getrusage`` on Linux, where a process inherits the peak of its parent.
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    # In bytes on macOS, in KiB elsewhere.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -19,6 +19,7 @@ from torch.utils.data import get_worker_info
 
 from narrowcast.attach._fast_path import FastPath
 from narrowcast.attach._module_rules import ModuleRules, note_on_sharded, notes_on_unreached
+from narrowcast.attach._recorder import Reading
 from narrowcast.attach._run import AttachedRun, Call, Nesting, Patches
 from narrowcast.attach._torch_internals import NO_GRAPH_TASK, graph_task_id, is_jit_tracing
 from narrowcast.casting import (
@@ -62,12 +63,12 @@ _FORMAT_WORDS = ("BFloat16", "Half", "dtype", "scalar type")
 
 
 class _ThreadCalls(Nesting):
-    """The calls that a thread is in. Inside of ``with`` it opens no region.
+    """The running calls of a thread. In a ``with`` block of it, the thread opens no region.
 
     Attributes:
-        depth: how many calls that open no further region it is in: those in a region of ours, those of a run
-            in FP32, and ``without_regions``.
-        observed: whether it is in an outermost call of a module.
+        depth: how many running calls keep modules that they call from opening a region: calls in a region
+            of narrowcast, outermost calls of a run in FP32, and blocks of ``without_regions``.
+        observed: whether an outermost call of a module is running.
         recomputes: whether the next backward is that of a recomputation.
         is_main: whether it is the thread in which narrowcast was attached.
     """
@@ -91,7 +92,7 @@ class ScriptRegions:
     def __init__(self, run: AttachedRun) -> None:
         self._run = run
         self._policy = run.policy
-        self._is_fp32 = run.policy.compute == "fp32" and run.policy.is_plain
+        self._policy_is_fp32 = run.policy.compute == "fp32" and run.policy.is_plain
         self._recorder = run.recorder
         self._observer = run.observer
         self._tell_now = functools.partial(run.recorder.note, at_once=True)
@@ -201,7 +202,7 @@ class ScriptRegions:
         is_traced = torch.compiler.is_dynamo_compiling  # looked up once: every call of a module comes here
 
         @functools.wraps(original)
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        def __call__(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
             if is_traced():
                 return self._traced_call(original, module, args, kwargs)
             recorder.module_calls += 1
@@ -260,6 +261,7 @@ class ScriptRegions:
             recorded = None
             if self._recording.records and thread.is_main and (dtype is not None or self._run.scale.active):
                 recorded = self._recording.begin(module, args, kwargs)
+            # What a model writes into a dict that it was given is a result too.
             dicts: list[dict[Any, Any]] = []
             if dtype is not None:
                 dicts = [value for value in (*args, *kwargs.values()) if isinstance(value, dict)]
@@ -269,7 +271,7 @@ class ScriptRegions:
                 output = self._in_region(call, module, device_type, dtype)
             else:
                 output = self._timed_in_region(call, module, device_type, dtype)
-            # What a model writes into a dict that it was given is a result too. A host's region casts itself.
+            # The region of a host casts by itself.
             if not self._made_way:
                 for written_to, earlier in zip(dicts, before, strict=True):
                     self._cast_written(written_to, earlier)
@@ -294,11 +296,10 @@ class ScriptRegions:
         output = self._in_region(call, module, device_type, dtype)
         read_duration_s = functools.partial(seconds_between, began, stamp(device_type))
         if not self._made_way:
-            # That of a GPU is read later, without waiting here.
-            is_read_now = isinstance(began, float)
-            self._recorder.saw_forward(
-                read_duration_s() if is_read_now else read_duration_s, training=module.training
-            )
+            duration_s: Reading = read_duration_s  # of a GPU: it is read later, without waiting here
+            if isinstance(began, float):
+                duration_s = read_duration_s()
+            self._recorder.saw_forward(duration_s, training=module.training)
         return output
 
     # ---- calls that are made again, to say where a skipped step went wrong
@@ -337,7 +338,7 @@ class ScriptRegions:
         if parameter.dtype != torch.float64:
             return False
         double = all(p.dtype == torch.float64 for p in module.parameters() if p.is_floating_point())
-        if double and not self._thread.observed and not self._is_fp32:
+        if double and not self._thread.observed and not self._policy_is_fp32:
             name = type(module).__name__
             self._recorder.note(f"{name} computes in fp64, as its weights are: no region was opened")
         return double
@@ -346,10 +347,10 @@ class ScriptRegions:
         """Call a module in a region of ``dtype`` and cast its outputs to fp32; None: no region."""
         thread = self._thread
         if dtype is None:
-            if not (self.in_fp32 or self._is_fp32):
+            if not (self.in_fp32 or self._policy_is_fp32):
                 return call()  # an inner module may open a region on another device
             # Where no device has regions, inner modules skip this wrapper as they do in a region: FP32 is the
-            # baseline of speed measurements. (This is ``without_regions``, with a call of Python less.)
+            # baseline of speed measurements. (This is ``without_regions``, with one Python call less.)
             with thread:
                 return call()
         # What the model returns straight from a sigmoid or a softmax is computed again in fp32.
@@ -375,7 +376,10 @@ class ScriptRegions:
         return cast_floating(output, torch.float32, tell=self._tell_now)
 
     def _say_low(self, module: nn.Module, did: str, op: str, dtype: torch.dtype, why: str) -> None:
-        """Note a result in a low format that ``module`` returned, or used where it should be in fp32."""
+        """Note a result in a low format that ``module`` returned, or used where it should be in fp32.
+
+        ``did``: what the module did with the result, such as "returned".
+        """
         kind, name = type(module).__name__, format_name(dtype)
         self._recorder.note(
             f"{kind} {did} a {op} that was computed in {name}, since {why}: "
@@ -494,8 +498,8 @@ class ScriptRegions:
 
     # ---- recomputation
 
-    def _checkpoint(self, original: Call, function: Call, *args: Any, **kwargs: Any) -> Any:
-        """Recompute at the depth in our regions at which the first computation ran.
+    def _checkpoint(self, original: Call, /, function: Call, *args: Any, **kwargs: Any) -> Any:
+        """Call ``torch.utils.checkpoint``; its recomputation opens regions as the first computation did.
 
         A reentrant checkpoint gives the recomputation new leaves in place of its inputs: stand-ins, tensors
         that the first computation did not have. The checkpoint passes their gradients on to its inputs, so
@@ -666,7 +670,7 @@ def _in_wrapper_of_host(frame: Any) -> bool:
 def _entered_by_the_script(frame: Any) -> bool:
     """Return whether code outside of torch entered a region.
 
-    Functions of narrowcast, and torch's own of autocast, count as their callers.
+    Functions of narrowcast and of torch's autocast module are passed over: what called them decides.
     """
     while frame is not None:
         if frame.f_code.co_name == "_enter_autocast":

@@ -54,7 +54,10 @@ class Patches:
 
 
 class Nesting(threading.local):
-    """Count the calls of replaced functions that a thread is in, each in a ``with``: one may call another."""
+    """Count the running calls of replaced functions in each thread; each call is in a ``with`` block.
+
+    The depth is more than 1 where one replaced function calls another.
+    """
 
     depth = 0
 

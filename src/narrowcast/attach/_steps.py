@@ -201,7 +201,7 @@ class Steps:
         closure = closure_of(args, kwargs)
         if self._nesting.depth == 1 and self._observer.holds_back(optimizer):
             return self._hold_back(optimizer, closure)
-        self._record_of(optimizer)  # notes weights in a low format before the first step
+        self._record_of(optimizer)  # its note on low weights comes before the first step
         self._read_flags()
         if closure is not None:
             closure = self._observer.closure_of_step(closure)
@@ -262,8 +262,9 @@ class Steps:
         at a lower loss scale.
         """
         record = self._record_of(optimizer)
-        # A step may move parameters first, as that of SAM does; then a copy undoes a skipped one. Where
-        # moves_first is still None, take a copy, and see in this step whether it does.
+        # A step may move parameters before it evaluates its closure for the last time, as that of SAM does. A
+        # copy of the parameters then undoes a skipped step. Where moves_first is still None, take a copy, and
+        # see in this step whether it does so.
         takes_copy = record.moves_first is not False
         before = None
         if record.moves_first is None:
@@ -278,7 +279,8 @@ class Steps:
             evaluations += 1
             if not takes_copy:
                 if evaluations > 1:
-                    # Its first step did not move parameters first. From the next step on there is a copy.
+                    # Earlier steps evaluated the closure once, and this one does so again after it may have
+                    # moved parameters. From the next step on there is a copy.
                     record.moves_first = moved = True
             elif before is not None and not moved:
                 moved = evaluations > 1 or _differ(before, parameters_of(optimizer))
@@ -343,6 +345,7 @@ class Steps:
     # ---- counting
 
     def _record_of(self, optimizer: Optimizer) -> _OptimizerRecord:
+        """Return the record of ``optimizer``; the first time, make it and note weights in a low format."""
         record = self._records.get(optimizer)
         if record is not None:
             return record
@@ -487,7 +490,7 @@ class Steps:
                 )
 
     def _how_to_tell(self) -> str:
-        """Return advice on gradients that are not finite: which command tells more, if nothing did yet."""
+        """Return advice on gradients that are not finite: what tells more about them."""
         if self._regions.explainer.told:
             return "What was found of a skipped step is told above"
         in_fp32 = "narrowcast run --policy fp32 SCRIPT shows whether FP32 has them too"

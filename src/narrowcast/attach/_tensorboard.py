@@ -71,7 +71,7 @@ class TensorBoard:
             self.error = first_line(error)
 
     def close(self, *, skipped_steps: int) -> None:
-        """End the file. ``skipped_steps`` counts also skips that became known only after the last step."""
+        """End the file. ``skipped_steps`` includes skips that became known only after the last step."""
         if self._writer is None or self.error is not None:
             return
         try:
@@ -84,8 +84,8 @@ class TensorBoard:
     def _write(self, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "loss":
-            at = self._began + event["time_s"]
-            self._scalar(f"loss/{event['site']}", event["value"], event["backward"], at)
+            wall_time_s = self._began + event["time_s"]
+            self._scalar(f"loss/{event['site']}", event["value"], event["backward"], wall_time_s)
         elif kind == "step":
             self._write_step(event)
         elif kind == "note":
@@ -97,20 +97,20 @@ class TensorBoard:
     def _write_step(self, event: dict[str, Any]) -> None:
         self._steps += 1
         self._skipped_steps = event["skipped_steps"]
-        at = self._began + event["time_s"]
-        self._scalar("narrowcast/skipped_steps", self._skipped_steps, self._steps, at)
+        wall_time_s = self._began + event["time_s"]
+        self._scalar("narrowcast/skipped_steps", self._skipped_steps, self._steps, wall_time_s)
+        if event["scale"] is not None:
+            self._scalar("narrowcast/loss_scale", event["scale"], self._steps, wall_time_s)
 
         # Each optimizer has a norm of its own; the first has the short name, as most scripts have only one.
-        folder = "narrowcast"
-        if event["optimizer"]:
-            folder = f"narrowcast/optimizer{event['optimizer']}"
-        if event["scale"] is not None:
-            self._scalar("narrowcast/loss_scale", event["scale"], self._steps, at)
         if event["grad_norm"] is not None:
-            self._scalar(f"{folder}/grad_norm", event["grad_norm"], self._steps, at)
+            tag = "narrowcast/grad_norm"
+            if event["optimizer"] > 0:
+                tag = f"narrowcast/optimizer{event['optimizer']}/grad_norm"
+            self._scalar(tag, event["grad_norm"], self._steps, wall_time_s)
 
-    def _scalar(self, tag: str, value: float, step: int, at: float) -> None:
-        self._opened().add_scalar(tag, value, step, walltime=at)
+    def _scalar(self, tag: str, value: float, step: int, wall_time_s: float) -> None:
+        self._opened().add_scalar(tag, value, step, walltime=wall_time_s)
 
     def _opened(self) -> Any:
         if self._writer is None:

@@ -33,7 +33,8 @@ def leaves_and_functions(roots: Iterable[Any]) -> tuple[list[torch.Tensor], set[
         in the graph.
     """
     # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/python_cpp_function.cpp
-    # Called at each scaled backward pass. ``nodes_below`` and a second loop would take a fifth longer.
+    # Called at each scaled backward pass. ``narrowcast.gradients.nodes_below`` and a second loop would take a
+    # fifth longer.
     seen = set(roots)
     nodes = list(seen)
     leaves = []

@@ -31,7 +31,7 @@ class UnreadStep:
         skips: whether the optimizer itself skipped the step if its flag is set.
         parameters: those that had a gradient.
         read_flag: waits for the flag and returns it, in a list.
-        read_nonfinite: returns for each of ``parameters`` whether its gradient is not finite.
+        read_nonfinite: tells for each of ``parameters`` whether its gradient is not finite.
     """
 
     optimizer: weakref.ref[Optimizer]
@@ -81,10 +81,14 @@ class UnreadSteps:
         # Which gradients are not finite is computed once the flag is read and set, if they can be kept until
         # then. Otherwise the device computes it now, before the script writes to them.
         read_nonfinite = check.look_later() if check.can_look_later() else check.nonfinite().read
-        read_flag = self._copies.start(check.found_inf.reshape(1))
-        parameters = check.gradients.parameters
         step = UnreadStep(
-            weakref.ref(optimizer), number, counts, skips, parameters, read_flag, read_nonfinite
+            optimizer=weakref.ref(optimizer),
+            number=number,
+            counts=counts,
+            skips=skips,
+            parameters=check.gradients.parameters,
+            read_flag=self._copies.start(check.found_inf.reshape(1)),
+            read_nonfinite=read_nonfinite,
         )
         self._steps.append(step)
         return True

@@ -26,7 +26,6 @@ from narrowcast.capture._limits import (
     parameter_limit,
 )
 from narrowcast.capture._speed import (
-    LEAST_GAIN,
     is_busy,
     kind_of,
     speedup_of,
@@ -52,7 +51,6 @@ __all__ = [
     "ENOUGH_ELEMENTS",
     "EXPLANATION",
     "FEWEST_PAIRS",
-    "LEAST_GAIN",
     "OUTPUT_LIMIT",
     "PAGE",
     "PARAMETER_LIMIT",

@@ -223,6 +223,7 @@ def checked_event(event: Any, where: str) -> Event:
 
 
 def _number(kind: type, value: Any) -> Number:
+    """Read a ``Number``; msgspec calls this for types that it does not know."""
     is_text = isinstance(value, str) and value in ("nan", "inf", "-inf")
     if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
         try:

@@ -36,7 +36,7 @@ PAGE = "report.html"
 _WITHIN = re.compile(r"[\w-]+(/[\w-]+)*\.jsonl")
 _OF_A_RANK = re.compile(r"capture-rank(\d+)")
 _READ_ONLY_OR_FULL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
-# Characters take up to four bytes, and the names of a file system end at 255.
+# In characters of up to four bytes each; most file systems allow 255 bytes, and a time is added to the name.
 _LONGEST_NAME = 40
 
 
@@ -160,6 +160,7 @@ class Capture:
             "settings": {},
             "versions": {},
         }
+        # Other fields of the event are not known: None.
         return dict.fromkeys(EVENTS["end"].__annotations__) | known
 
 
@@ -189,6 +190,7 @@ def read_capture(path: Path) -> Capture:
             if number == len(lines):
                 break
             raise FileError(f"{path}:{number} is not valid JSON: {error}") from error
+        # Without a start event the list stays empty, which is refused below.
         if number == 1 and (not isinstance(event, dict) or event.get("event") != "start"):
             break
         if number == 1 and event.get("schema") != SCHEMA:

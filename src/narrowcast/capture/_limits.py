@@ -21,8 +21,8 @@ TOTAL_FAILS = 0.1
 # a gradient that is flushed to zero is the gradient itself, and its noise is at most 1.4 times as large: the
 # ratio is 0.7 or more.
 PARAMETER_LIMIT = 0.25
-# Relative error of one parameter without noise, of at least ENOUGH_ELEMENTS: the gradient of fewer may be
-# small by chance.
+# Relative error of one parameter, where there is no noise. It holds from ENOUGH_ELEMENTS elements on: the
+# gradient of fewer may be small by chance.
 LOST = 0.5
 ENOUGH_ELEMENTS = 16
 # Relative error of outputs: about thirteen roundoffs of bf16 (2**-8).

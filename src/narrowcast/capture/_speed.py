@@ -176,9 +176,9 @@ def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: 
     this reason ``speedup_of`` asks for ``FEWEST_PAIRS`` of them.
     """
     ratios = []
-    both = zip(times_of_runs(fp32, kind), times_of_runs(mixed, kind), strict=False)
-    for times, mixed_times in both:
-        ratio = log_ratio(times, mixed_times)
+    pairs = zip(times_of_runs(fp32, kind), times_of_runs(mixed, kind), strict=False)
+    for fp32_times, mixed_times in pairs:
+        ratio = log_ratio(fp32_times, mixed_times)
         if ratio is not None:
             ratios.append(ratio)
     return ratios
@@ -205,17 +205,20 @@ def is_busy(by_others: float) -> bool:
 def worth_it(speedup: Sequence[float], asked: float | None, by_others: float) -> str:
     """Return ``"yes"``, ``"no"`` or ``"cannot tell"`` for a speedup and the ends of its interval.
 
-    If no speedup was asked for, one that is certainly above 1 is worth it; of the others, one that is
-    certainly below ``LEAST_GAIN`` is not. ``by_others``: what ``used_by_others`` returned.
+    If a speedup was ``asked`` for, it is "yes" where the whole interval is at least that, and "no" where the
+    whole interval is below it. Otherwise it is "yes" where the whole interval is above 1, and else "no" where
+    the whole interval is below ``LEAST_GAIN``. ``by_others``: what ``used_by_others`` returned.
     """
     if is_busy(by_others):
         return "cannot tell"
 
     _, low, high = speedup
     if asked is None:
-        is_gain, is_loss = low > 1, high < LEAST_GAIN
+        is_gain = low > 1
+        is_loss = high < LEAST_GAIN
     else:
-        is_gain, is_loss = low >= asked, high < asked
+        is_gain = low >= asked
+        is_loss = high < asked
     if is_gain:
         return "yes"
     if is_loss:

@@ -16,9 +16,10 @@ _FEWEST_BLOCKS = 4
 # With fewer blocks a speedup is told only if it is beyond this factor, as where a CPU emulates a format; the
 # interval reaches as far either way. Runs that took turns differ by less, even if the clock halves meanwhile.
 _MOST_BY_CHANCE = 4.0
-# Standard deviation of the log speedup of equal runs: assumed for one or two pairs, and the least for more.
-# For twelve scripts against themselves on two cores of a virtual machine it was 0.013 to 0.05, for one 0.17.
-_USUAL_SPREAD, _LEAST_SPREAD = 0.045, 0.015
+# Standard deviation of the log speedup of equal runs. For twelve scripts against themselves on two cores of a
+# virtual machine it was 0.013 to 0.05, for one 0.17.
+_USUAL_SPREAD = 0.045  # assumed where there are only one or two pairs
+_LEAST_SPREAD = 0.015  # assumed where three pairs or more differ less
 # From this many pairs on, the largest and the smallest ratio are trimmed.
 _ENOUGH_TO_TRIM = 7
 _NORMAL_975 = 1.959964
@@ -46,7 +47,7 @@ class Spread:
 
 
 def student_975(freedom: int) -> float:
-    """Student's t, 97.5 %, for 2 degrees of freedom or more."""
+    """Return the 97.5 % quantile of Student's t for ``freedom`` degrees of freedom, 2 or more."""
     if freedom - 2 < len(_STUDENT_975):
         return _STUDENT_975[freedom - 2]
     # Cornish and Fisher's expansion about the normal quantile: Abramowitz and Stegun, 26.7.5.
@@ -125,8 +126,8 @@ def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
     process changes its speed as it goes on, so the interval also allows for how far the thirds of a pair
     differ. If they have fewer than four blocks, only a speedup or slowdown of more than four times is told.
 
-    With three pairs or more, one block is enough for each. So pass only pairs with a block that both runs
-    have whole: others would count too.
+    With three pairs or more, one block of each pair is enough; with fewer, four are needed. A pair without
+    any block that both runs have whole must not be passed, since it counts as one of the pairs.
     """
     are_few = len(pairs) < FEWEST_PAIRS
     fewest_blocks = _FEWEST_BLOCKS if are_few else 1
@@ -167,18 +168,18 @@ def _speedup(log_ratio: float, reach: float) -> Estimate:
 def log_ratios_of_blocks(fp32: Blocks, mixed: Blocks) -> list[float]:
     """Return the logarithm of the speedup by the medians of each block that both runs have whole."""
     ratios = []
-    for times, mixed_times in zip(fp32, mixed, strict=False):
-        ratio = log_ratio(times, mixed_times)
-        if len(times) == len(mixed_times) and ratio is not None:
+    for fp32_times, mixed_times in zip(fp32, mixed, strict=False):
+        ratio = log_ratio(fp32_times, mixed_times)
+        if len(fp32_times) == len(mixed_times) and ratio is not None:
             ratios.append(ratio)
     return ratios
 
 
-def log_ratio(times: Sequence[float], mixed_times: Sequence[float]) -> float | None:
-    """Return the logarithm of the speedup by the medians; None: there are none, or a time is 0."""
-    if not times or not mixed_times or min(*times, *mixed_times) <= 0:
+def log_ratio(fp32_times: Sequence[float], mixed_times: Sequence[float]) -> float | None:
+    """Return the logarithm of the speedup by the medians; None: one side has no times, or a time is 0."""
+    if not fp32_times or not mixed_times or min(*fp32_times, *mixed_times) <= 0:
         return None
-    return math.log(statistics.median(times) / statistics.median(mixed_times))
+    return math.log(statistics.median(fp32_times) / statistics.median(mixed_times))
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Sizes as text, for people."""
+"""Sizes in bytes, as text for messages and pages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def bytes_text(count: float) -> str:
         if value < 1023.5:
             break
         value, unit = value / 1024, larger
+    # Likewise: 9.95 would be printed as 10.0.
     if unit != "B" and value < 9.95:
         return f"{value:.1f} {unit}"
     return f"{value:.0f} {unit}"

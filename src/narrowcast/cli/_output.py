@@ -21,7 +21,7 @@ from narrowcast.errors import ScriptError
 CHECK_FAILED = 1
 NOT_WRITTEN = 2
 SCRIPT_FAILED = 3
-"""Exit codes of the verbs but ``run``; 2 is also that of wrong use."""
+"""Exit codes of all verbs but ``run``; 2 is also that of wrong use."""
 
 # Progress: on a terminal it is shown after so many seconds, elsewhere a line is printed every so many.
 _SILENT_S = 2.0

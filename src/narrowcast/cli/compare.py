@@ -115,7 +115,7 @@ def compare(
     elif fp32_because:
         raise SettingError(f"FP32 is not compared with itself: give another --policy, got {policy}")
 
-    # The keys are names of options, for the page, and at once fields of ``ComparisonSettings``.
+    # Each key is the name of an option, for the page, and also of a field of ``ComparisonSettings``.
     chosen: dict[str, Any] = {
         "policy": narrow_format or policy,
         "loss_scale": loss_scale,
@@ -165,6 +165,7 @@ def _as_typed(options: dict[str, Any], *, module: bool) -> tuple[str, ...]:
 
 
 def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> int:
+    """Make the runs, show the result and where its page is, and return the exit code."""
     from narrowcast.report import comparison_table, save_page, summary
     from narrowcast.verify.compare import compare_script, slow_here
 
@@ -195,7 +196,8 @@ def _exit_code(result: dict[str, Any], *, strict: bool, with_speed: bool) -> int
 
     With ``strict`` "cannot tell" counts as no.
     """
-    right, worth_it = result["verdict"]["right"], result["verdict"]["worth_it"]
+    right = result["verdict"]["right"]
+    worth_it = result["verdict"]["worth_it"]
     failing = ("no", "cannot tell") if strict else ("no",)
     if right.startswith(failing) or (with_speed and worth_it.startswith(failing)):
         return CHECK_FAILED

@@ -80,7 +80,7 @@ def _numbers_and_text(found: Any, page: str) -> tuple[dict[str, Any], str]:
         numbers = summary(found, report=page)
         return numbers, comparison_table(numbers, color=color)
 
-    run, path = found
+    run, path = found  # the capture of a run, and its file
     numbers = run_summary(run) | {"report": page}
     try:
         watched = explanation_of(found)

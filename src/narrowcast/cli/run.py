@@ -133,7 +133,8 @@ def run(
     restore_killed(tell)  # before the script is looked for, which may be one of the files put back
     found = find_script(script, arguments, module=module)
     rank = rank_here()
-    name, capture = found.name, RUN
+    name = found.name
+    capture = RUN
     if rank > 0:
         name = f"{found.name}-rank{rank}"
         # Ranks share only a folder that was asked for; each has a new folder of its own otherwise.

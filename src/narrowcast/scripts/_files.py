@@ -36,6 +36,7 @@ JOURNAL = "files.jsonl"
 """Name of the journal in the folder of a run; it is deleted when everything was put back."""
 OUTPUTS = "narrowcast-outputs"
 """Folder, in that of a run, of the files that it wrote."""
+# Folders of copies: the name of that in the folder of a run, and how those on other file systems begin.
 _COPIES = "narrowcast-originals"
 _HIDDEN = ".narrowcast-originals-"
 # Marks the folder of a run whose files were set aside, so that those in their places are not its own.
@@ -163,8 +164,9 @@ class FileWatch:
         elif event == "os.truncate":
             self._keep(args[0])  # ignores a descriptor: its file was kept when it was opened
         elif event in _CHANGES:
+            moves_content = event == "os.rename"
             for path_at, folder_at in _CHANGES[event]:
-                self._keep(args[path_at], args[folder_at], follow=False, whole=event == "os.rename")
+                self._keep(args[path_at], args[folder_at], follow=False, whole=moves_content)
         elif event in ("tempfile.mkdtemp", "tempfile.mkstemp"):  # raised before the event that creates it
             self._keep(args[0], is_temporary=True)
         elif event == "sqlite3.connect":
@@ -184,7 +186,10 @@ class FileWatch:
         whole: bool = False,
         is_temporary: bool = False,
     ) -> None:
-        """Log what ``path`` is now, once, with a copy of a file; of a ``whole`` folder all that is in it."""
+        """Log what ``path`` is now, the first time, and copy it if it is a file.
+
+        ``whole``: whether all that is in a folder is logged and copied too.
+        """
         name = self._name(path, folder, follow=follow)
         if name is None:
             return
@@ -203,7 +208,7 @@ class FileWatch:
                 self._keep(entry.path, follow=False, whole=True)
 
     def _keep_itself(self, name: str, *, is_temporary: bool) -> None:
-        """Log what ``name`` is now, with a copy of a file, but nothing of what is in a folder."""
+        """Log what ``name`` is now, and copy it if it is a file; what is in a folder is not logged."""
         copies = place_of_copies(name, self._folder, self._hidden)
         copy = os.path.join(copies, uuid.uuid4().hex)
         try:
@@ -298,10 +303,10 @@ def _copy(path: str, to: str) -> None:
 
 
 def place_of_copies(path: str, folder: str, hidden: str) -> str:
-    """Return the folder of the copy of ``path``: in that of the run, if a rename can move the file there.
+    """Return the folder for the copy of ``path``: one in ``folder``, the run's, if a rename reaches it.
 
-    Else one named ``hidden``, as near to the root of the file system as can be: scripts that list their own
-    folders do not find it.
+    Otherwise it is one named ``hidden``, as near to the root of the file system of ``path`` as can be, where
+    scripts that list their own folders do not find it.
     """
     inside = os.path.join(folder, _COPIES)
 
@@ -381,13 +386,13 @@ def has_files_to_move(folder: Path) -> bool:
 
 
 def set_aside(folder: Path) -> str | None:
-    """Put files back as they were before the run in ``folder``, which stands still, until ``bring_back``.
+    """Put files back as they were before the run in ``folder``, while that run stands still.
 
-    Everything is renamed: what a process has open stays open, and a kill leaves each file in one of its
-    places, where ``restore_files`` finds it.
+    ``bring_back`` undoes it. Everything is renamed: what a process has open stays open, and a kill leaves
+    each file in one of its places, where ``restore_files`` finds it.
 
     Returns:
-        Why that cannot be; then nothing was moved.
+        None, or why the files cannot be put back; then nothing was moved.
     """
     changed = changed_files(folder)
     for entry in changed.values():
@@ -595,7 +600,7 @@ def restore_killed(tell: Callable[[str], None]) -> None:
     runs = cache / "runs"
     for path in sorted([*runs.glob(f"*/{JOURNAL}"), *runs.glob(f"*/*/{JOURNAL}")]):
         with suppress(OSError), path.open("r+b") as journal:
-            lock(journal)
+            lock(journal)  # raises OSError while the run goes on
             try:
                 changed = restore_files(path.parent)
             except FileError as error:

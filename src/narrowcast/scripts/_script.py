@@ -155,7 +155,7 @@ def _compiled(what: str, file: str) -> types.CodeType:
 
 
 def _meant(file: str) -> str:
-    """Return a hint to the script beside ``file``, which is missing, that has nearly its name."""
+    """Return a hint at a script with nearly the name of the missing ``file``; empty if there is none."""
     folder = Path(file).parent
     if not folder.is_dir():
         return ""

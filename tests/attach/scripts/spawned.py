@@ -14,7 +14,7 @@ class Recording(torch.nn.Linear):
         return out
 
 
-def train(rank):
+def train(rank, settings=None):
     torch.manual_seed(rank)
     model = Recording(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -30,7 +30,9 @@ if __name__ == "__main__":
     if sys.argv[1] == "torch":
         torch.multiprocessing.spawn(train, nprocs=2)
     else:
-        process = multiprocessing.get_context(sys.argv[1]).Process(target=train, args=(0,))
+        # The keyword is also the name of a parameter of the function that attaches in the process.
+        context = multiprocessing.get_context(sys.argv[1])
+        process = context.Process(target=train, args=(0,), kwargs={"settings": "unused"})
         process.start()
         process.join()
         assert process.exitcode == 0
