@@ -12,7 +12,7 @@ from narrowcast import rule
 from narrowcast.scaling import Dynamic
 
 RULES = nc.Policy(compute="bf16").with_rules(rule.module_type(nn.LayerNorm, compute="fp32", output="bf16"))
-INSTANTS = 200
+INSTANTS = 100
 # An interrupt between ``open`` and ``with`` leaves the file to the garbage collector.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 

@@ -377,7 +377,8 @@ def test_that_a_format_is_slow_is_said_once(tmp_path, monkeypatch, capsys):
 )
 def test_the_commands_to_type_next_are_of_this_version(workshop, right, worth_it, changed):
     workshop.write("tiny.py", TINY)
-    start = {"argv": ["tiny.py"], "policy": "bf16", "repeats": 1, "steps": 20, "options": ["--steps", "20"]}
+    options = ["--steps", "20", "--time-limit", "3"]
+    start = {"argv": ["tiny.py"], "policy": "bf16", "repeats": 1, "steps": 20, "options": options}
     start |= changed
     commands = [
         next_for_right(right, start, kind="training", formats="bf16", was_stopped=True),
