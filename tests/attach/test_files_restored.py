@@ -27,7 +27,8 @@ NOT_REMOVED = "with suppress(OSError): os.rmdir('sub')\n"
 # By another program, whose file is not seen.
 MADE_AGAIN = MADE_IF_MISSING + "shutil.rmtree('sub'); os.mkdir('sub'); os.system('echo x > sub/a')\n"
 RENAMED = "os.rename('sub', 'a'); os.mkdir('sub')"
-# What a script does to the user's files ``kept``, ``sub/in``, and ``link`` to ``kept``.
+NEW = "os.mkdir('new'); open('new/in', 'w').write('x'); "
+# What a script does to the user's files ``kept``, ``sub/in``, ``data/in``, and ``link`` to ``kept``.
 WAYS = {
     "open": "open('kept', 'w').write('x')",
     "open, to append": "open(b'kept', 'ab').write(b'x')",
@@ -45,6 +46,8 @@ WAYS = {
     "a folder replaced": "shutil.rmtree('sub'); os.makedirs('sub/new'); open('sub/new/a', 'w').write('x')",
     "a new folder renamed": "os.mkdir('new'); open('new/in', 'w').write('x'); os.rename('new/', 'moved/')",
     "a folder in place of a file": "os.remove('kept'); os.mkdir('kept'); open('kept/a', 'w').write('x')",
+    "a folder replaced by a link": "shutil.rmtree('sub'); os.symlink('data', 'sub')",
+    "a folder replaced by a link to a new one": "shutil.rmtree('sub'); " + NEW + "os.symlink('new', 'sub')",
     "a link moved on": "os.remove('link'); os.symlink('sub', 'link')",
     "a hard link": "os.link('kept', 'a'); open('a', 'w').write('x')",
     "sqlite3": "with sqlite3.connect('a') as db: db.execute('create table t (a)')\ndb.close()",
@@ -56,6 +59,12 @@ WAYS = {
     "safetensors": "from safetensors.torch import save_file as save; save(net.state_dict(), 'kept')",
     "safetensors, by name": "import safetensors.numpy as s; s.save_file({}, filename=Path('kept'))",
 }  # fmt: skip
+# Those after which ``sub`` is no folder.
+WITHOUT_SUB = (
+    "a folder renamed away",
+    "a folder replaced by a link",
+    "a folder replaced by a link to a new one",
+)
 HEAD = """\
 import json, os, shutil, sqlite3, sys, warnings
 from contextlib import suppress
@@ -88,7 +97,8 @@ def state(folder):
 
 def prepare(folder):
     (folder / "sub").mkdir(parents=True)
-    for name, text in ("kept", "of the user"), ("sub/in", "too"):
+    (folder / "data").mkdir()
+    for name, text in ("kept", "of the user"), ("sub/in", "too"), ("data/in", "other"):
         (folder / name).write_text(text)
         os.utime(folder / name, (1e9, 1e9))
     (folder / "kept").chmod(0o640)
@@ -108,12 +118,19 @@ def states(tmp_path_factory, fork_server):
     after = state(runs.work)
     assert set_aside(ended.folder) == "the script replaces or removes a folder (sub)"
     assert state(runs.work) == after
-    removed = runs.work / str(list(WAYS).index("a folder renamed away")) / "sub"
-    removed.mkdir()
+    # With a folder there, the run can make way.
+    removed = [runs.work / str(list(WAYS).index(way)) / "sub" for way in WITHOUT_SUB]
+    links = {path: os.readlink(path) for path in removed if path.is_symlink()}
+    for path in removed:
+        path.unlink(missing_ok=True)
+        path.mkdir()
     assert set_aside(ended.folder) is None
     aside = state(runs.work)
     bring_back(ended.folder)
-    removed.rmdir()
+    for path in removed:
+        path.rmdir()
+    for path, target in links.items():
+        path.symlink_to(target)
     back = state(runs.work)
     restore_files(ended.folder)
     states = {"before": before, "after": after, "aside": aside, "back": back, "restored": state(runs.work)}
@@ -425,3 +442,13 @@ def test_a_file_that_cannot_be_put_back_is_named(runs, monkeypatch):
     monkeypatch.undo()
     assert restore_files(folder) == [str(runs.work / "kept")]
     assert (runs.work / "kept").read_text() == "of the user"
+
+
+def test_outputs_moved_before_are_never_deleted(tmp_path):
+    """A folder of the same name may be all that is left of one whose move was killed."""
+    for number in range(3):
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "sub" / str(number)).write_text("x")
+        _files._move(str(tmp_path / "sub"), str(tmp_path / "sub"), tmp_path / "outputs", str(tmp_path))
+    files = [path for path in (tmp_path / "outputs").rglob("*") if path.is_file()]
+    assert sorted(path.name for path in files) == ["0", "1", "2"]

@@ -329,6 +329,18 @@ def test_scalers_are_known_by_their_full_names(library):
     assert "clip-before-unscale" in [one.rule for one in migrate_text(text, "torch").findings]
 
 
+@pytest.mark.parametrize("name", ["s", "grads"])
+@pytest.mark.parametrize("annotation", ["", ": torch.amp.GradScaler"])
+def test_scalers_are_known_by_any_name(name, annotation):
+    """Also by one that ends a word of the call that clips: "s." is in "torch.nn.utils."."""
+    text = f"import torch\n{name}{annotation} = torch.amp.GradScaler()\n" + (
+        f"{name}.scale(loss).backward()\n"
+        "torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)\n"
+        f"{name}.step(opt)\n{name}.update()\n"
+    )
+    assert "clip-before-unscale" in [one.rule for one in migrate_text(text, "torch").findings]
+
+
 # Shapes that training scripts have, in which nothing is wrong.
 RIGHT = {
     "accumulation": """\
@@ -441,6 +453,12 @@ off = GradScaler(device, enabled=False)
 off.scale(model(x).sum()).backward()
 clip_grad_norm_(model.parameters(), 1.0)
 off.step(optimizer)
+""",
+    "an annotated scaler that is off for good": """\
+grad_scaler: GradScaler = GradScaler(device, enabled=False)
+grad_scaler.scale(model(x).sum()).backward()
+clip_grad_norm_(model.parameters(), 1.0)
+grad_scaler.step(optimizer)
 """,
     "gradients averaged and their zeros looked at": """\
 scaler.scale(model(x).sum()).backward()

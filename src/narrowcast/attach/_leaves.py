@@ -34,8 +34,9 @@ from narrowcast.attach._torch_internals import (
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import by_device_and_dtype, multiply_and_check, nonfinite_flags, parameters_of
 
-_READ_EVERY = 64  # backwards without a step between them
-_SAMPLES = 16_384  # values compared of a tensor, evenly spaced
+# Passes whose checks stay unread. With so many they are read, though that waits for the device.
+_READ_EVERY = 64
+_SAMPLES = 16_384  # at least so many values of a tensor are compared (or all), evenly spaced; less than twice
 
 # A pass may reach hundreds of leaves. ``map`` with these reads an attribute of all of them at the speed of C,
 # and ``_NONE.issuperset(map(type, values))`` tells at that speed whether all values are None.
@@ -210,6 +211,7 @@ class Leaves:
         # Leaves of the running pass whose gradients are unscaled together when it ends.
         self._together: list[torch.Tensor] = []
         self._together_factor = 1.0
+        # Held by the main thread during a pass that unscales together.
         self._pass_together = threading.Lock()
         self._passes_elsewhere = False  # in other threads than the main one
 
@@ -244,7 +246,8 @@ class Leaves:
         """Divide a gradient by the scale of the running pass: the hook of each leaf."""
         factor = self.factors.get(graph_task_id())
         # torch.autograd.grad(allow_unused=True) passes None to the hooks of leaves that the pass does not
-        # reach.
+        # reach. Leaves may have this hook from an earlier pass; in one that unscales together it must not
+        # act.
         if factor is None or gradient is None or self._together:
             return None
         return true_gradient(gradient, factor)
@@ -348,7 +351,8 @@ class Leaves:
         # Libraries that average gradients over processes may read each as it arrives.
         if _averages_over_processes():
             return False
-        # torch calls the methods of a subclass.
+        # A subclass may define operators itself (``__torch_dispatch__``). The backward of an operator that
+        # saved such a leaf calls them with the gradient that arrives.
         if not _PLAIN.issuperset(map(type, leaves)):
             return False
         # torch would add a scaled gradient to an earlier one, which is unscaled.
@@ -718,7 +722,10 @@ def true_gradient(gradient: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _are_dense_without_overlap(gradients: Sequence[torch.Tensor]) -> bool:
-    """Return whether all are dense, and share no memory."""
+    """Tell quickly whether all may be written in place; if not, ``_writable_in_place`` finds those that may.
+
+    The dtype is not looked at.
+    """
     if not {torch.strided}.issuperset(map(_LAYOUT, gradients)):
         return False
     # The engine leaves dense gradients without gaps. They are apart if each ends before the next one starts.

@@ -144,11 +144,10 @@ def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
             ranges.append(_range_of_thirds(of_blocks))
     if not ratios:
         return _speedup_of_few_blocks(all_blocks)
-    if len(ratios) >= FEWEST_PAIRS:
+    if not are_few:
         return speedup_of_ratios(ratios)
     reach = student_975(2) * _USUAL_SPREAD / math.sqrt(len(ratios))
-    if ranges:
-        reach = math.hypot(reach, statistics.fmean(ranges))
+    reach = math.hypot(reach, statistics.fmean(ranges))
     return _speedup(statistics.fmean(ratios), reach)
 
 

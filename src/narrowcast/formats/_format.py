@@ -271,7 +271,7 @@ def round_to(format: Format, x: float, *, saturate: bool = False) -> float:
 
     Args:
         format: the format to round to.
-        x: a Python float, or a number that ``float`` converts.
+        x: a Python float, or a number that ``float`` converts, which may itself round (a large int).
         saturate: return ``max`` or ``-max`` instead of an infinity or NaN on overflow.
 
     >>> from narrowcast.formats import FLOAT16, round_to

@@ -46,6 +46,8 @@ class Scalers:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     self.made[source.code(target)].append(node.value)
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                self.made[source.code(node.target)].append(node.value)
         self._own_functions: set[str] = set()
         # Attributes of self that are objects, such as a model: self.model.parameters().
         self._objects: set[str] = set()
@@ -76,7 +78,7 @@ class Scalers:
         return scalers
 
     def _makes_scaler(self, value: ast.expr) -> bool:
-        """Return whether a value makes a scaler without ``enabled=False``, if only in one branch."""
+        """Return whether a value makes a scaler without ``enabled=False``, even if only in one branch."""
         for node in ast.walk(value):
             if not isinstance(node, ast.Call):
                 continue
@@ -129,10 +131,13 @@ class Scalers:
     def is_clip(self, call: ast.Call) -> bool:
         """Return whether a call clips gradients, to a limit that is not multiplied by the scale."""
         full = self.source.names.full(call.func) or self.source.code(call.func)
-        code = self.source.code(call)
+        if full.rpartition(".")[2] not in _CLIPS:
+            return False
         # clip_grad_norm_(parameters, 1.0 * scaler.get_scale()) is right.
-        uses_scaler = any(f"{scaler}." in code for scaler in self.scalers)
-        return full.rpartition(".")[2] in _CLIPS and not uses_scaler
+        for node in ast.walk(call):
+            if isinstance(node, ast.Attribute) and self.source.code(node.value) in self.scalers:
+                return False
+        return True
 
     def may_hide_steps(self, call: ast.Call) -> bool:
         """Return whether a call runs other code that may scale, unscale or step."""

@@ -85,7 +85,7 @@ class SkipExplainer:
         recorded_before = self.recording.records
         self.recording.records = False
         try:
-            arose_in_backward = self._stories.tell(
+            needs_gradients = self._stories.tell(
                 step,
                 surroundings,
                 number=number,
@@ -95,8 +95,9 @@ class SkipExplainer:
             )
         finally:  # also if the user interrupts the replay and then continues to train
             self.recording.records = recorded_before
-        if arose_in_backward is not None:
-            self.recording.hold_gradients(arose_in_backward)
+        # To tell more of the next step that goes wrong like this one, its gradients must be held.
+        if needs_gradients is not None:  # None: the step was not run again
+            self.recording.hold_gradients(needs_gradients)
 
 
 def _log(story: str) -> None:

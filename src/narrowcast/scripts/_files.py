@@ -108,8 +108,9 @@ class FileWatch:
     It also watches processes that this one starts by fork or multiprocessing. It sees the files that Python
     opens for writing, truncates, renames, links and removes, databases of sqlite3, and what torch and
     safetensors save. It does not see files that other native code (h5py) or other programs open. Files that
-    are named by a folder's descriptor, as ``shutil.rmtree`` does, it sees only on Linux. Caches, devices and
-    locks stay.
+    are named by a folder's descriptor, as ``shutil.rmtree`` does, it sees only on Linux, and never if
+    ``os.open`` opens them with ``dir_fd``, which its audit event does not tell. Caches, devices and locks
+    stay.
 
     Audit hooks cannot be removed, so use it in a process that runs one script. It can be pickled.
 
@@ -125,7 +126,8 @@ class FileWatch:
         self._folder = os.path.realpath(folder)
         self._hidden = f"{_HIDDEN}{uuid.uuid4().hex}"
         self._kept: set[str] = set()
-        # Folders in ``_kept`` whose content is not kept yet. A rename moves the content too, so it must be.
+        # Folders in ``_kept`` that were logged without their content. A rename moves the content too, so it
+        # is logged and copied then.
         self._not_entered: set[str] = set()
 
         # Paths that begin like these are ignored: the run's own folder, and caches.
@@ -198,8 +200,8 @@ class FileWatch:
         if name not in self._not_entered:
             return
 
-        # A folder may be kept long before it is renamed, as by ``os.makedirs(..., exist_ok=True)``. If it is
-        # empty by then, its content will be the run's own, and needs no copies.
+        # A folder may be logged long before it is renamed, as by ``os.makedirs(..., exist_ok=True)``. Once it
+        # is seen empty, whatever comes into it is the run's own and needs no copy, even if it is renamed.
         has_content = _is_folder_with_content(name)
         if whole or not has_content:
             self._not_entered.discard(name)
@@ -293,7 +295,11 @@ def _is_folder_with_content(path: str) -> bool:
 
 
 def _copy(path: str, to: str) -> None:
-    """Copy a file. Copy it again if another run had its turn meanwhile, and exchanged the file."""
+    """Copy a file.
+
+    A run may be made to stand still in the middle of this. The run whose turn it is then may write to the
+    file and exchange it. So copy again if another file is there after the copy.
+    """
     while True:
         before = os.lstat(path)
         Path(to).unlink(missing_ok=True)
@@ -467,6 +473,9 @@ def restore_files(folder: Path) -> list[str]:
     moved = []
     current: ChangedPath | None = None  # for the message of an error
     try:
+        # Each folder before its content: a link that replaced a folder must go before the paths of the old
+        # content lead through it, to files of the user.
+        at_their_paths.sort(key=attrgetter("path"))
         for current in at_their_paths:
             if current.was == "nothing":
                 with suppress(OSError):  # not empty, or no folder
@@ -478,7 +487,7 @@ def restore_files(folder: Path) -> list[str]:
             if os.path.lexists(current.own):
                 _move(current.own, current.path, folder / OUTPUTS, cwd)
                 moved.append(current.path)
-        for current in sorted(at_their_paths, key=attrgetter("path")):  # each folder before its content
+        for current in at_their_paths:
             _put_back(current)
     except (OSError, shutil.Error) as error:
         assert current is not None
@@ -499,7 +508,7 @@ def restore_files(folder: Path) -> list[str]:
 
 
 def _is_as_before(entry: ChangedPath) -> bool:
-    """Return whether a path is as it was before the run."""
+    """Compare the kind and the content of a path with those before the run; its time may differ."""
     path, copy = entry.path, entry.copy
     if entry.was == "nothing":
         return not os.path.lexists(path)
@@ -513,11 +522,20 @@ def _is_as_before(entry: ChangedPath) -> bool:
 
 
 def _move(path: str, name: str, outputs: Path, cwd: str) -> None:
-    """Move a file or a folder that was ``name``; what was in ``cwd`` keeps its relative path."""
+    """Move what is at ``path`` into ``outputs``. The run wrote it as ``name``.
+
+    Its place there is ``name`` relative to ``cwd``, or below ``absolute`` if ``name`` is not in ``cwd``.
+    """
     inside = Path(name).is_relative_to(cwd)
-    to = outputs / (os.path.relpath(name, cwd) if inside else f"absolute{name}")
-    if to.is_dir() and not to.is_symlink():  # from a move that was killed
-        shutil.rmtree(to)
+    wanted = outputs / (os.path.relpath(name, cwd) if inside else f"absolute{name}")
+
+    # A folder there is from a move that was killed. It may hold the only copy of what that has moved, so
+    # leave it and take another name.
+    to = wanted
+    number = 1
+    while to.is_dir() and not to.is_symlink():
+        number += 1
+        to = wanted.with_name(f"{wanted.name}-{number}")
     to.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(path, to)
 

@@ -194,7 +194,8 @@ def _why_not(module: torch.nn.Module) -> str | None:
         return f"is a {kind}, no torch.nn.Linear"
     if kind == "NonDynamicallyQuantizableLinear":
         return "is not called: torch.nn.MultiheadAttention reads its weight"
-    # One that is Fp8Linear still, in a copy whose policy was removed, computes as torch.nn.Linear.
+    # ``unconverted`` may meet a layer that is still Fp8Linear, in a copy whose policy was removed
+    # (``apply_fp8`` has restored those). It computes as torch.nn.Linear.
     if type(module) is not torch.nn.Linear and kind != "Fp8Linear":
         return f"is a {kind}, which may compute otherwise than torch.nn.Linear"
     if "forward" in vars(module):

@@ -42,14 +42,17 @@ from narrowcast.verify.runs._runs import (
 _STEPS_FOR_MEMORY = 3
 # If a step takes longer, such a run takes one step fewer, and two fewer from five times as long on.
 _SLOW_STEP_S = 2.0
-# Runs that are not timed, and how many steps of each format they take: 3 for memory, 7 for gradients.
+# Runs that are not timed: for memory one in each format; for gradients one in each, and one by exact sums.
+# Steps of one format that they always take: 3 for memory, 7 for gradients (FEWEST_BATCHES and MOVES). The one
+# step by exact sums is left out.
 _UNTIMED_RUNS, _UNTIMED_STEPS = 5, 10
 # The latest step at which gradients are compared, and that of a script with room for one later step only.
 _LATEST_STEP, _EARLY_STEP = 24, 8
 # If an FP32 step takes longer, gradients are not compared at ``_LATEST_STEP``. That takes three dozen more
 # steps, which would leave too little time for timed ones.
 _QUICK_STEP_S = 0.1
-# Steps of a profile, and after how many seconds its two phases end, each at the end of a step.
+# Steps of a profile, and its seconds if it is ended by time: of its two phases together (``SHARES_PHASES``).
+# Each ends with a step.
 _PROFILE_STEPS, _PROFILE_S = 7, 1.5
 _PROFILE_SHARE = 0.3  # of the time limit; what takes longer is for narrowcast doctor
 _IN_PROCESSES = "since the script computes in processes that it starts itself, which are not profiled"
@@ -196,7 +199,8 @@ class _Comparison:
         The three runs that keep gradients train up to the last compared step. All untimed steps are taken to
         be three times as long as timed ones, for exact sums, counted tensors and written gradients.
         """
-        # ``step_s`` is the time of a step in both formats together, so a step of three runs is 1.5 of it.
+        # ``step_s`` is the time of two steps, one in each format. So one step in each of the three runs that
+        # keep gradients takes 1.5 times as long.
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
         steps = _UNTIMED_STEPS + 1.5 * (at_steps[-1] + held_steps)
@@ -307,6 +311,8 @@ class _Comparison:
         latest = min(_LATEST_STEP, taken // 4)
         is_slow = statistics.median(self.timed.step_times("fp32") or [0.0]) > _QUICK_STEP_S
         if latest >= _EARLY_STEP and not is_slow:
+            # The latest is at most a quarter of the steps taken, and 8 or more. So 24 or more follow, which
+            # is enough (``_steps_besides``).
             return [0, latest // 3, latest]
         latest = min(_EARLY_STEP, taken // 2)
         if ends_by_itself:
