@@ -204,8 +204,8 @@ def test_an_interrupt_puts_the_files_of_the_user_back(pair, users_files, turn):
 
 # Of a container, less than any run takes.
 LIMIT = """from narrowcast.machine import _facts
-_facts._LIMITS.append(_facts.Path(os.environ["NARROWCAST_RUN_DIR"], "limit"))
-_facts._LIMITS[-1].write_text("100000000\\n")
+_facts._MEMORY_LIMITS.append(_facts.Path(os.environ["NARROWCAST_RUN_DIR"], "limit"))
+_facts._MEMORY_LIMITS[-1].write_text("100000000\\n")
 """
 LOCK = "fcntl.flock(held := open(sys.argv[1]), fcntl.LOCK_EX"
 ALONE = {
