@@ -416,6 +416,27 @@ def test_autograd_grad_is_true_also_where_the_scale_overflows():
         assert_as_in_fp32(slopes, scale, 2.0**-7)
 
 
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_backward_takes_iterators_as_torch_does(policy):
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with nc.attached(policy):
+        model(x).sum().backward(inputs=model.parameters())
+        torch.autograd.backward(model(x).sum() for _ in range(2))
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 6.0))
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_autograd_grad_takes_iterators_as_torch_does(policy):
+    """In fp16 the default scale overflows here, so that the pass is run again."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with nc.attached(policy):
+        outputs = (model(x).sum() for _ in range(2))
+        seeds = (torch.ones(()) for _ in range(2))
+        weight, bias = torch.autograd.grad(outputs, model.parameters(), seeds)
+    assert torch.equal(weight, torch.full((4, 4), 4.0))
+    assert torch.equal(bias, torch.full((4,), 4.0))
+
+
 @pytest.mark.parametrize("scale", [2.0**4, 2.0**24])
 def test_autograd_grad_leaves_true_gradients_where_they_are_kept(scale):
     """It adds to ``grad`` of a tensor inside the graph, also where it is run again as the scale overflows."""

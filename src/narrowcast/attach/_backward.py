@@ -58,6 +58,8 @@ class Backward:
         frees_graph: whether the pass that runs now only frees a graph, and has no gradients.
     """
 
+    # The instance of the run that is going on. ``TrueView`` finds it here, since a hook may outlive the run
+    # in which the script registered it, and be called in a later one.
     in_force: Backward | None = None
 
     def __init__(self, run: AttachedRun, regions: ScriptRegions) -> None:
@@ -108,9 +110,8 @@ class Backward:
             # For a tensor subclass torch calls this function again by its name: that is still the same pass.
             if self._nesting.depth and graph_task_id() == NO_GRAPH_TASK:
                 return original(*args, **kwargs)
-            run = replacement
-            if self._recorder.left_alone is not None:
-                run = original
+            # A script that is left alone, as one that uses mixed precision itself, gets torch's own function.
+            run = replacement if self._recorder.left_alone is None else original
             try:
                 with self._nesting:
                     result = run(*args, **kwargs)
@@ -137,10 +138,13 @@ class Backward:
         inputs: Any = None,
     ) -> None:
         """Run ``torch.autograd.backward`` from scaled losses; leaves get true gradients."""
-        run_without_scale = functools.partial(
-            self._torch_backward, tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
-        )
+        # An iterator can be read only once, and both are read again below.
         roots = _as_tuple(tensors)
+        if isinstance(inputs, Iterator):
+            inputs = tuple(inputs)
+        run_without_scale = functools.partial(
+            self._torch_backward, roots, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+        )
         enclosing = graph_task_id()
         if enclosing != NO_GRAPH_TASK:
             # This pass starts from gradients that the outer pass has scaled, unless a hook of the script
@@ -182,7 +186,10 @@ class Backward:
             loss_version=0 if loss is None else loss._version,
         )
         self.leaves.backward_begins(leaves)
-        # Gradients are unscaled together after the pass, unless something may see one of them during it.
+        # Gradients are unscaled together, in place, after the pass. Not where Python code or a hook may see
+        # one during it, and not where a graph of the division is wanted. Passes that keep gradients in the
+        # middle of the graph, or name their inputs, are rare: theirs are unscaled one by one, which is always
+        # right.
         seen_early = bool(
             runs_python or _living_hooks or self._retained or inputs is not None or create_graph
         )
@@ -198,7 +205,7 @@ class Backward:
             ):
                 options = (keeps_graph, create_graph, grad_variables, inputs)
                 self._torch_backward(roots, scaled_seeds, *options)
-            # The end of the block has put the gradients in, if it unscaled them together.
+            # Filled when the block ended: one entry if the gradients were unscaled together, otherwise none.
             return together[0] if together else None
 
         if not runs_python and self._may_run_again(leaves, retain_graph):
@@ -221,9 +228,10 @@ class Backward:
     def _may_run_again(self, leaves: Sequence[torch.Tensor], retained: bool) -> bool:
         """Return whether a pass may be run again at a lower scale, if its gradients overflow.
 
-        Only before the first optimizer step, or where the script retains the graph: it may then read
-        ``p.grad`` itself, which should be finite. Never where checkpoints would run Python code twice that
-        may rely on running once; the caller excludes custom Functions and compiled graphs.
+        Only where the script may read ``p.grad`` itself, which should then be finite: before the first
+        optimizer step (there may be no optimizer at all), or where it retains the graph. Never where
+        checkpoints would run Python code twice that may rely on running once; the caller excludes custom
+        Functions and compiled graphs.
         """
         if not self.leaves.may_run_again(leaves, retained=retained) or self._regions.checkpoints:
             return False
@@ -249,7 +257,8 @@ class Backward:
     ) -> PassGradients | None:
         """Run a pass, and repeat it at lower scales until its gradients are finite; then add earlier ones.
 
-        If they are not finite at a scale of 1 either, they stay so, as in FP32, and the scale falls once.
+        If they are not finite at a scale of 1 either, they stay so, as in FP32. The scale is then left as it
+        is here; it falls once, when the overflow is read or the step is skipped.
         """
         holders = [*leaves, *self._kept_in_graph(inputs)]
         earlier = _taken_from(holders)
@@ -315,6 +324,8 @@ class Backward:
         A leaf may stand in for a tensor of the outer pass: then its gradient is passed on to that tensor, and
         must stay scaled.
         """
+        # If the outer pass was to unscale its leaves together, unscale now what has arrived, and the rest by
+        # hooks: this pass may add to the same leaves.
         self.leaves.unscale_arrived()
         leaves, _ = self.leaves.reached_from(nodes)
         if self._regions.begins_recomputed_backward():
@@ -376,10 +387,16 @@ class Backward:
         A scaled pass that overflows is run again without a scale, since no later step could be skipped for
         it. So the graph stays until the script drops its outputs.
         """
-        run_without_scale = functools.partial(
-            self._torch_grad, outputs, inputs, grad_outputs, retain_graph, *rest, **options
-        )
+        # An iterator, as ``model.parameters()``, can be read only once; a pass that is run again reads them
+        # all again.
         roots = _as_tuple(outputs)
+        if isinstance(inputs, Iterator):
+            inputs = tuple(inputs)
+        if isinstance(grad_outputs, Iterator):
+            grad_outputs = tuple(grad_outputs)
+        run_without_scale = functools.partial(
+            self._torch_grad, roots, inputs, grad_outputs, retain_graph, *rest, **options
+        )
         outermost = graph_task_id() == NO_GRAPH_TASK
         if not (self._scale.active and outermost and all(map(_is_plain_result, roots))):
             return run_without_scale()
@@ -400,6 +417,8 @@ class Backward:
             found = [without_layers(gradient) for gradient in gradients if gradient is not None]
             overflowed = any(nonfinite_flags(found).read())
             if overflowed:
+                # Drop what this pass left in retained tensors: the end of the block puts back what they held
+                # before, and the pass without a scale adds to that.
                 for tensor in retained:
                     tensor.grad = None
         if overflowed:
@@ -506,7 +525,7 @@ def _single_number(roots: tuple[Any, ...]) -> torch.Tensor | None:
 def _scaled(roots: Sequence[torch.Tensor], seeds: Sequence[Any], factor: float) -> list[Any]:
     """Return the gradients of the roots that a scaled pass starts from."""
     scaled: list[Any] = []
-    for root, seed in zip(roots, seeds, strict=False):
+    for root, seed in zip(roots, seeds, strict=False):  # torch ignores surplus seeds, and refuses too few
         if seed is not None:
             scaled.append(seed * factor)
         elif _is_one_real_number(root):
@@ -535,7 +554,9 @@ def _taken_from(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, tor
 
 
 class TrueView:
-    """A hook that receives true gradients, low ones in fp32; its result is scaled like what it replaces.
+    """A hook that receives true gradients; its result is scaled like what it replaces.
+
+    In a scaled pass low gradients come in fp32. Where they are not scaled, hook and result are left alone.
 
     Args:
         hook: the script's.

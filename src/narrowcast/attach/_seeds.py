@@ -17,7 +17,10 @@ _TOO_LARGE_FOR_NUMPY = 2**32
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's (if it is installed) and torch's random numbers, from 0 to 2**32 - 1."""
+    """Seed the random numbers of Python, NumPy (if it is installed) and torch.
+
+    ``seed`` is from 0 to 2**32 - 1.
+    """
     random.seed(seed)
     torch.manual_seed(seed)
     if importlib.util.find_spec("numpy") is not None:

@@ -19,7 +19,8 @@ class TensorBoard:
     file, not the run.
 
     Args:
-        folder: where the file goes; it is made with the first event.
+        folder: where the file goes. The file is made with the first event; for the folder see
+            ``make_folder``.
 
     Attributes:
         error: what ended the file early, or None.
@@ -89,6 +90,7 @@ class TensorBoard:
         elif kind == "step":
             self._write_step(event)
         elif kind == "note":
+            # A story says where the infinity of a skipped step began.
             tag = "narrowcast/skips" if event.get("story") else "narrowcast/notes"
             # Indented, so that TensorBoard, which shows Markdown, keeps its lines.
             text = textwrap.indent(event["text"], "    ")

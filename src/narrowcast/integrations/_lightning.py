@@ -195,6 +195,7 @@ class Plugin:
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         self._set_up()
         self._was_scaled = True
+        # An optimizer has stepped: the first step, which alone is watched, is over.
         if self._updates.is_due:
             self._changed.end()
         self._updates.before_backward(self.scaler)
@@ -202,7 +203,7 @@ class Plugin:
         return scaled
 
     def _update(self) -> None:
-        """Move the scale after a step."""
+        """Move the scale, if an optimizer stepped since it was last moved."""
         self._updates.update(self.scaler)
 
     def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -213,8 +214,10 @@ class Plugin:
                 f"expected a backward pass by the host, which scales the loss, before the step of "
                 f"{type(optimizer).__name__}: write {self._how_to_backward} in place of loss.backward()"
             )
+        # Both checks may raise, so they come before anything is unscaled.
         if optimizer not in self._updates.unscaled:
             self._changed.before_unscaling(optimizer, self.scaler.get_scale)
+        # Also after clipping, which has unscaled: a model may have been called since.
         self._end_first_step(optimizer)
         if optimizer not in self._updates.unscaled:
             self.scaler.unscale_(optimizer)
@@ -291,8 +294,9 @@ class Plugin:
     def teardown(self) -> None:
         if self._updates.is_due:
             self._update()
-        elif self._regions:
-            self._updates.abandon(self.scaler)  # an error may have ended training during a step
+        elif self._regions:  # without one, this plugin has not used its scaler
+            # An error may have ended training during a step.
+            self._updates.abandon(self.scaler)
         self._updates = ScaleUpdates()
         self._steps_of_host.end()
         self._changed.end()

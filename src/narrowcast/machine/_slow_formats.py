@@ -17,10 +17,12 @@ def slow_formats(formats: Iterable[str], device_type: str, rates: list[Rate] | N
     """Return a sentence for each of ``formats`` that is slower than fp32 on this machine, with what to use.
 
     ``rates`` decide; by default those that were kept for ``auto`` on a CPU, and none on other devices. A rate
-    is clear if it was measured steadily, or cut short because the format is slow. Of matmuls, and of
-    convolutions, the largest size with a clear rate counts, and all larger sizes: the format is slow if it is
-    slow at each of them. If it is not, the sentence says what is known of this kind of CPU, unless the
-    largest size of all has a clear rate.
+    is clear if it was measured steadily, or cut short because the format is slow.
+
+    For matmuls, and for convolutions, the format is slow if it is slow at the largest size that has a clear
+    rate and at every larger one, whose rates are not clear. If the largest size of all has a clear rate, that
+    rate alone decides. Otherwise, if the rates do not show the format to be slow, the sentence says what is
+    known of this kind of CPU.
     """
     if rates is None:
         rates = []

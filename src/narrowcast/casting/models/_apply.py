@@ -90,12 +90,10 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
             "which has none: call nc.apply on the modules in it that are called, or open "
             '"with nc.autocast(...)" around their calls'
         )
-    # Layers in fp8 follow the policy without a region too, so a warning that nothing was cast would be false.
-    # Found before the policy is applied: an error must leave the model as it was.
-    warns_if_not_called = not policy_has_fp8(resolved_policy)
     _warn_at_exit()
     applied = Applied(model, resolved_policy)
-    applied.warns_if_not_called = warns_if_not_called
+    # Layers in fp8 follow the policy without a region too, so a warning that nothing was cast would be false.
+    applied.warns_if_not_called = not policy_has_fp8(resolved_policy)
     return applied
 
 
@@ -236,7 +234,8 @@ class Applied:
         if model is None or self._shared.ended:
             yield
             return
-        # The calls stay in front of the modules, and only call what is below them.
+        # With ``removed`` set, the calls, those on copies too, only call what is below them; they stay in
+        # front of the modules. ``ended`` is set by ``remove`` alone.
         self._shared.removed = True
         del _applied[model]
         try:
@@ -363,7 +362,8 @@ class _ModelCall(ModuleCall):
 
     def _begin(self) -> None:
         super()._begin()
-        # ``__init__`` sets both after this. In a copy they stay None, since it has modules of its own.
+        # Called by ``__init__``, which sets both afterwards, and in a copy, where they stay None: it has
+        # modules of its own, for which ``follow_model`` makes new rules.
         self._model = None
         self._ruled = None
 
@@ -377,6 +377,7 @@ class _ModelCall(ModuleCall):
         self._ruled.follow(module if model is None else model)
 
     def __getstate__(self) -> dict[str, Any]:
+        # A pickle cannot hold the weak reference, and a copy must not take the original's modules along.
         return {**super().__getstate__(), "_ruled": None, "_model": None}
 
 
@@ -468,7 +469,10 @@ def _remove_copied_calls(modules: Iterable[tuple[tuple[str, ...], torch.nn.Modul
             # The policy that came with a copy gives way to the one that is asked for.
             if call.is_copy:
                 call.detach()
-            elif call.shared.policy != policy and not (call.shared.compiled or call.shared.removed):
+                continue
+            # Rules of nc.compile hold only in regions that the compiled model opens, and a removed policy
+            # holds nowhere: neither is in the way.
+            if call.shared.policy != policy and not (call.shared.compiled or call.shared.removed):
                 raise PolicyError(
                     f"{type(module).__name__} {paths[0]!r} in this model has another policy already: "
                     f"{call.shared.how_to_end}"

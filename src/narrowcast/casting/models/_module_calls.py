@@ -96,7 +96,7 @@ class Shared:
         admits: called with the model; if it returns False, no region is opened. Lost when pickled.
         compiled: the calls belong to ``nc.compile``; the same modules may have other calls too.
         how_to_end: what to do before the model can have another policy, for messages.
-        removed: the policy is removed, from copies too.
+        removed: the policy is removed, from copies too; or ``Applied.paused`` sets it for a time.
         ended: the policy is removed from the model itself.
         called: whether a call, also of a copy, has opened a region in this process.
         traced_scopes: scopes that compiled graphs enter. Kept alive here, since a graph holds no reference to

@@ -39,8 +39,8 @@ class RoundedColumn(msgspec.Struct, frozen=True):
 def most_rounded_column(inputs: Any, dtype: torch.dtype) -> RoundedColumn | None:
     """Return the column of all inputs that loses most of its spread in ``dtype``; None: none loses much.
 
-    Inputs are matrices, a row a sample, and sequences of them, in fp32. A pixel or a token has no column of
-    its own.
+    Only fp32 tensors of two dimensions (a row a sample) or three (sequences of such rows) are looked at.
+    Images and tokens are passed over, since a pixel or a token has no column of its own.
     """
     worst: RoundedColumn | None = None
     for tensor in tensors_inside(inputs):
