@@ -90,10 +90,12 @@ def apply(model: torch.nn.Module, policy: Policy | str) -> Applied:
             "which has none: call nc.apply on the modules in it that are called, or open "
             '"with nc.autocast(...)" around their calls'
         )
+    # Layers in fp8 follow the policy without a region too, so a warning that nothing was cast would be false.
+    # Found out before the policy is applied: Ctrl-C meanwhile must leave the model as it was.
+    warns_if_not_called = not policy_has_fp8(resolved_policy)
     _warn_at_exit()
     applied = Applied(model, resolved_policy)
-    # Layers in fp8 follow the policy without a region too, so a warning that nothing was cast would be false.
-    applied.warns_if_not_called = not policy_has_fp8(resolved_policy)
+    applied.warns_if_not_called = warns_if_not_called
     return applied
 
 
