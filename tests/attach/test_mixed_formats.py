@@ -295,6 +295,16 @@ def test_what_runs_in_fp32_is_said_once(monkeypatch):
     assert said[0].endswith("no kernel")
 
 
+def test_a_number_outside_of_fp16_is_given_as_the_reason():
+    with Attachment("fp16") as attached:
+        gradients(PATTERNS["masked_fill"])
+    expected = {
+        "masked_fill runs in fp32, since fp16 cannot hold the number",
+        "masked_fill_ writes fp16's largest number, since fp16 cannot hold the number",
+    }
+    assert expected <= set(attached.notes)
+
+
 def test_what_is_not_promoted_raises_with_a_note():
     def pattern(x, y, w, v):
         return y + torch.mm(y.detach(), w.detach(), out=zeros(ROWS))

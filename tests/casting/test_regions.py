@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.casting import PolicyRegion
-from narrowcast.casting.regions import _regions
+from narrowcast.casting.regions import _regions, _scopes
 from narrowcast.errors import DeviceError, OrderError, PolicyError
 
 OUTSIDE = (False, BF16, True)
@@ -339,7 +339,7 @@ def test_a_fork_while_another_thread_is_inside():
     entered, leave = threading.Event(), threading.Event()
 
     def other():
-        with nc.autocast("cpu", FP16), _regions._process.lock:
+        with nc.autocast("cpu", FP16), _regions._process.lock, _scopes._lock:
             entered.set()
             leave.wait(30)
 
@@ -349,7 +349,9 @@ def test_a_fork_while_another_thread_is_inside():
         entered.wait(30)
         child = os.fork()
         if child == 0:
-            signal.alarm(20)  # nobody here will ever give that lock back
+            signal.alarm(20)  # nobody here will ever give those locks back
+            scopes_of_new_thread = _scopes._Thread()  # takes the lock of scopes
+            assert scopes_of_new_thread.regions == []
             with nc.autocast("cpu", BF16):  # the other thread is not here, so nobody keeps fp16 casts
                 right = state() == (True, BF16, True)
             os._exit(0 if right and state()[:2] == (True, FP32) else 1)

@@ -121,6 +121,14 @@ def test_an_optimizer_of_several_groups_is_named_by_its_groups():
     assert expected in migrated(head + INITIALIZE + loop).text
 
 
+def test_a_decorated_forward_pass_keeps_its_decorator():
+    forward = "    @torch.enable_grad()\n    def forward():\n        return loss_of(model(x), y)\n\n"
+    loop = LOOP.replace("    loss = loss_of(model(x), y)  # both\n", f"{forward}    loss = forward()\n")
+    region = '    with torch.autocast("cuda", dtype=torch.float16):\n'
+    expected = region + textwrap.indent(f"{forward}    loss = forward()\n", "    ")
+    assert expected in migrated(HEAD + INITIALIZE + loop).text
+
+
 def test_a_script_in_functions_shares_its_scaler():
     before, after = sides("""\
      '''Trains.'''

@@ -272,6 +272,14 @@ TO_NARROWCAST = {
         "import torch\nassert isinstance(torch.autocast('cpu'), torch.autocast)\n",
         "import torch\nimport narrowcast as nc\nassert isinstance(nc.autocast('cpu'), nc.autocast)\n",
     ),
+    "an import of the future on the line of the last import": (
+        "from __future__ import annotations; from torch.cuda.amp import autocast\na = autocast()\n",
+        'from __future__ import annotations; pass\nimport narrowcast as nc\na = nc.autocast("cuda")\n',
+    ),
+    "a docstring on the line of the last import": (
+        "'Text.'; import torch\na = torch.autocast('cpu')\n",
+        "'Text.'; import torch\nimport narrowcast as nc\na = nc.autocast('cpu')\n",
+    ),
     "after the imports of the future": (
         "#!/usr/bin/env python\nfrom __future__ import annotations\nimport torch\n"
         "a = torch.autocast('cpu')\n",

@@ -1,5 +1,6 @@
 """Where the time of a step goes: rules on ops made by hand, and counts against torch's own dispatcher."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -366,6 +367,15 @@ def test_reads_are_counted_by_line_and_kind():
     assert lines["item()"].endswith(f"test_profile.py:{first + 2}")
     assert lines["bool()"].endswith(f"test_profile.py:{first + 3}")
     assert {row["device"] for row in rows} == {"cpu"}
+
+
+@pytest.mark.parametrize(("non_blocking", "count"), [(False, 1), (True, 0)])
+def test_a_copy_that_does_not_block_is_no_read(non_blocking, count):
+    def copying():
+        with suppress(NotImplementedError):  # a tensor on "meta" has no values to copy
+            nn.Linear(1, 1, bias=False, device="meta").to("cpu", non_blocking=non_blocking)
+
+    assert sum(row["count"] for row in reads_in(copying)) == count
 
 
 def test_counters_of_optimizers_and_samplers_are_not_counted():

@@ -12,7 +12,7 @@ import torch
 
 from child_processes import output_of
 from narrowcast.errors import PolicyError
-from narrowcast.policy import PRESETS, Policy, Rule, as_policy, policy_name, rule
+from narrowcast.policy import PRESETS, Policy, Rule, as_policy, policy_name, rule, with_fp32_weights
 
 RULES = (
     rule.op("softmax", compute="fp16"),
@@ -143,6 +143,13 @@ def test_a_policy_is_named_by_its_preset_or_differences():
     assert policy_name(one) == "fp16 with low weights and 1 rule"
     several = Policy.preset("O1").with_rules(rule.op("mm", compute="fp32"))
     assert policy_name(several) == "auto with the table for cuda and 8 rules"
+
+
+def test_a_refused_policy_is_named_as_it_was_given():
+    with pytest.raises(PolicyError, match=r"policy 'fp16 with low weights' .*, policy=policy\)"):
+        with_fp32_weights(Policy(compute="fp16", low_weights=True))
+    with pytest.raises(PolicyError, match=r"policy 'O2' .*, policy='O2'\)"):
+        with_fp32_weights("O2")
 
 
 def test_a_policy_from_a_file_has_its_name(tmp_path):

@@ -160,7 +160,7 @@ class Policy:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
-        """Format a heading and one line per rule; consecutive operators with the same effect share one."""
+        """Format a heading and an entry for each rule; many operators in a row with one effect share one."""
         lines = textwrap.wrap(_heading(self), _WIDTH, subsequent_indent="    ")
         if self.tables != "native":
             lines.append(f"  PyTorch's table for {self.tables} on every device, in place of its own")
@@ -280,13 +280,13 @@ def _in_words(policy: Policy) -> str:
 def _heading(policy: Policy) -> str:
     name = name_of(policy)
     if name is not None:
-        return f"{name}: {PRESETS[name]}"
+        return f"{name}: {PRESET_TABLE[name].meaning}"
     if policy.master_weights:
-        heading = f"O2 in {policy.compute}: {PRESETS['O2']}"
+        heading = f"O2 in {policy.compute}: {PRESET_TABLE['O2'].meaning}"
     elif policy.low_weights:
-        heading = f"O3 in {policy.compute}: {PRESETS['O3']}"
+        heading = f"O3 in {policy.compute}: {PRESET_TABLE['O3'].meaning}"
     else:
-        heading = f"{policy.compute}: {PRESETS[policy.compute]}"
+        heading = f"{policy.compute}: {PRESET_TABLE[policy.compute].meaning}"
     if policy.rules:
         heading += f", with {_count(policy.rules)}"
     return heading
@@ -375,18 +375,21 @@ def with_fp32_weights(policy: Policy | str | os.PathLike[str]) -> Policy:
     """
     wanted = as_policy(policy)
     if wanted.master_weights:
-        raise PolicyError(_needs_a_stepper("O2", and_masters=" and updates fp32 master weights"))
+        raise PolicyError(_needs_a_stepper(wanted, and_masters=" and updates fp32 master weights"))
     if wanted.low_weights:
-        raise PolicyError(_needs_a_stepper("O3", and_masters=""))
+        raise PolicyError(_needs_a_stepper(wanted, and_masters=""))
     return wanted
 
 
-def _needs_a_stepper(name: str, and_masters: str) -> str:
+def _needs_a_stepper(policy: Policy, and_masters: str) -> str:
+    # A policy that the user created has no name that nc.Stepper takes.
+    name = policy.file or name_of(policy)
+    argument = "policy" if name is None else repr(name)
     return (
-        f"policy {name!r} holds the model's weights in a low format{and_masters}, "
+        f"policy {policy_name(policy)!r} holds the model's weights in a low format{and_masters}, "
         "which only nc.Stepper does: "
-        f"nc.Stepper(model, optimizer, policy={name!r}). Here use 'bf16' or 'fp16', which leave the weights "
-        "in fp32"
+        f"nc.Stepper(model, optimizer, policy={argument}). Here use 'bf16' or 'fp16', which leave the "
+        "weights in fp32"
     )
 
 

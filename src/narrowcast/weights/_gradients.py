@@ -1,4 +1,7 @@
-"""Move gradients between low and working parameters, and keep scalers from stepping before that."""
+"""Move gradients between low parameters and the float32 ones that an optimizer has in their place.
+
+The latter are the *working* parameters (``Pair``). Scalers are kept from stepping before the move.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ def take(pairs: Sequence[Pair], *, restores: bool, reuses_memory: bool) -> None:
     for pair in pairs:
         gradient = pair.low.grad
         if gradient is None:
-            # With ``restores`` a noted gradient stays noted: the step that took it has raised before it put
-            # it back, and this step will.
+            # With ``restores`` keep what is noted: an earlier step took it and raised before ``restore_low``.
+            # So it is put back at the end of this step.
             if not restores:
                 pair.low_grad = None
             continue
@@ -111,9 +114,9 @@ def move_back(pairs: Sequence[Pair]) -> None:
 
 
 class ScalerGuard:
-    """The value of an attribute that scalers read at each step; raises while low parameters hold gradients.
+    """The value of ``ASKED_BY_SCALERS`` on a held optimizer: the attribute that a scaler's step reads first.
 
-    Otherwise it has the truth of the optimizer's own value.
+    Its truth is that of the optimizer's own value; asking raises while low parameters hold gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pairs: Sequence[Pair]) -> None:

@@ -11,8 +11,10 @@ these operators first call PyTorch's, and if that raises, they run the operator 
 An operator with a number that fp16 cannot hold, such as ``masked_fill(mask, -1e9)``, runs in fp32 at once, or
 in place with fp16's largest number.
 
-So no result changes that PyTorch computes, except for the operators of ``_IN_FP32``. Fake tensors raise no
-such error, and casts below a layer of ``torch.func`` would not be recorded by it: there the formats decide.
+So no result changes that PyTorch computes, except for the operators of ``_IN_FP32`` and ``_WITH_NUMBERS``. In
+two cases no error can be waited for: fake tensors raise none, and under ``torch.func`` it is raised below a
+layer, which would not record casts that are made there. Then the formats of the inputs decide, before
+PyTorch's kernel is called.
 
 Backward passes run outside of regions, and mostly need no promotion, since what they differentiate was called
 with one format. The backward passes of norms need it under ``vmap``: outside of it they take an fp32 weight
@@ -79,8 +81,9 @@ _FP32 = """linalg_matrix_exp addr addr_ linalg_pinv linalg_pinv.atol_rtol_float 
 _THIRD_FORMAT = """bincount complex view_as_complex stft stft.center
     fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn
     fft_ihfft fft_ihfft2 fft_ihfftn"""
-# Promoted only where oneDNN has no LSTM for a format of the policy (see why_no_lstm). PyTorch's table has
-# mkldnn_rnn_layer, which lstm.input calls: below a layer of torch.func it would cast the inputs down again.
+# Promoted only where oneDNN has no LSTM for a format of the policy (see why_no_lstm). lstm.input calls
+# mkldnn_rnn_layer. That is promoted too, since it is on PyTorch's table for the CPU: below a layer of
+# torch.func, where autocast is on again, it would cast the inputs down again.
 _LSTM = frozenset(("lstm.input", "mkldnn_rnn_layer"))
 _IN_FP32 = frozenset((*_FP32.split(), *_THIRD_FORMAT.split())) | _LSTM
 # Found by tests/policy/scripts/mixed_inputs.py, which calls every operator with mixed formats, besides those
@@ -100,9 +103,9 @@ _NO_LOW_KERNEL = """_dirichlet_grad _linalg_det _linalg_slogdet _linalg_solve_ex
     linalg_matrix_norm.str_ord linalg_solve_triangular linalg_vander logdet sparse_sampled_addmm sspaddmm"""
 # What the names of those functions in torch.special contain that have no low kernel.
 _SPECIAL = re.compile("airy|bessel|erfcx|log_ndtr|ndtri|polynomial")
-# What the names of those operators contain that PyTorch's table for the CPU casts to fp32, its table for CUDA
-# lacks, and CUDA has no low kernel for.
-_ON_CPU_ALONE = re.compile(
+# PyTorch's table for the CPU casts to fp32 some operators that its table for CUDA lacks. CUDA has no low
+# kernel for those of them whose names contain one of these parts.
+_ON_CPU_TABLE_ALONE = re.compile(
     "linalg|fft|chol|lu_|qr|quantile|svd|inverse|triangular|polar|complex|grid_s|stft|ctc"
 )
 # The rules of vmap decompose these into operators that take one format only; outside of vmap these take an
@@ -131,7 +134,7 @@ def lacking_low() -> frozenset[str]:
         if _SPECIAL.search(name):
             lacking.add(f"special_{name}")
     for op, kind in TABLES["cpu"].items():
-        if kind != PROMOTE and _ON_CPU_ALONE.search(op):
+        if kind != PROMOTE and _ON_CPU_TABLE_ALONE.search(op):
             lacking.add(op)
     return frozenset(lacking)
 
@@ -230,8 +233,8 @@ def _again(name: str, device: str) -> Callable[..., Any]:
         elif len(formats) > 1 and not in_fp32:
             dtype = widest(inputs, device)
 
-        # Below a layer of torch.func ``mv`` is decomposed into a matmul, which the region would cast to the
-        # low format: it runs here although nothing is cast, so that ``_lower_is`` keeps the matmul in fp32.
+        # Below a layer of torch.func ``mv`` is decomposed into a matmul, which autocast would cast to the low
+        # format. ``_lower_is`` prevents that, so an ``mv`` of fp32 runs here too, though nothing is cast.
         stays_fp32 = by_formats and name == "mv" and formats == {torch.float32}
         if not (in_fp32 or stays_fp32):
             # No cast would change anything: the error is the script's own, and a second call in place would
@@ -249,7 +252,7 @@ def _again(name: str, device: str) -> Callable[..., Any]:
             result = call(*cast_args, **cast_kwargs)
         # Inputs of several formats are only promoted, which is not reported.
         if raised is not None and (len(formats) == 1 or in_fp32) and not stays_fp32:
-            _report("lstm" if name in _LSTM else name, raised)
+            _report_error("lstm" if name in _LSTM else name, raised)
         return result
 
     return again
@@ -301,7 +304,8 @@ def promoting(name: str, go_on: _Kernel, device: str) -> _Kernel:
             return go_on(keyset, *args, **kwargs)
         except torch.OutOfMemoryError:
             raise
-        # Not what torch.utils.checkpoint raises to stop a recomputation when it has saved its last tensor.
+        # These three, not Exception: torch.utils.checkpoint ends a recomputation that has saved its last
+        # tensor by an exception of its own.
         except (RuntimeError, TypeError, ValueError) as error:
             if not is_promoting():
                 raise
@@ -377,7 +381,7 @@ def promoting_sparse(name: str, go_on: _Kernel) -> _Kernel:
                 raise
             wide, wide_kwargs = cast_all(args, kwargs, torch.float32, "cpu")
             result = go_on(keyset, *wide, **wide_kwargs)
-            _report(name, str(error))
+            _report_error(name, str(error))
             return kwargs["out"].copy_(result) if "out" in kwargs else result.to(dtype)
 
     return kernel
@@ -392,6 +396,10 @@ def _promoting_norm(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
         @traced_only_inline
         @functools.wraps(below)
         def norm(*args: Any, **kwargs: Any) -> Any:
+            # Dynamo traces this only where a script calls ``torch.layer_norm`` itself: graphs contain calls
+            # of ``F.layer_norm``, which come here, and promote, when the graph runs. A call of the script
+            # becomes one of PyTorch's own norm, which promotes nothing. Dynamo must first be told to put
+            # that into the graph, since it was replaced (see ``let_dynamo_trace``).
             if torch.compiler.is_dynamo_compiling():
                 let_dynamo_trace_norm()
                 return below(*args, **kwargs)
@@ -443,10 +451,11 @@ def _within_range(name: str, go_on: _Kernel, device: str) -> _Kernel:
         fits = dtype != torch.float16 or list(map(_within_fp16, args)) == list(args)
         if fits or not is_promoting():
             return go_on(keyset, *args, **kwargs)
+        # What is written in place keeps its format, and below autograd a cast would not be recorded.
         if op._schema.is_mutable or is_below_autograd():
-            _report(name, "fp16 cannot hold the number", "writes fp16's largest number")
+            _report(name, "writes fp16's largest number", "fp16 cannot hold the number")
             return go_on(keyset, *map(_within_fp16, args), **kwargs)
-        _report(name, "fp16 cannot hold the number")
+        _report(name, "runs in fp32", "fp16 cannot hold the number")
         wide, kwargs = cast_all(args, kwargs, torch.float32, device)
         with off():
             return call(*wide, **kwargs)
@@ -477,14 +486,19 @@ class _Unchanged(Exception):  # noqa: N818
     """Casts would not help."""
 
 
-def _report(name: str, raised: str, what: str = "runs in fp32") -> None:
-    """Tell the promotion of this thread's region, or all if a compiled graph has entered the region."""
+def _report_error(name: str, raised: str) -> None:
+    """Report an operator that runs in fp32, since PyTorch raised an error with the text ``raised``."""
     # The first sentence only: oneDNN appends advice to set an environment variable, which does not help here.
     first_sentence = raised.partition("\n")[0].partition(". ")[0]
-    reason = textwrap.shorten(first_sentence, 200, placeholder=" ...")
+    error = textwrap.shorten(first_sentence, 200, placeholder=" ...")
+    _report(name, "runs in fp32", f"PyTorch raised an error in the low format: {error}")
+
+
+def _report(name: str, what: str, why: str) -> None:
+    """Tell the promotion of this thread's region, or all if a compiled graph has entered the region."""
     base_name = name.partition(".")[0].lstrip("_")
 
     here = promotion_here()
     promotions = list(living) if here is None else [here]
     for promotion in promotions:
-        promotion(base_name, f"{what}, since PyTorch raised an error in the low format: {reason}")
+        promotion(base_name, f"{what}, since {why}")

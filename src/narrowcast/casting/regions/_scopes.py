@@ -19,6 +19,7 @@ In the same way the autocast dtype of XLA devices says that operators promote.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -35,6 +36,9 @@ _NO_SCOPE = torch.float16
 PROMOTING = ("xla", torch.float64)
 """The autocast state in which operators of a thread promote where formats meet."""
 _lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # Another thread may hold the lock during the fork, and does not exist in the child.
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def _dtypes_for_marks() -> tuple[torch.dtype, ...]:
@@ -73,6 +77,8 @@ class OpenRegion:
         promotion: called with the name of each operator that runs otherwise than in the low format, and with
             how and why. None: promotion stays as it is outside.
         caching: whether weight casts are kept.
+        regions_of_thread: the list that holds it, by which regions of one thread are told from those of
+            another.
     """
 
     __slots__ = (
@@ -97,6 +103,7 @@ class OpenRegion:
         self.dtype = dtype
         self.watches = watches and enabled
         self.promotion = promotion
+        # A checkpoint restores a region by torch.autocast, which turns itself off in float32 on a CPU.
         self.propagates = scope is not None or promotion is not None or (enabled and dtype == torch.float32)
         self.scope = scope
         self.caching = False
@@ -112,6 +119,7 @@ class _Regions(list[OpenRegion]):
 
 
 _of_threads: weakref.WeakValueDictionary[int, _Regions] = weakref.WeakValueDictionary()
+"""The regions of each living thread by the ``id`` of their list: a list has no hash, as a WeakSet needs."""
 
 
 class _Thread(threading.local):
@@ -203,8 +211,8 @@ def set_scope(scope: Scope | None, device_type: str) -> None:
         mark = mark_of(scope)
         carrier = _carrier_of[device_type]
         thread.scopes[device_type] = scope
-    # Dynamo compares the dtypes of devices on which autocast is on. The dtype comes last, since it tells
-    # whether all of this was done.
+    # Autocast is on there because Dynamo compares dtypes only of devices on which it is. The dtype comes
+    # last, since ``scope_on`` goes by it: after an interrupt in between, it returns the scope of before.
     torch.set_autocast_enabled(carrier, scope is not None)
     torch.set_autocast_dtype(carrier, mark)
 

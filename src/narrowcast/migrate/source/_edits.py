@@ -112,12 +112,13 @@ class Applied:
 
     def origin(self, offset: int) -> int:
         """Return the old offset of a character of the new text; for inserted text, where it was inserted."""
+        # Each edit has two marks, its begin and its end. Between two edits both texts are the same: add the
+        # distance from the mark before the character.
         next_mark = bisect_right(self._marks, offset, key=lambda mark: mark[0])
-        # Between two marks both texts are the same: add the distance from the mark before the character.
         new, old = self._marks[next_mark - 1]
         place = old + offset - new
 
-        # Inserted text may be longer than what it replaced: stop at the end of that.
+        # Inside the text of an edit, which may be longer than what it replaced: stop at the end of that.
         if next_mark < len(self._marks):
             _, next_old = self._marks[next_mark]
             place = min(place, next_old)
@@ -154,11 +155,19 @@ def remove(source: Source, changes: Changes, statements: Sequence[ast.stmt]) -> 
 
 def wrap(source: Source, changes: Changes, first: ast.stmt, last: ast.stmt, header: str) -> None:
     """Put ``header`` before the statements from ``first`` to ``last``, and indent them under it."""
-    begin, end = source.span_of_lines(first, last)
+    begin = _begin_of_lines(source, first)
+    _, end = source.span_of_lines(last)
     changes.insert(begin, f"{source.indent(first)}{header}{source.newline}")
     step = _indentation(source)
     for start in _movable_lines(source, begin, end):
         changes.insert(start, step)
+
+
+def _begin_of_lines(source: Source, statement: ast.stmt) -> int:
+    """Return the offset where the lines of a statement begin, with those of its decorators."""
+    decorators = getattr(statement, "decorator_list", [])
+    first = decorators[0] if decorators else statement
+    return source.span_of_lines(first)[0]
 
 
 def _indentation(source: Source) -> str:
@@ -238,11 +247,7 @@ def between_statements(source: Source, statement: ast.stmt) -> str:
 
 def insert_before(source: Source, changes: Changes, statement: ast.stmt, code: str) -> None:
     """Insert a line before a statement and its decorators, indented as it is."""
-    first = statement
-    decorators = getattr(statement, "decorator_list", [])
-    if decorators:
-        first = decorators[0]
-    changes.insert(source.span_of_lines(first)[0], source.indent(statement) + code + source.newline)
+    changes.insert(_begin_of_lines(source, statement), source.indent(statement) + code + source.newline)
 
 
 def insert_after(source: Source, changes: Changes, statement: ast.stmt, code: str) -> None:
@@ -273,10 +278,12 @@ def require_import(source: Source, changes: Changes, name: str, module: str) -> 
 def reaches(source: Source, name: str, module: str) -> bool:
     """Return whether ``name`` is ``module`` at module level."""
     for imported in source.imports:
-        # An import in a function or a try may not be run; "import torch.nn" binds torch too.
+        if imported.statement not in source.tree.body:
+            continue  # an import in a function or a try may not be run
+        # "import torch.nn" binds torch too.
         is_parent = name == module and imported.full.startswith(f"{module}.")
         is_same = imported.full == module or is_parent
-        if is_same and imported.name == name and imported.statement in source.tree.body:
+        if is_same and imported.name == name:
             return True
     return False
 
@@ -290,9 +297,11 @@ def _after_first_imports(source: Source) -> int:
             break
         last = statement
     if last is not None:
-        # Other code on the line of the last import may use the new one, which then comes before that line.
+        # Other code behind the last import, on its line, may use the new one, which then comes before that
+        # line. Otherwise it comes after it: a docstring or a __future__ import on the line must stay first.
         begin, end = source.span_of_lines(last)
-        return end if source.stands_alone(last) else begin
+        behind = source.text[source.span(last)[1] : end].strip()
+        return end if behind[:1] in ("", "#") else begin
     # A file may begin with "#!" and its encoding.
     for start in source.line_starts:
         if not source.text.startswith("#", start):

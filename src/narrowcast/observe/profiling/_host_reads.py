@@ -77,7 +77,7 @@ def _reads(name: str, tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
         parts = index if isinstance(index, tuple) else (index,)
         return any(map(_is_mask, parts))
     if name == "to":
-        return not kwargs.get("non_blocking") and _moves_to_cpu(tensor, args, kwargs)
+        return not _is_non_blocking(args, kwargs) and _moves_to_cpu(tensor, args, kwargs)
     return True
 
 
@@ -86,7 +86,16 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
+def _is_non_blocking(args: Any, kwargs: Any) -> bool:
+    # ``Module.to`` passes ``non_blocking`` by position: it is the first bool in each overload of ``to``.
+    for argument in args[1:]:
+        if isinstance(argument, bool):
+            return argument
+    return bool(kwargs.get("non_blocking"))
+
+
 def _moves_to_cpu(tensor: torch.Tensor, args: Any, kwargs: Any) -> bool:
+    # A script's ``to(device)`` on a CPU does not say that it would read on a GPU, as ``cpu()`` does.
     if tensor.device.type == "cpu":
         return False
     for target in (*args[1:], kwargs.get("device")):
