@@ -231,6 +231,8 @@ def test_fp16_without_a_scaler_is_reported(region, is_wrong):
         assert "scaler.step(optimizer)" in outcome.findings[0].message
     scaled = text.replace("loss.backward()", "scale_loss(loss).backward()")
     assert migrate_text(scaled, "torch").findings == ()
+    logged = text + 'writer.add_scalar("loss", 0.0, 1)\n'
+    assert len(migrate_text(logged, "torch").findings) == is_wrong
 
 
 def test_every_rule_has_a_wrong_program():
@@ -343,6 +345,20 @@ def test_scalers_are_known_by_any_name(name, annotation):
 
 # Shapes that training scripts have, in which nothing is wrong.
 RIGHT = {
+    "a region that is off inside of another one": """\
+for x in loader:
+    with autocast(device):
+        loss = model(x).sum()
+        with autocast(device), autocast(device, enabled=False):
+            scaler.scale(loss.float()).backward()
+    STEP
+""",
+    "a loss that is given by its name": """\
+def update(*, loss):
+    loss.backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
     "accumulation": """\
 for i, x in enumerate(loader):
     with autocast(device, enabled=amp):

@@ -55,6 +55,7 @@ BRANCHES = [
     ([(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)], 1.0, 1.0, "pass", "is 1.00 of the spread"),
     ([(2.0, 2.0)] * 4, 0.0, 0.0, "pass", "the same to the last digit for all 4 seeds"),
     ([(2.0, 2.5)] * 3, 0.5, 0.0, "cannot tell", "seeds change nothing in this script"),
+    ([(1.0, 1.5), (1.0, 0.5), (1.0, 1.0)], 0.0, 0.0, "cannot tell", "seeds change nothing in this script"),
     ([(1.0, -1.0), (2.0, 0.0), (3.0, 1.0)], -2.0, 1.0, "pass", "lower than FP32's by 2.0 times"),
     ([(1.0, 3.0), (2.0, 4.0), (3.0, 5.5)], 6.5 / 3, 1.0, "fail", "higher than FP32's by 2.2 times"),
     ([(1.0, 1.0), (2.0, 2.0), (3.0, 12.0)], 3.0, 1.0, "cannot tell", "and the pairs differ too much"),

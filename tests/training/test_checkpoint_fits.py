@@ -345,6 +345,17 @@ def test_a_loop_that_resumes_is_told_its_format(path, auto_is):
     assert load_checkpoint(path, model, loop(model), policy="bf16").policy == found.policy
 
 
+def test_a_loop_without_an_optimizer_is_told_its_format(path, auto_is):
+    """The model is all that it has, so that a run continues where it is loaded alone."""
+    auto_is("bf16")
+    model = net(4, 2)
+    save_checkpoint(path, model, policy="auto")
+    auto_is("fp32")
+    with pytest.warns(UserWarning, match=KEPT.format("bf16", "fp32")):
+        found = load_checkpoint(path, model, policy="auto")
+    assert found.policy == nc.Policy(compute="bf16")
+
+
 def test_a_format_that_cannot_be_kept_is_refused(path, auto_is):
     auto_is("bf16")
     model, _, stepper = stepper_of(nc.Policy(compute="auto", rules=(nc.rule.module("0", compute="fp32"),)))

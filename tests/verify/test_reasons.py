@@ -85,6 +85,16 @@ PLANTED = {
         "and ran 2.12x slower in bf16 (attention 8.75x slower, which a rule can keep in fp32",
         None,
     ),
+    "a rule keeps one of two equal layers in fp32": (
+        profile([("matmul", 64, "fp32", 0.001, 10)], {"products": 0.1, "other_ops": 0.9}),
+        profile(
+            [("matmul", 64, "fp32", 0.001, 5), ("matmul", 64, "bf16", 0.0005, 5)],
+            {"products": 0.075, "other_ops": 0.925},
+        ),
+        "other",
+        "matmuls take 10 % of a step in FP32, and 67 % ran in FP32 under bf16 too (matmul)",
+        None,
+    ),
     "waiting of a GPU": (
         profile([matmul(0.001)], {"products": 0.5, "python": 0.5}, busy=0.5),
         profile([matmul(0.0005, "bf16")], {"products": 0.2, "python": 0.8}, 0.12, busy=0.2),

@@ -36,7 +36,8 @@ from narrowcast.gradients import by_device_and_dtype, multiply_and_check, nonfin
 
 # Passes whose checks stay unread. With so many they are read, though that waits for the device.
 _READ_EVERY = 64
-_SAMPLES = 16_384  # at least so many values of a tensor are compared (or all), evenly spaced; less than twice
+# Of a larger tensor at least this many values are compared, and fewer than twice as many; of others all.
+_SAMPLES = 16_384
 
 # A pass may reach hundreds of leaves. ``map`` with these reads an attribute of all of them at the speed of C,
 # and ``_NONE.issuperset(map(type, values))`` tells at that speed whether all values are None.
@@ -278,7 +279,8 @@ class Leaves:
             try:
                 yield together
             finally:
-                # Also after an error: gradients that arrived before it stay.
+                # Also after an error: gradients that arrived before it stay. Not if ``unscale_arrived`` has
+                # done it during the pass.
                 if self._together is leaves:
                     together.append(self._unscale_together())
 

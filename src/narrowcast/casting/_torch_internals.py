@@ -261,10 +261,10 @@ class Replacements:
                     setattr(replaced.owner, replaced.name, replaced.below)
 
 
-# Module.load_state_dict has no hook that sees every module. Replacing the method for each region would empty
-# Python's method caches of every module class (measured: 7 microseconds a region with 2,000 classes). So
-# this replaces the constructor of the record that load_state_dict makes after writing each module; its class
-# has no subclasses.
+# Kept casts of weights are dropped when load_state_dict writes to a module. It has no hook that sees every
+# module. Replacing the method for each region would empty Python's method caches of every module class
+# (measured: 7 microseconds a region with 2,000 classes). So this is what is replaced: the constructor of the
+# record that load_state_dict makes after writing each module; its class has no subclasses.
 # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/modules/module.py
 LOADED_KEYS = (torch.nn.modules.module._IncompatibleKeys, "__new__")
 # torch.autograd.backward and torch.autograd.grad look this name up at each call, whoever imported the two.
@@ -295,7 +295,7 @@ def gradient_dtypes(node: Any) -> set[torch.dtype]:
 CHECKPOINT: Any = torch.utils.checkpoint
 """The module that names the parts of activation checkpointing, which are replaced there."""
 CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
-if hasattr(CHECKPOINT, f"{CHECKPOINT_GENERATOR}_impl"):  # torch 2.15, which calls no other
+if hasattr(CHECKPOINT, f"{CHECKPOINT_GENERATOR}_impl"):  # torch 2.15 calls this one alone
     CHECKPOINT_GENERATOR += "_impl"
 
 
@@ -314,6 +314,7 @@ def skipped_by_dynamo(function: _F) -> _F:
     """
     marked: Any = function
     marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
+    # The marks keep it from being traced inside others; this keeps it and what it calls from being compiled.
     return traced_only_inline(function)
 
 
@@ -354,7 +355,10 @@ def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
 
 @constant_while_tracing
 def let_dynamo_trace_autocast() -> None:
-    """Have Dynamo keep these calls in the graph, which 2.11 breaks at them; traced code calls this first."""
+    """Have Dynamo put calls of these functions into the graph; traced code calls this first.
+
+    torch 2.11 breaks the graph at them otherwise.
+    """
     # https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/trace_rules.py
     for function in (set_autocast_dtype, torch.clear_autocast_cache):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
@@ -427,7 +431,8 @@ def set_in_every_thread(settings: Any, name: str, value: Any) -> None:
     setattr(settings, name, value)
     entry = settings._config[name]
     entry.default = value
-    # What an environment variable set comes before the default.
+    # The value of an environment variable comes before the default. Where none is set, the field holds an
+    # object of another type.
     if type(entry.env_value_default) is type(value):
         entry.env_value_default = value
 
@@ -497,7 +502,7 @@ def trace_as_called(compiled: Any) -> None:
 
 @functools.cache
 def _optimized_module() -> type[torch.nn.Module]:
-    """Return a class of modules that Dynamo, which goes by the exact class, does not replace."""
+    """Return a class of compiled modules that Dynamo does not unwrap: it knows them by their exact class."""
     base: Any = sys.modules["torch._dynamo"].OptimizedModule
 
     class OptimizedModule(base):  # type: ignore[misc]

@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text += f" To run a script: narrowcast run {words[0]}"
         talk(text)
         return int(getattr(error, "exit_code", COMMAND_FAILED))
-    except typer.Abort:  # Control-C at a question, or an EOFError
+    except typer.Abort:  # Control-C at a question, or an EOFError; at others typer itself exits with 130
         return INTERRUPTED
     except NarrowcastError as error:
         talk(str(error))

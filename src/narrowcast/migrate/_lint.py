@@ -19,7 +19,7 @@ from narrowcast.migrate.source._tree import Function, Source, method_of, receive
 
 _USES_AMP = re.compile(r"GradScaler|autocast|unscale_|\.scale\(")
 # Libraries that scale the loss themselves, and losses that were scaled elsewhere.
-_SCALED_ELSEWHERE = re.compile(r"scal|accelerat|fabric|stepper|deepspeed|apex", re.IGNORECASE)
+_SCALED_ELSEWHERE = re.compile(r"scal(?!ar)|accelerat|fabric|stepper|deepspeed|apex", re.IGNORECASE)
 _IGNORE = re.compile(r"#\s*narrowcast:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 # For each rule, why it is a mistake, and what to write instead. ``{code}`` is the text of the call, and for
@@ -78,7 +78,6 @@ def lint(source: Source, target: Target) -> Changes:
         *_fp16_without_scaler(scalers),
     ]
 
-    # A line may break several rules; each of them is reported there once.
     seen: set[tuple[int, str]] = set()
     for mistake in sorted(mistakes, key=lambda mistake: source.start(mistake.node)):
         place = (mistake.node.lineno, mistake.rule)
@@ -131,10 +130,10 @@ def _region_around(scalers: Scalers, call: ast.AST) -> ast.AST | None:
 
 
 def _openings(node: ast.AST) -> list[ast.expr]:
-    """Return the expressions that may open a region around what is inside a node."""
+    """Return the expressions that may open a region around what is inside a node, the innermost first."""
     if isinstance(node, ast.With):
-        return [item.context_expr for item in node.items]
-    return node.decorator_list if isinstance(node, Function) else []
+        return [item.context_expr for item in reversed(node.items)]
+    return node.decorator_list[::-1] if isinstance(node, Function) else []
 
 
 def _backward_without_scale(scalers: Scalers) -> Iterator[Mistake]:
@@ -165,7 +164,8 @@ def _may_be_scaled(scalers: Scalers, backward: ast.Call) -> bool:
     loss = receiver_of(backward)
     function = source.function(backward)
     if function is not None:
-        for parameter in function.args.args:
+        arguments = function.args
+        for parameter in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
             if parameter.arg == source.code(loss):
                 return True
     for value in [loss, *scalers.made.get(source.code(loss), [])]:

@@ -72,8 +72,8 @@ class Scalers:
             if method_of(call) not in ("scale", "unscale_", "step") or len(call.args) != 1:
                 continue
             text = self.source.code(receiver_of(call))
-            is_made_here = any(isinstance(value, ast.Call) for value in self.made.get(text, []))
-            if _SCALER.search(text) and not is_made_here:
+            is_result = any(isinstance(value, ast.Call) for value in self.made.get(text, []))
+            if _SCALER.search(text) and not is_result:
                 scalers.add(text)
         return scalers
 

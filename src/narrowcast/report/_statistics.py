@@ -38,7 +38,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def final_loss(losses: Sequence[float]) -> float:
-    """Return the mean of the last tenth, at least one value: a single minibatch is too noisy."""
+    """Return the mean of the last tenth, since one minibatch is noisy; of fewer than 20, the last loss."""
     return mean(losses[-_tenth_of(losses) :])
 
 
@@ -213,12 +213,13 @@ def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float) ->
 def _against_spread(differences: Sequence[float], difference: float, spread: float) -> tuple[str, str]:
     """Return the verdict and its reason."""
     seeds = f"the spread between {len(differences)} seeds"
-    if difference == spread == 0.0:
-        return "pass", f"the same to the last digit for all {len(differences)} seeds"
+    if spread == 0.0:
+        # Differences of both signs may have a mean of zero.
+        if not any(differences):
+            return "pass", f"the same to the last digit for all {len(differences)} seeds"
+        return "cannot tell", "seeds change nothing in this script, so there is no spread"
     if abs(difference) <= spread:
         return "pass", f"the difference is {abs(difference) / spread:.2f} of {seeds}"
-    if spread == 0.0:
-        return "cannot tell", "seeds change nothing in this script, so there is no spread"
     if difference < 0:
         return "pass", f"lower than FP32's by {-difference / spread:.1f} times {seeds}"
 
@@ -230,7 +231,7 @@ def _against_spread(differences: Sequence[float], difference: float, spread: flo
 
 
 def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]]) -> str | None:
-    """Return a reason if FP32 learns and mixed precision does not, which one seed shows; else None.
+    """Return a reason if FP32 learns and mixed precision does not; else None. One seed is enough to show it.
 
     Every mixed run has to end above every FP32 run by more than half of the range that FP32's losses had, and
     by more than a tenth of FP32's final loss.

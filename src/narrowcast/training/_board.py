@@ -149,7 +149,7 @@ class StepBoard:
 
 
 def check_writer(writer: Any) -> None:
-    """Refuse what nothing can be written to.
+    """Refuse an object that is no writer.
 
     Raises:
         SettingError: a method is missing, or it is a class.

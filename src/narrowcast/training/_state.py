@@ -229,7 +229,8 @@ def _load_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
             if isinstance(group[name], torch.Tensor):
                 group[name] = group[name].to(device)
 
-    # Second: torch casts states to the dtypes of the parameters. They keep the dtypes they were saved in.
+    # Second: torch casts states, but for "step", to the dtypes of the parameters. They keep the dtypes they
+    # were saved in.
     positions = []
     for group in state["param_groups"]:
         positions += group["params"]
@@ -291,7 +292,6 @@ class Run:
         }
 
     def _model_state(self) -> dict[str, Any]:
-        """Return the model's state by names without wrappers."""
         state = self.model.state_dict()
         return {name_without_wrappers(self.model, name): value for name, value in state.items()}
 
@@ -301,6 +301,8 @@ class Run:
         A saved tensor is sharded as the live tensor at its place. A state of an optimizer is sharded as its
         parameter, which is at the place one level up, if it has the same shape.
         """
+        # The first "state" is that of our entry, the second is torch's. What is kept for low weights is
+        # sharded as they are.
         layouts: dict[Any, Any] = {}
         for name, value in self._model_state().items():
             layouts["model", name] = value
@@ -355,6 +357,13 @@ class Run:
 
     # ---- loading
 
+    def continues(self, tree: Mapping[str, Any]) -> bool:
+        """Return whether the run goes on that saved a tree.
+
+        It does not if the model alone is loaded of a run that saved more, as for an evaluation.
+        """
+        return bool(self.objects.live) or not tree["objects"]
+
     def load(self, fit: Fit, tree: Mapping[str, Any]) -> None:
         """Load a tree that was checked.
 
@@ -373,9 +382,7 @@ class Run:
             # expects.
             self.model.load_state_dict(model_state, strict=False)
 
-            # With the model alone, as for an evaluation, no run continues.
-            model_alone = tree["objects"] and not self.objects.live
-            if tree["random"] is not None and not model_alone:
+            if tree["random"] is not None and self.continues(tree):
                 fit.notes.extend(set_random_states(tree["random"]))
         except NarrowcastError:
             raise

@@ -25,8 +25,8 @@ _PARTS = {
 _ON_GPU = _PARTS | {"python": "waiting of the GPU"}
 # Names after which a verb is in the singular.
 _SINGULAR = (_PARTS["optimizer"], _PARTS["loading"], _PARTS["python"], _ON_GPU["python"])
-# A smaller share is not named: of the lost time for a part of a step, and of the time of matmuls that stay in
-# FP32 for a kind of matmul.
+# The smallest share that is named: for a part of a step, of the lost time; for a kind of matmul, of the time
+# of all matmuls that stay in FP32.
 _WORTH_NAMING = 0.1
 # A smaller share of a step is not called lost, since two profiles of one script differ by as much.
 _LITTLE = 0.02
@@ -116,17 +116,20 @@ class MatmulTimes(NamedTuple):
     def of(cls, fp32: TimedProfile, mixed: TimedProfile) -> MatmulTimes:
         """Match the products of two profiles by size."""
         times = cls(defaultdict(float), defaultdict(float), defaultdict(float))
-        low_each_s: dict[Any, float] = {}
+        low_of_size: dict[Any, Any] = {}
         for product in mixed.products:
             if product.is_fp32:
                 times.kept_s[product.kind] += product.time_s
             else:
-                low_each_s[product.size] = product.each_s
+                low_of_size[product.size] = product
 
         for product in fp32.products:
-            if product.size in low_each_s:
-                times.fp32_s[product.kind] += product.time_s
-                times.low_s[product.kind] += low_each_s[product.size] * product.count
+            low = low_of_size.get(product.size)
+            if low is not None:
+                # A rule may keep some matmuls of a size in FP32.
+                count = min(product.count, low.count)
+                times.fp32_s[product.kind] += product.each_s * count
+                times.low_s[product.kind] += low.each_s * count
         return times
 
 
@@ -199,7 +202,8 @@ def _of_matmuls(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> str:
         if low_s:
             which = f"and {percent(kept_s / (kept_s + low_s))} ran in FP32"
         return f"{text}, {which} under {format_} too ({', '.join(kinds)})"
-    # Both are 0: the mixed run has no matmul in FP32, and none of the sizes of the FP32 run to compare.
+    # Both are 0, since kept_s is at most low_s here: the mixed run has no matmul in FP32, and none of the
+    # sizes of the FP32 run to compare.
     if not low_s:
         return text
 

@@ -164,7 +164,7 @@ def load_checkpoint(
 
     try:
         if source.is_dir():
-            saved = _ranks.read(source, ranks)
+            saved = _ranks.read(source, ranks)  # which agrees by itself
         else:
             saved = ranks.agreed(lambda: _read_file(source, ranks))
     except OSError as error:
@@ -179,9 +179,8 @@ def load_checkpoint(
     # A rank whose objects do not fit stops all, before anything is loaded.
     saved_policy = ranks.agreed(checked_policy)
     run.load(fit, tree)
-    # A Stepper sets its own formats, and with the model alone no run continues.
-    continues_loop = stepper is None and bool(run.objects.live)
-    if saved_policy is not None and continues_loop:
+    # A Stepper sets its own formats.
+    if saved_policy is not None and stepper is None and run.continues(tree):
         saved_policy = _policy_to_go_on_under(saved_policy, given_policy, model, tree.get("formats", {}))
     return Checkpoint(
         position=tree["position"],
