@@ -92,13 +92,14 @@ def test_other_types_are_no_policy(given):
 @pytest.mark.parametrize("name", ["O2", "O3"])
 def test_low_weights_are_refused_outside_of_a_stepper(name):
     in_fp16 = replace(Policy.preset(name), compute="fp16")
-    for policy in (name, in_fp16):
+    weights = {"O2": "fp32 master weights", "O3": "low weights"}[name]
+    for policy, called in ((name, name), (in_fp16, f"fp16 with {weights}")):
         for ask in (
             with_fp32_weights,
             lambda policy: resolve(policy, "cpu"),
             lambda policy: nc.autocast("cpu", policy=policy),
         ):
-            with pytest.raises(PolicyError, match=rf"'{name}' holds .*, which only nc\.Stepper does"):
+            with pytest.raises(PolicyError, match=rf"'{called}' holds .*, which only nc\.Stepper does"):
                 ask(policy)
     with pytest.raises(PolicyError, match=r"which only nc\.Stepper does"):
         Attachment(name)
