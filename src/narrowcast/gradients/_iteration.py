@@ -135,8 +135,10 @@ class Iteration:
         self.refuses_steps_by_hand = False
         self.steps_by_hand: StepsByHand | None = None
         self.schedulers = SchedulersAfterSkips()
-        self._flat_copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, FlatCopies]
-        self._flat_copies = weakref.WeakKeyDictionary()
+        # Memory for copies of small gradients, kept from step to step.
+        self._flat_copies: weakref.WeakKeyDictionary[torch.optim.Optimizer, FlatCopies] = (
+            weakref.WeakKeyDictionary()
+        )
         # True from ``update`` to the next ``scale``.
         self._updated = False
         # Whether a CUDA graph captured a call of ``scale``. The host does not see the calls in its replays.
@@ -168,7 +170,9 @@ class Iteration:
             return
         for state in self.states.values():
             if state["stage"] is OptState.UNSCALED and state.check is not None:
-                # Only at the first later loss: its backward pass may run before the next one is scaled.
+                # Only at the first of these losses, when the gradients are still as unscaling left them. Its
+                # backward pass may change them before a second loss is scaled, and versions taken then would
+                # hide that change.
                 if not state.later_losses:
                     state.unscaled_versions = versions_of(state.check.gradients)
                 state.later_losses.append(node)
@@ -230,7 +234,10 @@ class Iteration:
         return any(key in self._trained for key in self.states)
 
     def forget_steps(self) -> None:
-        """Forget steps in which no gradient was checked, before ``update`` raises: they may be repeated."""
+        """Forget the steps of this iteration, so that they may be repeated.
+
+        ``update`` calls this before it raises because no step of the iteration has checked a gradient.
+        """
         for key, state in list(self.states.items()):
             if state["stage"] is OptState.STEPPED:
                 del self.states[key]
@@ -238,7 +245,8 @@ class Iteration:
     def end(self) -> None:
         """Forget the state of each optimizer."""
         self.states = OptimizerStates()
-        # A graph may replay ``scale`` before the next step, which the host would take for missing.
+        # If a CUDA graph captured ``scale``, the host does not see when the graph replays it. So it cannot
+        # tell whether ``scale`` is missing before the next step.
         self._updated = not self._scale_is_replayed
         if self.steps_by_hand is not None:
             self.steps_by_hand.end()
@@ -261,7 +269,6 @@ class Iteration:
     def clip_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, order: float) -> torch.Tensor:
         """Clip the norm, after unscaling if that is still to do; return the unscaled norm before clipping."""
         state = self.state("clip_grad_norm_", optimizer)
-        # Memory for copies of small gradients, kept from step to step.
         flat = self._flat_copies.get(optimizer)
         if flat is None:
             flat = self._flat_copies[optimizer] = FlatCopies()
@@ -279,7 +286,7 @@ class Iteration:
         # Norms of other orders may not tell whether a gradient is finite, so unscale and check first.
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
-        check = self._unscaled_check(state, optimizer)
+        check = self._ensure_unscaled(state, optimizer)
         gradients = self._gradients(optimizer, summed=True)
         total = _check.clip_unscaled(gradients, max_norm, order, scaling, flat=flat)
 
@@ -287,7 +294,9 @@ class Iteration:
         # between a script may have written to the gradients, and DDP may have reduced them.
         check.norm = total.norm
         if check.flags is None and total.flags is not None:
-            # These flags belong to the present gradients, of which a script may have removed some.
+            # There is one flag for each gradient, so flags and gradients are replaced together: a script may
+            # have removed gradients since the earlier check. If that has flags, they still belong to its
+            # gradients, and both stay.
             check.flags = total.flags
             check.gradients = gradients
         if check.ranks_differ is None:
@@ -296,6 +305,7 @@ class Iteration:
             check.ranks_differ = check.ranks_differ | total.ranks_differ
         if total.found_inf is not None:
             check.replace_flag(torch.maximum(check.found_inf, total.found_inf))
+            # torch's entry still has the old flag: write the new one there too.
             self._set_check(state, check)
         return check.norm
 
@@ -304,7 +314,7 @@ class Iteration:
         state = self.state("clip_grad_value_", optimizer)
         if state["stage"] is OptState.READY:
             self.unscale(optimizer)
-        self._unscaled_check(state, optimizer)
+        self._ensure_unscaled(state, optimizer)
         _check.clamp(self._gradients(optimizer, summed=True), value)
 
     def _gradients(self, optimizer: torch.optim.Optimizer, *, summed: bool = False) -> OptimizerGradients:
@@ -332,11 +342,15 @@ class Iteration:
             flags[check.found_inf.device] = check.found_inf
         state["found_inf_per_device"] = flags
 
-    def _unscaled_check(self, state: OptimizerState, optimizer: torch.optim.Optimizer) -> GradientCheck:
-        """Return the check of gradients, and divide them now if ``clip_norm`` deferred that to the step."""
+    def _ensure_unscaled(self, state: OptimizerState, optimizer: torch.optim.Optimizer) -> GradientCheck:
+        """Make sure that the gradients are unscaled and have a check, and return the check.
+
+        Callers that find the stage READY call ``unscale`` first. If ``clip_norm`` deferred the division to
+        the step, the gradients are divided now.
+        """
         check = state.check
         # Without a check, other code unscaled the gradients and wrote torch's entries, such as an optimizer
-        # whose step takes ``grad_scaler``.
+        # whose step takes ``grad_scaler``. Make the check from these entries.
         if check is None:
             flags = state["found_inf_per_device"]
             found_inf = torch.zeros_like(self._loss_scale.factor_for("step"))
@@ -379,8 +393,9 @@ class Iteration:
 
     def _check_for_step(self, optimizer: torch.optim.Optimizer, state: OptimizerState) -> GradientCheck:
         """Return the check that decides on the step; OrderError if the gradients may not be used."""
-        # This comes first: for an optimizer of weights.hold, it raises if low-precision parameters still have
-        # gradients that the fp32 masters did not get.
+        # Ask this before the gradients are checked. It reads an attribute of the optimizer, and an optimizer
+        # of weights.hold raises there if its low-precision parameters still have gradients, which the fp32
+        # masters did not get.
         skips_itself = _torch_internals.takes_grad_scale(optimizer)
         check = state.check
 
@@ -390,13 +405,16 @@ class Iteration:
             scaling = self._scaling()
             if skips_itself and gradients.dense and self._defers_unscaling(optimizer, scaling):
                 check = _check.check_scaled(gradients, scaling)
+                # The stage stays READY, since the gradients are still scaled.
                 self._set_check(state, check, OptState.READY)
             else:
                 check = self._unscaled(gradients, scaling)
                 self._set_check(state, check)
         else:
+            # Only without a check, since this call would divide now. If ``clip_norm`` deferred the division,
+            # the step is to do it.
             if check is None:
-                check = self._unscaled_check(state, optimizer)
+                check = self._ensure_unscaled(state, optimizer)
             # Read the flag again: a script may have written to it, as an all_reduce over ranks does.
             check.overflowed = _check.known_on_host(check.found_inf)
         assert check is not None
@@ -407,7 +425,8 @@ class Iteration:
             on_one_device = [flag.to(check.found_inf.device) for flag in flags]
             check.replace_flag(torch.stack(on_one_device).amax())
             check.any_checked = True
-            # Which gradients are not finite: they may all be finite although the script's flag is set.
+            # Find out now which gradients are not finite. A script may set its flag although all of them are
+            # finite, and ``look_later``, which expects one that is not, would then name every gradient.
             check.flags = check.gradients.flags()
 
         if check.any_checked:
@@ -417,7 +436,7 @@ class Iteration:
         if state.later_losses:
             self._refuse_later_backward(optimizer, state, check)
             state.later_losses = []
-        # On a CPU it is known already. From other devices it is read later, with the result.
+        # Reading ``ranks_differ`` costs nothing on a CPU. On other devices it is read later, with the result.
         if check.ranks_differ is not None and check.ranks_differ.device.type == "cpu" and check.ranks_differ:
             raise UnsupportedError(RANKS_DIFFER)
         check.refuse_changes()
@@ -483,10 +502,13 @@ class Iteration:
         if skipped is None and (not skips_itself or _torch_internals.starts_momentum(optimizer)):
             skipped = bool(found_inf.item())
 
-        # Name the parameters whose gradients are not finite. If the host knows that the step is skipped, this
-        # happens now. If only the device knows, it happens after the step, or now if the gradients cannot be
-        # held until then. ``skipped`` holds for all optimizers that step together, ``check.overflowed`` for
-        # this one alone: if that is False, another optimizer caused the skip, and there is nothing to name.
+        # Find the parameters whose gradients are not finite.
+        # - ``skipped`` is False: the step is taken, and there is nothing to name.
+        # - ``check.overflowed`` is False: nothing to name either. It holds for this optimizer alone, and
+        #   ``skipped`` for all that step together, so another optimizer caused the skip.
+        # - ``looks_later``: only the device knows whether the step is skipped, and the gradients can be held.
+        #   They are read after the step, once the host knows.
+        # - Otherwise they are read now, before the step may write to them.
         looks_later = skipped is None and check.can_look_later()
         nonfinite: Callable[[], tuple[str, ...]] | None = None
         if skipped is not False and check.overflowed is not False and not looks_later:
@@ -517,7 +539,7 @@ class Iteration:
             stacklevel=3,  # at the caller of ``GradScaler.step``
         )
         returned = optimizer.step(*args, **kwargs)
-        check = self._unscaled_check(state, optimizer)
+        check = self._ensure_unscaled(state, optimizer)
         skipped = bool(check.found_inf.item())
         nonfinite: Callable[[], tuple[str, ...]] | None = None
         if skipped:
@@ -545,7 +567,8 @@ class Iteration:
             fresh_state = self.states[id(optimizer)] = OptimizerState()
             loss = closure()
             if self.states.get(id(optimizer)) is not fresh_state:
-                # Raises an error of its own if no loss was scaled yet.
+                # The closure has ended the iteration. If no loss was scaled yet, that is the first mistake,
+                # and this call raises an error that says so. Its value is not needed.
                 self._loss_scale.factor_for("step")
                 raise OrderError("update() was called inside the closure of a step: call it after the step")
 
@@ -553,7 +576,7 @@ class Iteration:
             state = self.state("step", optimizer)
             if state["stage"] is OptState.READY:
                 self.unscale(optimizer)
-            check = self._unscaled_check(state, optimizer)
+            check = self._ensure_unscaled(state, optimizer)
             if check.any_checked:
                 self._trained.add(id(optimizer))
             else:
@@ -619,7 +642,6 @@ class Iteration:
         ranks_differ = check.ranks_differ
         if skipped:
             self.schedulers.skipped(optimizer)
-        # If the host knows the flag, report now.
         if skipped is not None:
             self._outcomes.report(optimizer, result, number, ranks_differ=bool(ranks_differ))
             return result
@@ -629,6 +651,9 @@ class Iteration:
         values = [found_inf, self._loss_scale.factor_for("step")]
         if ranks_differ is not None:
             values.append(ranks_differ.to(found_inf))
+        # Once the values have arrived, ``learn`` gets the scale. Updates may have moved it further by then.
+        # So ``learn`` also gets how often it has moved until now, and ignores a scale older than the one it
+        # knows.
         learn_scale = functools.partial(self._loss_scale.learn, moves=self._loss_scale.moves)
         self._outcomes.wait_for(optimizer, result, number, torch.stack(values), learn_scale)
         return result
@@ -645,13 +670,13 @@ def call_step(
     skips_itself: bool,
 ) -> Any:
     """Call the optimizer's step; set ``grad_scale`` and ``found_inf`` if it divides and skips by itself."""
-    target: Any = optimizer
     is_torchs_own = _torch_internals.is_torchs_own(optimizer)
     # A script may have set grad_scale, for this step alone.
     scale_of_script = getattr(optimizer, "grad_scale", None)
-    needs_attributes = check.divisor is not None or scale_of_script is not None or skipped is None
-    # torch's own steps work without the attributes too; a step of another library may expect them each time.
-    if not skips_itself or (is_torchs_own and not needs_attributes):
+    may_divide_or_skip = check.divisor is not None or scale_of_script is not None or skipped is None
+    # Set no attributes for a step that does not read them. torch's own steps do without them if they have
+    # nothing to divide or to skip. A step of another library may expect them each time.
+    if not skips_itself or (is_torchs_own and not may_divide_or_skip):
         return optimizer.step(*args, **kwargs)
 
     # The step divides by both scales.
@@ -660,10 +685,11 @@ def call_step(
         grad_scale = scale_of_script
     elif scale_of_script is not None:
         grad_scale = grad_scale * scale_of_script
+    target: Any = optimizer  # for mypy: the class of torch declares neither attribute
     target.grad_scale = grad_scale
     target.found_inf = found_inf
-    # With found_inf torch's fused optimizers run one more kernel, which corrects their count of steps. It is
-    # not needed if the step is certainly taken.
+    # With a flag torch's fused optimizers run one more kernel, which corrects their count of steps. If the
+    # step is certainly taken, they need no flag: replace it by None.
     if skipped is False and is_torchs_own:
         target.found_inf = None
     try:

@@ -138,8 +138,8 @@ def _cpu_ticks() -> tuple[int, int] | None:
     for line in lines:
         name, *fields = line.split()
         if name in usable:
-            # user, nice, system, idle, iowait, irq, softirq, steal. Times of guests follow, which user
-            # includes.
+            # The fields user, nice, system, idle, iowait, irq, softirq and steal. Times of guests follow, and
+            # are left out, since the first two fields include them.
             ticks = [int(field) for field in fields[:8]]
             idle += ticks[3] + ticks[4]
             total += sum(ticks)
@@ -250,9 +250,12 @@ def _kernels(facts: dict[str, Any]) -> Iterator[_Mismatch]:
 def runs_on(architectures: list[str], capability: str) -> bool:
     """Return whether code for any of ``architectures`` (``"sm_80"``) runs on ``capability`` (``"8.6"``).
 
-    Machine code (``sm_``), and either kind with the suffix ``f``, runs on the same major version from its
-    minor version up; with the suffix ``a``, on that version alone. Other ``compute_`` code is compiled by the
-    driver for any later version. CUDA C++ Programming Guide, "Application Compatibility".
+    - Code with the suffix ``a`` runs on that version alone.
+    - Machine code (``sm_``), and either kind with the suffix ``f``, runs on the same major version, from its
+      minor version up.
+    - Other ``compute_`` code runs on that version and any later one: the driver compiles it.
+
+    CUDA C++ Programming Guide, "Application Compatibility".
     """
     gpu = tuple(int(part) for part in capability.split("."))
     for architecture in architectures:

@@ -86,7 +86,10 @@ def migrate_text(text: str, target: Target, path: str = "<text>") -> Outcome:
     Raises:
         SyntaxError: it does not parse.
     """
-    as_read = source = Source(path, text)
+    as_read = Source(path, text)
+    # The source as the stages so far have changed it, and their edits in order. By these edits an offset in
+    # the changed text leads back to its line in the file as it was read.
+    source = as_read
     trail: list[Applied] = []
     findings: list[Finding] = []
     for stage in _STAGES:
@@ -103,7 +106,7 @@ def migrate_text(text: str, target: Target, path: str = "<text>") -> Outcome:
             )
             findings.append(finding)
 
-        # The next stage sees the new text; the trail leads back to lines of the file as it was read.
+        # The next stage sees the new text.
         if changes.edits:
             trail.append(Applied(source.text, changes.edits))
             try:
@@ -198,6 +201,7 @@ def summary_text(outcomes: Sequence[FileOutcome], *, written: bool = False, kept
         for rule, count in sorted(counts.items()):
             lines.append(f"{rule:<{width}}  {count[True]:>8}  {count[False]:>10}")
 
+    # ``changes`` is a bool, so this counts files, as the line after it does.
     changed = sum(outcome.changes for outcome in outcomes) - kept
     problems = sum(outcome.problem is not None for outcome in outcomes)
     last = f"{_counted(len(outcomes), 'file')}, {changed} {'changed' if written else 'to change'}"
@@ -218,8 +222,13 @@ def as_json(
 ) -> dict[str, Any]:
     """Return the result of a run as a dictionary for JSON.
 
-    Files without changes, findings or problems are left out. ``paths`` are those that the run was given,
-    ``written`` the files that it wrote if it writes.
+    Files without changes, findings or problems are left out.
+
+    Args:
+        outcomes: what became of each file.
+        target: what the files were migrated to.
+        paths: the files and folders that the run was given.
+        written: the files that it wrote, which may be none; None if it was not to write.
     """
     files = []
     for outcome in outcomes:

@@ -16,8 +16,8 @@ from narrowcast.migrate.source._tree import (
     receiver_of,
 )
 
-# Names in conditions that are taken to be true: mixed precision is on (use_amp, self.scaler), or the script
-# has a scheduler, whose step is then read as if it stood outside of the if.
+# In conditions these names are taken to be true: mixed precision is on (use_amp, self.scaler), or the script
+# has a scheduler. So a step inside ``if scheduler:`` is read like one outside of any condition.
 _TAKEN_TO_HOLD = re.compile(
     r"^(use|with|do|is|enable|enabled)?_*(amp|fp16|half|mixed|autocast|grad_?scaler|scaler|mixed_precision|"
     r"lr_scheduler|scheduler|sched)(_enabled|_on)?$",
@@ -49,7 +49,8 @@ class Scalers:
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
                 self.made[source.code(node.target)].append(node.value)
         self._own_functions: set[str] = set()
-        # Attributes of self that are objects, such as a model: self.model.parameters().
+        # Every dotted name of which the file reads an attribute, such as self.model in
+        # self.model.parameters(). Those on self are looked up here: they are objects, not methods.
         self._objects: set[str] = set()
         for node in source.nodes:
             if isinstance(node, Function):
@@ -67,13 +68,14 @@ class Scalers:
                     scalers.add(text)
 
         # Other scalers come from elsewhere: a parameter, or self.scaler = scaler. Their name and a call of a
-        # scaler's method show them. A name that is assigned the result of a call was decided above.
+        # scaler's method show them. But if a name is assigned the result of a call, that call has shown above
+        # whether it is a scaler.
         for call in self.source.all_calls:
             if method_of(call) not in ("scale", "unscale_", "step") or len(call.args) != 1:
                 continue
             text = self.source.code(receiver_of(call))
-            is_result = any(isinstance(value, ast.Call) for value in self.made.get(text, []))
-            if _SCALER.search(text) and not is_result:
+            is_made_by_call = any(isinstance(value, ast.Call) for value in self.made.get(text, []))
+            if _SCALER.search(text) and not is_made_by_call:
                 scalers.add(text)
         return scalers
 
@@ -85,6 +87,7 @@ class Scalers:
             # Classes of other libraries may unscale in their own way.
             full = self.source.names.full(node.func) or ""
             is_scaler = full.startswith(("torch.", "narrowcast.", "apex.")) and full.endswith("GradScaler")
+            # 5 is the position of ``enabled`` in torch.amp.GradScaler and narrowcast.GradScaler.
             if is_scaler and not is_constant(argument(node, 5, "enabled"), False):
                 return True
         return False
@@ -161,7 +164,7 @@ class Scalers:
 
     def optimizer_after(self, node: ast.AST) -> str:
         """Return the optimizer that steps next after ``node``, for the corrected line."""
-        # If the node is itself the step of an optimizer without a scaler, take that optimizer.
+        # A step without a scaler is itself the line to correct.
         if method_of(node) == "step" and self.scaler_of(node, "step") is None:
             return self.source.code(receiver_of(node))
         for call in self.source.all_calls:
@@ -183,6 +186,7 @@ class Scalers:
         # A region may be made earlier and entered by its name.
         for value in [opening, *self.made.get(self.source.code(opening), [])]:
             chosen = self.chosen(value)
+            # 2 is the position of ``enabled`` in torch.autocast and narrowcast.autocast.
             if isinstance(chosen, ast.Call) and self.source.names.full(chosen.func) in _REGIONS:
                 return not is_constant(argument(chosen, 2, "enabled"), False)
         return None
@@ -191,10 +195,12 @@ class Scalers:
         """Return whether a call makes a region in fp16, by name or because that is CUDA's default."""
         if not self.region_state(call):
             return False
-        # nc.autocast takes a policy instead of a dtype. Only a preset's name shows its format here.
+        # nc.autocast takes a policy instead of a dtype, as a keyword alone: no call has an argument at
+        # position 4. Only a preset's name shows its format here.
         policy = argument(call, 4, "policy")
         if policy is not None:
             return is_constant(policy, "fp16")
+        # 0 and 1 are the positions of ``device_type`` and ``dtype`` in both libraries.
         dtype = argument(call, 1, "dtype")
         if dtype is None:
             return is_constant(argument(call, 0, "device_type"), "cuda")

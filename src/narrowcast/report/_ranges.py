@@ -41,9 +41,10 @@ def ranges_text(found: Mapping[str, Any], *, color: bool = False) -> str:
         "",
         wrapped(
             f"The {plural(len(worst), 'row')} of which fp16 loses most. numbers: what a module returns, the "
-            "gradient of that, or the gradient of a weight; exponents: of two, smallest and largest; lost: "
-            "share of the finite numbers other than zero that a cast flushes to zero or overflows; "
-            "subnormal: of which fp16 keeps part of the digits. Gradients in fp16 are multiplied by "
+            "gradient of that, or the gradient of a weight; exponents: the smallest and the largest exponent "
+            "of two; lost: the share of the finite numbers other than zero that a cast flushes to zero or "
+            "overflows; subnormal: the share of them that fp16 keeps with only a part of their digits. "
+            "Before the cast to fp16, gradients are multiplied by "
             f"{found['loss_scale']:g}, the largest loss scale up to 65536 with which none of them overflows. "
             "fp8 is E4M3 for outputs and E5M2 for gradients, with a scale for each row."
         ),
@@ -123,6 +124,7 @@ def _end_of(name: str, longest: int) -> str:
 def _shown(entry: Mapping[str, Any]) -> dict[str, str]:
     """Return what a row of the page shows, in words."""
     formats = entry["formats"]
+    # ``entry["numbers"]`` is how many numbers there are. In the page's column "numbers" is their kind.
     zeros = 0.0
     if entry["numbers"]:
         zeros = entry["zeros"] / entry["numbers"]
@@ -165,12 +167,14 @@ class _Cell(NamedTuple):
 
 
 class _HeatMap(NamedTuple):
-    """One heat map: rows of cells, marks at the limits of fp16, and the exponents along the axis.
+    """What the template of the page draws as one heat map; places and the width are in pixels.
 
     Attributes:
-        rows: name and cells of each.
-        marks: place and words of each limit of fp16.
-        ticks: place and exponent of each tick.
+        heading: the kind of the numbers.
+        rows: for each row of numbers, its name and its cells.
+        marks: for each limit of fp16, its place and the text of its tooltip.
+        ticks: for each tick of the axis, its place and its exponent.
+        width: the width of all cells of a row.
         more: how many rows are left out.
     """
 

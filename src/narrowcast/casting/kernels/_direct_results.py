@@ -52,7 +52,7 @@ NOTED = ("sigmoid", "sigmoid_", "_softmax", "_log_softmax")
 GATHER = "gather"
 """Takes log-probabilities of actions or tokens out of a noted result; its own result is noted too."""
 living: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Every ``NotesOfResults`` that is alive; ``begin_gather`` has it give ``gather`` a kernel."""
+"""Every ``NotesOfResults`` that is alive, to have ``gather`` note too once there is a result to take from."""
 _NODE_NAMES = {
     "sigmoid": "SigmoidBackward0",
     "sigmoid_": "SigmoidBackward0",
@@ -62,7 +62,7 @@ _NODE_NAMES = {
 }
 """Operator -> the name of its node in the autograd graph."""
 _FLAG_DEVICE = PROMOTING[0]
-"""The device type on which autocast is enabled, as a flag, while the script calls a compiled model."""
+"""``call_compiled`` enables autocast for this device type, as a flag that traced code reads."""
 # Nodes of torch's own operators; custom functions have no number at the end of their names.
 _TORCH_NODE = re.compile(r"\w+Backward\d+")
 
@@ -71,17 +71,19 @@ class _Result:
     """One noted result: what it was computed from, and how to recognize it.
 
     Attributes:
-        name: of the operator, as ``"softmax"``; of a ``gather``, that of the operator it takes from.
-        node_name: of the operator in the autograd graph, as ``"SoftmaxBackward0"``.
-        dim: that the operator was called with; None for a sigmoid.
-        input: of the operator; None: no longer kept.
-        input_version: of the input when the operator was called.
-        source: for ``gather``, the part of another noted result that it takes from; ``input`` is its index.
-        below: the autograd node that computed the input; None: a leaf, or nothing is recorded.
-        nbytes: of what is kept for it.
+        name: the name of the operator, as ``"softmax"``; for a ``gather``, that of the operator whose result
+            it takes from.
+        node_name: the name of the operator's node in the autograd graph, as ``"SoftmaxBackward0"``.
+        dim: the dimension that the operator was called with; None for a sigmoid.
+        input: the input of the operator; for a ``gather``, its index. None: no longer kept.
+        input_version: the version of ``input`` when the operator was called.
+        source: for a ``gather``, the part of another noted result that it takes from; None for the others.
+        below: the autograd node that computed the input; None: a leaf, or nothing is recorded. For a
+            ``gather``, that of the tensor it takes from.
+        nbytes: the size of what is kept for the result.
         storage: a weak reference to the memory of the result.
-        version: of the result when it was noted; if it has another one now, somebody wrote to it.
-        stride: of the result.
+        version: the version of the result when it was noted; if it has another one now, somebody wrote to it.
+        stride: the strides of the result.
         wide: whether autograd records its new computation -> the result in fp32.
     """
 
@@ -99,9 +101,11 @@ class _Result:
         self.below = below
         self.source: _Part | None = None
         self.nbytes = value.nbytes
+        # ``DirectResults._note`` sets these three once the operator has returned its result.
         self.version: int | None = None
         self.stride: tuple[int, ...] = ()
         self.storage: Callable[[], Any] = lambda: None
+
         self.wide: dict[bool, torch.Tensor] = {}
 
     @classmethod
@@ -110,7 +114,7 @@ class _Result:
         result = cls(op, index, dim, below)
         result.name = source.result.name
         result.source = source
-        # What the source keeps stays for it, also when the memory of the source is freed.
+        # Its source is kept with it, even when the memory of the source's result is freed.
         result.nbytes += source.result.nbytes
         return result
 
@@ -167,11 +171,13 @@ class _Part:
 
     def in_fp32(self, recorded: bool) -> torch.Tensor:
         whole = self.result.in_fp32(recorded)
+        # The tensor is the whole result, and no view of it.
         if self.size == whole.size() and self.stride == self.result.stride:
             return whole
-        # Size, strides and offset are those of a view of the low result. They hold for the fp32 result too:
-        # float() and the operators choose the strides of what they return by those of their input. Only
-        # dimensions of size 1 may have other strides.
+        # Take from the fp32 result the view that the tensor is of the low result. The same strides and offset
+        # hold, because both results lie in memory alike: float() and the operators choose the strides of what
+        # they return by those of their input. Strides may differ only in dimensions of size 1, where they
+        # address nothing.
         return whole.as_strided(self.size, self.stride, self.offset)
 
 
@@ -212,6 +218,8 @@ class DirectResults:
 
     def compiled_low(self, output: Any) -> bool:
         """Return whether code compiled since ``begin`` may have computed a low tensor of ``output``."""
+        # One graph computes again in fp32 what the whole model returns. And if no result of fake tensors was
+        # noted since ``begin``, nothing was compiled that calls these operators.
         if self.is_in_one_graph or _count_traced() == self._traces_before:
             return False
         return any(tensor.dtype in LOW for tensor in tensors_inside(output))
@@ -221,7 +229,8 @@ class DirectResults:
         if not self.has_any() or is_transforming():
             return output
         in_fp32 = functools.partial(self._tensor_in_fp32, did=did)
-        return map_tensors(output, in_fp32, say_nothing)  # the cast that follows says it
+        # Say nothing of objects of unknown classes: the caller casts the output next, and that names them.
+        return map_tensors(output, in_fp32, say_nothing)
 
     def has_any(self) -> bool:
         """Return whether a result was noted whose memory was not freed."""
@@ -284,9 +293,11 @@ class DirectResults:
         """Keep ``noted`` for the memory of ``result``, unless ``result`` is only a part of it."""
         if not _is_whole(result):
             return
-        # ``gather`` gets its kernel with the first result, which it may take from; in models without results
-        # it stays PyTorch's. The results of fake tensors are counted over many calls, and another
-        # NotesOfResults may live now than at the first of them, so they ask for the kernel each time.
+        # Now there is a result that ``gather`` may take from, so have it note its results too. In models that
+        # note nothing, it keeps PyTorch's kernel.
+        #
+        # For the results of one call, the first of them is the time to do so. Results of fake tensors are
+        # counted over many calls, and a NotesOfResults may have been made since the first: ask each time.
         if self._traced or not self.count:
             for notes in list(living):
                 notes.begin_gather()
@@ -351,7 +362,10 @@ class DirectResults:
 
 
 def _what_stands_between(tensor: torch.Tensor, result: _Result) -> str | None:
-    """Return what the gradient of ``tensor`` meets that a new computation of ``result`` would pass by."""
+    """Return what the backward pass would skip if ``tensor`` were computed again; None: nothing.
+
+    The backward pass would go from ``tensor`` straight to the input of ``result``.
+    """
     if has_hooks(tensor):  # those of FSDP gather the weights for the backward
         return "a hook waits for its gradient"
     # The tensor is in the memory of the result, so torch's own nodes between the two can only be views.
@@ -407,11 +421,12 @@ def _nothing(*_: object) -> None:
 
 
 def call_compiled(call: Callable[[], Any]) -> Any:
-    """Return ``call()``, of a compiled model that the script calls.
+    """Call a compiled model that the script calls itself, so that traced code computes again what it returns.
 
-    Traced code reads whether autocast is enabled on the device type of ``PROMOTING``: it then computes again
-    what the model returns. Dynamo guards that flag, and nothing computes on that device. (The autocast dtype
-    there says whether operators promote.)
+    While ``call`` runs, autocast is enabled for the device type of ``PROMOTING``, on which nothing computes.
+    This is a flag: by it traced code knows that the script called the model. Dynamo guards autocast's state,
+    and compiles anew where it differs. The autocast dtype of that device type stays as it is; it says whether
+    operators promote.
     """
     keep_graphs_with_regions()
     torch.set_autocast_enabled(_FLAG_DEVICE, True)
@@ -423,17 +438,17 @@ def call_compiled(call: Callable[[], Any]) -> Any:
 
 @constant_while_tracing
 def begin_traced_model() -> None:
-    """Say that Dynamo begins to trace the model that this thread calls."""
+    """Remember which compilation begins to trace the model that this thread calls."""
     thread.traced_from = compile_id()
 
 
 @constant_while_tracing
 def _end_traced_model() -> bool:
-    """Mark the call as in one graph if the compilation that began the model ends it.
+    """End the trace of a model; return whether a tracer has noted results, so that some may be recomputed.
 
-    Return whether a tracer noted results. Dynamo calls this while it traces, and the traced code takes the
-    result as a constant.
+    Dynamo calls this while it traces, and the traced code takes the returned value as a constant.
     """
+    # The compilation that began to trace the model has come to its end, so no graph break lies between.
     if thread.results is not None and thread.traced_from == compile_id():
         thread.results.is_in_one_graph = True
     return _traced_results().has_any()
@@ -443,31 +458,37 @@ def recomputed_while_traced(output: Any) -> Any:
     """As ``DirectResults.recomputed``, at the end of a model that Dynamo traces."""
     if not _end_traced_model():
         return output
+    # Have Dynamo put the calls below into the graph, instead of tracing into the function.
     _let_dynamo_trace_noted_or_real()
 
     def low_to_fp32(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in LOW:
             return tensor
         wide = _noted_or_real_in_fp32(tensor)
-        # If it is still low, it was not noted. Then use the tensor itself, so that the graph does without the
-        # call, which would cast a real tensor.
+        # While Dynamo traces, the tensor is fake: if the call returns it low, it was not noted. Then use the
+        # tensor itself, so that the graph leaves out the call. With ``backend="eager"`` the graph would make
+        # the call with a real tensor, and cast that to fp32.
         return tensor if wide.dtype in LOW else wide
 
     return map_tensors(output, low_to_fp32, say_nothing)
 
 
 def _noted_or_real_in_fp32(tensor: torch.Tensor, did: str = "returned") -> torch.Tensor:
-    """Return the low ``tensor`` in fp32 if it was noted or its values are real.
+    """Return the low ``tensor`` in fp32, but a fake tensor that was not noted as it is.
 
-    =====================  ============================================
-    traced, and noted      in fp32, computed again
-    traced, and not noted  as it is
-    real                   in fp32: computed again if noted, else cast
-    =====================  ============================================
+    ===================  ==========================================
+    fake, and noted      in fp32, computed again
+    fake, and not noted  as it is
+    real                 in fp32: computed again if noted, else cast
+    ===================  ==========================================
 
-    Dynamo puts a call of this function into the graph. A tracer below Dynamo then calls it with fake tensors.
-    Where no tracer follows, as with ``backend="eager"``, the graph calls it with real tensors: it has to
-    return fp32 then, as it did when Dynamo traced. Eager code calls it too, in ``in_fp32_for``.
+    The callers:
+
+    - Dynamo, with fake tensors, while it traces. It puts the call into the graph.
+    - A tracer below Dynamo, with fake tensors again, when it traces that graph.
+    - The graph itself, with real tensors, where no tracer follows, as with ``backend="eager"``. This has to
+      return fp32 then, as it did when Dynamo traced.
+    - Eager code, with real tensors, in ``in_fp32_for``.
     """
     wide = tensor
     results = _results_for(tensor)
@@ -487,6 +508,7 @@ def in_fp32_for(did: str, tensor: torch.Tensor) -> torch.Tensor:
     forwards have to save equally many tensors. ``did``: what the model does with it, for notes.
     """
     if torch.compiler.is_dynamo_compiling():
+        # Have Dynamo put the call below into the graph.
         _let_dynamo_trace_noted_or_real()
     elif saves_by_hooks():
         return tensor.float()

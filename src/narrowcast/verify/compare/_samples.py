@@ -38,10 +38,10 @@ class _Call:
     """A call of a module whose output is in a graph.
 
     Attributes:
-        number: in the order in which calls end.
-        module: the outermost one.
-        batch: fingerprint of its inputs.
-        samples: in them; None: not known.
+        number: the place of the call in the order in which calls end.
+        module: the module that the script called.
+        batch: the fingerprint of the inputs.
+        samples: how many samples are in the inputs; None: not known.
     """
 
     number: int
@@ -59,11 +59,11 @@ class _BeforePass(NamedTuple):
 
 
 class _ScriptThread(threading.local):
-    """What a thread of the script is in.
+    """The module call and the backward pass that run now in one thread of the script.
 
     Attributes:
-        inputs: of the outermost call.
-        before: of each optimizer, while a backward pass runs.
+        inputs: the inputs of the outermost module call that runs; None if none does.
+        before: what was known before the backward pass that runs, for each optimizer; empty if none does.
     """
 
     inputs: Any = None
@@ -80,10 +80,14 @@ class _StepCounts(NamedTuple):
 class Minibatches:
     """Count the minibatches that the gradients of a step average, and the samples in them.
 
-    A call in the graph of a loss counts if its module has parameters of the optimizer, and if no later call
-    of that kind builds on it: an encoder and its decoder see the same samples. Two halves of a batch add up,
-    and a batch that a module saw twice counts once. Calls without gradients, or whose output is not in the
-    graph, count nowhere.
+    For an optimizer, a call of a module counts if
+
+    - its output is in the graph of the loss,
+    - the module has parameters of the optimizer, and
+    - no later call of which both is true uses its output. So of an encoder and its decoder only the decoder
+      counts, since both see the same samples.
+
+    Two halves of a batch add up. A batch that a module saw twice counts once.
 
     Args:
         optimizers: returns those of the script.
@@ -94,8 +98,8 @@ class Minibatches:
         self._numbers = itertools.count()
         self._thread = _ScriptThread()
         self._largest_steps: dict[torch.optim.Optimizer, _StepCounts] = {}
-        # Of each optimizer: the backward passes that its gradients hold, each as the outermost calls behind
-        # its loss.
+        # For each optimizer, the backward passes whose sum its gradients are. A pass is the list of the calls
+        # behind its loss that count for the optimizer.
         self._passes: WeakKeyDictionary[torch.optim.Optimizer, list[list[_Call]]] = WeakKeyDictionary()
 
     # ---- events of the script
@@ -131,12 +135,12 @@ class Minibatches:
             if passes and not _holds_gradients(optimizer):
                 passes.clear()  # the script has dropped them
             parameters = set(map(id, parameters_of(optimizer)))
-            # The calls of modules whose parameters this optimizer updates.
-            own: dict[_Call, list[Any]] = {}
+            nodes_of_own_calls: dict[_Call, list[Any]] = {}
             for call, nodes in nodes_of_calls.items():
                 if _has_one_of(call.module, parameters):
-                    own[call] = nodes
-            before.append(_BeforePass(optimizer, _gradients(optimizer), _outermost(own)))
+                    nodes_of_own_calls[call] = nodes
+            calls = _outermost(nodes_of_own_calls)
+            before.append(_BeforePass(optimizer, _gradients(optimizer), calls))
         self._thread.before = before
 
     def backward_ended(self) -> None:
@@ -155,10 +159,10 @@ class Minibatches:
         """
         step = self._count(optimizer)
         largest = self._largest_steps.get(optimizer, _StepCounts(0, None))
-        # A step as large may have samples that are known: the calls of a script's first step may have been
-        # made before we watched.
-        tells_more = step.minibatches == largest.minibatches and largest.samples is None
-        if step.minibatches > largest.minibatches or tells_more:
+        # A step as large replaces the largest one if the samples of that are not known, as its own may be.
+        # The calls of a script's first step, for example, may have been made before we watched.
+        may_add_samples = step.minibatches == largest.minibatches and largest.samples is None
+        if step.minibatches > largest.minibatches or may_add_samples:
             self._largest_steps[optimizer] = step
 
         largest_steps = self._largest_steps.values()
@@ -166,8 +170,9 @@ class Minibatches:
         samples = [counts.samples for counts in largest_steps if counts.samples is not None]
         if len(samples) < len(largest_steps):
             return most, None
-        # A certificate multiplies both numbers, for every optimizer alike. The product must be no more
-        # samples than the step of any optimizer averaged.
+        # A certificate has one pair of numbers for all optimizers, and takes their product for the samples of
+        # a step. Dividing the fewest samples by the most minibatches, and rounding down, keeps the product
+        # from being more than the step of any optimizer averaged.
         each = min(samples) // most
         return most, each or None  # 0: fewer samples than minibatches
 
@@ -183,8 +188,11 @@ class Minibatches:
 
 
 def _count_minibatches(passes: Sequence[Sequence[_Call]]) -> int:
-    """Return how many different sets of batches the passes used, of the module with the most."""
-    # A pass on the same batches as another, as for a second loss, counts once.
+    """Return how many different minibatches the passes used.
+
+    A minibatch of a module is the set of batches that it saw in one pass. Passes with the same set, as those
+    of two losses, used one minibatch. The module with the most minibatches counts.
+    """
     batch_sets: dict[torch.nn.Module, set[frozenset[str]]] = {}
     for calls in passes:
         batches_of_pass: dict[torch.nn.Module, set[str]] = {}

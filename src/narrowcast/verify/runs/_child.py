@@ -83,8 +83,8 @@ def main(words: Sequence[str]) -> int:
 def _take_own_port(number: int) -> None:
     """Let the ranks of this run meet at a port of their own.
 
-    A rank that begins its next run while rank 0 is still ending the last one would meet that one, and wait
-    for ever.
+    At one port for all runs, a rank may begin this run while rank 0 is still ending the run before. The rank
+    would connect to that run, and wait for ever.
     """
     port = os.environ.get("MASTER_PORT", "")
     if not port.isdecimal():
