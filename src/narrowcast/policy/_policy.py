@@ -246,7 +246,8 @@ def _loaded(data: bytes, path: str | os.PathLike[str]) -> Policy:
 def name_of(policy: Policy) -> str | None:
     """Return the name of the preset that equals ``policy``, or None."""
     for name, preset in PRESET_TABLE.items():
-        # Rules of a preset are created for a policy with rules only, since that imports torch.
+        # Creating the rules of a preset imports torch. A policy without rules equals no preset that has some,
+        # so skip those presets for it.
         if bool(preset.rules) == bool(policy.rules) and _preset_object(name) == policy:
             return name
     return None
@@ -330,10 +331,11 @@ def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
     if isinstance(policy, os.PathLike) or _looks_like_a_file(policy):
         return _file_object(policy)
     if not isinstance(policy, str):
-        # A dtype of torch is what most people try; a model or a tensor would fill the screen.
+        # The repr of a model or a tensor would fill the screen.
         got = repr(policy)
         if len(got) >= 50:
             got = type(policy).__name__
+        # Most people who get here passed a dtype of torch.
         word = str(policy).removeprefix("torch.")
         if word in _OTHER_NAMES:
             got += f'; write "{_OTHER_NAMES[word]}"'

@@ -136,7 +136,7 @@ def _line(key: str, value: str | bool) -> str:
 
 
 def _reason(error: OSError | ValueError) -> str:
-    # Without the number and the file name, which the message has already.
+    # ``str`` of an OSError also has its number, and the file name, which is in the message already.
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error)

@@ -1,4 +1,4 @@
-"""What ``narrowcast explain`` found: read from a capture, as numbers and rows. ``report`` shows them."""
+"""What ``narrowcast explain`` found: read from a capture, as numbers and rows for its text and its page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ SILENT = ("view", "no floats")
 """Kinds of sites that compute nothing."""
 
 _SCHEMA = 1
-# Names of the groups of phases that are in no module.
+# Phase -> the name of its group. Calls in these phases belong to no module; those in other phases are grouped
+# by their module.
 _NOT_IN_MODULES = {"backward": "backward", "optimizer": "optimizer"}
 # Fields of events that are sums over all steps.
 _PER_STEP = ("ops", "calls", "casts", "cast_bytes", "moved_bytes", "duration_s")
@@ -154,8 +155,10 @@ def _decided_by(site: Mapping[str, Any]) -> str:
         return str(site["rule"])
     if site["listed"]:
         return "table"
+    # Autocast does not decide the other calls, such as those in the backward pass or outside of every region.
     if not site["because"].startswith("unlisted"):
         return NOTHING
+    # An unlisted cast runs because the script asks for it.
     return "asked" if site["kind"] == "cast" else UNLISTED
 
 
@@ -205,12 +208,16 @@ def _groups_of_modules(found: Mapping[str, Any], *, every: bool) -> list[Group]:
 
 
 def _layers_together(groups: Iterable[Group]) -> list[Group]:
-    """Make one group of modules that have the same rows, and paths that differ in numbers alone."""
+    """Make one group of modules that have the same rows, and paths that differ in numbers alone.
+
+    The numbers of the others are added to the first group of each kind, which is changed in place.
+    """
     layers: dict[Any, Group] = {}
     for group in groups:
         pattern = LAYER_NUMBER.sub("*", group.name)
+        # The keys of ``rows`` are the columns: rows are the same if these are, whatever their numbers.
         first = layers.setdefault((pattern, *group.rows), group)
-        if first is group:
+        if first is group:  # no group before it has this pattern and these rows
             continue
         first.name = pattern
         first.paths += 1

@@ -110,15 +110,17 @@ class Axis:
 
 def _round_values(low: float, high: float) -> list[tuple[str, float]]:
     """Return two to seven multiples of 1, 2 or 5 times a power of ten."""
-    # ``size`` fits five to fifty times. The step is the smallest one that fits at most six times.
+    # ``size`` is a power of ten that fits between ``low`` and ``high`` five to fifty times. The step is the
+    # smallest of four multiples of it that fits at most six times; the largest of them always does.
     size = 10.0 ** math.floor(math.log10((high - low) / 5))
     steps = (size, 2 * size, 5 * size, 10 * size)
     step = next(step for step in steps if (high - low) / step <= 6)
 
-    # Labels have as many decimals as the step. Very small or large values have so many significant digits
-    # that neighbours differ.
+    # Labels have as many decimals as the step.
     power_of_step = math.floor(math.log10(step) + 1e-9)
     form = f".{max(0, -power_of_step)}f"
+    # For very small or large values that would be too many digits: their labels have as many significant
+    # digits as tell neighbours apart.
     largest = max(abs(low), abs(high))
     if step < 1e-4 or largest >= 1e6:
         digits = math.floor(math.log10(largest)) - power_of_step + 1
@@ -255,7 +257,6 @@ def thinned(losses: Sequence[tuple[float, float]]) -> list[_Point]:
 
 
 def _losses_per_point(count: int) -> int:
-    """Return how many losses are averaged into one point."""
     return max(1, math.ceil(count / _MOST_POINTS))
 
 
@@ -348,10 +349,10 @@ def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
     """Draw the errors of gradients, together and each, beside their limits; None: none was measured."""
     key, limits = "error_over_noise", [TOTAL_LIMIT, PARAMETER_LIMIT]
     if certificate[key] is None:
-        # Without noise the limits depend on why it is missing, so none are drawn; the certificate's "reason"
-        # gives them.
+        # There was no noise, so draw relative errors. Their limits depend on why there was none, so draw no
+        # limits; the certificate's "reason" gives them.
         key, limits = "relative_error", []
-    if certificate[key] is None:
+    if certificate[key] is None:  # now the relative error, if there was no noise
         return None
 
     errors = _Errors(of="gradients", key=key, total=certificate[key], limits=limits)
@@ -362,8 +363,8 @@ def gradient_figure(certificate: Mapping[str, Any]) -> Figure | None:
         errors.parameters += 1
         errors.lost += parameter["lost"]
         state = "lost" if parameter["lost"] else "kept"
-        # ``exemption`` returns None for a lost parameter. Its reason is about ``error_over_noise``, so where
-        # relative errors are drawn, which have no limits, it does not apply.
+        # ``exemption`` says why an error over noise beyond its limit does not count; None if the parameter is
+        # lost. Relative errors are drawn without limits, so none of them is beyond one.
         why = exemption(parameter, certificate)
         if why is not None and limits:
             state = "exempt"

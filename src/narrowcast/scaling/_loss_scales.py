@@ -159,15 +159,16 @@ class Dynamic:
             )
 
     def after_step(self, *, overflow: bool) -> Self:
-        """Return the loss scale for the next step."""
-        assert self.hysteresis_left is not None
+        assert self.hysteresis_left is not None  # ``_check_rule`` has replaced None
         # A scale on a device is a float32, so the products are rounded to float32.
         scale = to_float32(self.scale)
         if overflow:
+            # With 1 left, this overflow is the one that backs off. With 0 left, an earlier one did, and each
+            # further overflow backs off too.
             if self.hysteresis_left > 1:
                 return self._moved_to(self.scale, 0, self.hysteresis_left - 1)
             lower = max(to_float32(scale * self.backoff_factor), to_float32(self.min_scale))
-            # Under the rule of torch, where every overflow backs off, the number stays 1.
+            # The rule of torch does not count overflows, so its ``hysteresis_left`` stays 1.
             left = 1 if self.rule == "torch" else 0
             return self._moved_to(lower, 0, left)
 
@@ -195,6 +196,7 @@ class Dynamic:
         return moved
 
     def _check_rule(self) -> None:
+        """Check the rule and its hysteresis; set ``hysteresis_left`` if it is None."""
         if self.rule not in RULES:
             replacement = _REPLACED.get(str(self.rule))
             if replacement is not None:
@@ -210,7 +212,7 @@ class Dynamic:
                 f"rule 'torch' backs off at every overflow: hysteresis must be 1, got {self.hysteresis!r}. "
                 f"Rules with hysteresis: {', '.join(RULES[1:])}."
             )
-        # A new loss scale starts with all of its overflows left; a saved state has the number.
+        # None is the default: a new loss scale has all of its overflows left. A saved state has a number.
         if self.hysteresis_left is None:
             object.__setattr__(self, "hysteresis_left", self.hysteresis)
         elif not _is_whole(self.hysteresis_left) or not 0 <= self.hysteresis_left <= self.hysteresis:
@@ -254,7 +256,6 @@ def check_loss_scale(loss_scale: LossScale) -> LossScale:
 
 
 def _check_scale(scale: float, name: str = "loss scale") -> None:
-    """Raise ScaleError unless ``scale`` is a number from 2**-126 to 2**127, both included."""
     if not _is_number(scale):
         raise ScaleError(f"expected a {name} that is a number, got {scale!r}")
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:

@@ -113,14 +113,15 @@ class OptimizerGroup:
     def reduces(self) -> bool:
         """Whether DDP reduces the gradients of the next micro-batch.
 
-        Without masters only those of the last micro-batch, which hold the sum. Masters take over the
-        gradients of every micro-batch, to add them in fp32, and so DDP reduces each.
+        Without masters DDP reduces only the gradients of the last micro-batch, which hold the sum of all.
+        Masters take over the gradients of every micro-batch, to add them in fp32, so DDP reduces each.
         """
         return self.filled + 1 >= self.accumulate or bool(self.held)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         """The model's own parameters, which get the gradients of a backward pass; not their masters."""
+        # A master is the working parameter of a low one.
         low_by_working: dict[torch.Tensor, torch.Tensor] = {}
         for held in self.held:
             for low, working in held.parameters:
@@ -143,8 +144,7 @@ class OptimizerGroup:
     ) -> None:
         """Add the gradients of one micro-batch, scaled, and divided by the number of micro-batches.
 
-        Only ``inputs`` get gradients, if given. With ``one_rank`` no other rank contributes gradients, so a
-        loss that gives none is an error.
+        Only ``inputs`` get gradients, if given. ``one_rank``: DDP does not add the gradients of other ranks.
         """
         parameters = parameters_of(*self.optimizers)
         self._check_gradients(parameters)
@@ -158,7 +158,8 @@ class OptimizerGroup:
         for held in self.held:
             held.take_gradients()
 
-        # Cheap, since ``any`` stops at the first gradient.
+        # A loss that gives no gradients is an error, unless other ranks may have some: those of DDP, or those
+        # of the scaler's process group. The check is cheap, since ``any`` stops at the first gradient.
         got_gradients = any(parameter.grad is not None for parameter in parameters)
         if one_rank and self.scaler.process_group is None and not got_gradients:
             raise OrderError(
@@ -170,7 +171,8 @@ class OptimizerGroup:
             self._versions_after_backward = _versions(self._gradients())
 
     def _check_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Refuse to add to gradients of another origin: these are scaled, others are not."""
+        """Refuse to add to gradients that the Stepper did not make: its own are scaled, and those are not."""
+        # The set compares no values of tensors, which hash by their identity.
         if not self.filled and not self.held and set(map(_gradient_of, parameters)) == {None}:
             return  # the usual case, so it comes first and is fast
 
@@ -185,10 +187,9 @@ class OptimizerGroup:
 
         gradients = self._gradients()
         if not self.filled:
-            # The start of an accumulation: there are none yet.
+            # At the start of an accumulation there are none yet.
             _refuse_nonzero(gradients)
         elif _versions(gradients) != self._versions_after_backward:
-            # The middle of one: they are no longer those of its earlier micro-batches.
             what = "changed" if gradients else "gone"
             raise OrderError(
                 f"the gradients of the first {self.filled} micro-batches are {what}: zero_grad was called, "
@@ -243,9 +244,12 @@ class OptimizerGroup:
         try:
             result = step()
         except ScaleCollapseError:
-            self.scaler.update()  # the step was skipped, which lowers the scale
+            # The step was skipped, which lowers the scale. Only steps that were taken are counted, so the
+            # joint step need not be restarted.
+            self.scaler.update()
             raise
         except BaseException:
+            # The step broke off: the scale stays, and some optimizers may be counted already.
             self.scaler.abandon()
             self._restart_joint_step()
             raise
@@ -417,7 +421,7 @@ def release(groups: list[OptimizerGroup], handles: list[RemovableHandle]) -> Non
 
 
 def _refuse_by_hand(group: OptimizerGroup, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if group.stepping:
+    if group.stepping:  # the usual case; ``group`` is one of the owners below, which take longer to find
         return
     # Two Steppers may have one optimizer, as in two phases of training.
     owners = [owner for owner in _GROUPS if optimizer in owner.optimizers]

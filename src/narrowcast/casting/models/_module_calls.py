@@ -96,8 +96,9 @@ class Shared:
         admits: called with the model; if it returns False, no region is opened. Lost when pickled.
         compiled: the calls belong to ``nc.compile``; the same modules may have other calls too.
         how_to_end: what to do before the model can have another policy, for messages.
-        removed: the policy is removed, from copies too; or ``Applied.paused`` sets it for a time.
-        ended: the policy is removed from the model itself.
+        removed: calls, also those on copies, ignore the policy. ``end(copies=True)`` sets it for good, and
+            ``Applied.paused`` for a time.
+        ended: the policy is removed from the model itself. Every ``end`` sets it.
         called: whether a call, also of a copy, has opened a region in this process.
         traced_scopes: scopes that compiled graphs enter. Kept alive here, since a graph holds no reference to
             its scope, and the equal policy that made it may be freed first.
@@ -124,8 +125,11 @@ class Shared:
         return self._region_on[device]
 
     def end(self, *, copies: bool) -> None:
-        """Note that the policy is removed from the model, and with ``copies`` from its copies."""
-        # A second call, with ``copies=False``, must not give copies their policy back.
+        """Note that the policy is removed from the model, and with ``copies`` from its copies too.
+
+        The caller detaches the calls on the model itself. Those on copies stay, and see ``removed``.
+        """
+        # ``copies=False`` after an earlier ``copies=True`` must not give copies their policy back.
         self.removed = self.removed or copies
         self.ended = True
         for region in self._region_on.values():
@@ -143,6 +147,7 @@ class ModuleCall:
     """The call of one module by a policy, in front of ``nn.Module._call_impl``.
 
     Attributes:
+        is_of_model: whether this is the call of the model itself, a ``_ModelCall``, rather than of a part.
         key: number by which traced code finds this object.
         rules: the rules for the module.
         is_copy: whether this object came with a copy of the module.
@@ -165,7 +170,7 @@ class ModuleCall:
         self._has_rule_for_all = False
         self._may_promote = False
         for rule in rules:
-            if rule.op is None:
+            if rule.op is None:  # for all operators in the module
                 self._has_rule_for_all = True
                 # "promote" finds its format at each call, from the inputs.
                 self._may_promote = self._may_promote or depends_on_inputs(rule.compute)
@@ -173,13 +178,17 @@ class ModuleCall:
         self._begin()
 
         attributes = vars(module)
-        # Where module.compile() was called, torch calls its result in place of ``_call_impl``.
+        # Where module.compile() was called, torch calls its result in place of ``_call_impl``: that result
+        # comes below this object, which takes both names (``calls_on`` begins at CALL). Otherwise what comes
+        # below is the call that was in front of the module before, if any.
         self._compiled = attributes.get(COMPILED_CALL) is not None
         self.below: Callable[..., Any] | None = attributes.get(COMPILED_CALL) or attributes.get(CALL)
         attributes[CALL] = self.call
         if self._compiled:
             attributes[COMPILED_CALL] = self.call
         attributes[REPLICATE] = self.replicate
+        # Keeps graphs of this module apart from those of others, see ``_Forward``. A ScriptModule has no
+        # ``forward`` in its class that ``_Forward`` could call.
         if not isinstance(module, torch.jit.ScriptModule):
             attributes.setdefault("forward", _Forward(module))
         # A hook keeps nn.TransformerEncoderLayer from its fused kernel, which would bypass the rules.
@@ -195,7 +204,8 @@ class ModuleCall:
         # The device types of the weights, and ``moves.count`` when they were found; -1: find them anew.
         self._devices: list[str] = []
         self._devices_at = -1
-        # Each call watches for itself, since one in a copy or in a loaded model may outlive the handle.
+        # While this object exists, count moves of weights, and give shallow copies calls of their own. Each
+        # call asks for it by itself, since one in a copy or in a loaded model may outlive the handle.
         user = object()
         MOVES_AND_COPIES.begin(user)
         self._end_watching = weakref.finalize(self, MOVES_AND_COPIES.end, user)
@@ -211,14 +221,14 @@ class ModuleCall:
             return
         attributes = vars(module)
         others = [other for other in calls_on(module) if other is not self]
-        # What called this object now calls what is below it.
+        # What called this object now calls what is below it: another ``ModuleCall``, or torch by a name.
         for other in others:
             if other.below == self.call:
                 other.below = self.below
         if attributes.get(COMPILED_CALL) == self.call:
             attributes[COMPILED_CALL] = self.below
         if attributes.get(CALL) == self.call:
-            del attributes[CALL]
+            del attributes[CALL]  # without others, the method of the class is called again
             if others:
                 attributes[CALL] = others[0].call
 
@@ -247,6 +257,8 @@ class ModuleCall:
 
     # ---- called by Python
 
+    # Dynamo traces this inside compiled code. Where Python calls it, ``skipped_itself`` keeps Dynamo from
+    # compiling it alone, and lets it compile the module.
     @skipped_itself
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, with its hooks, by the policy."""
@@ -287,6 +299,8 @@ class ModuleCall:
         assert module is not None
         replica: torch.nn.Module = getattr(type(module), REPLICATE)(module)
         _give_twins(calls_on(module), replica)
+        # The copied ``_Forward`` would compute with the weights of the original. A replica lives for one
+        # forward pass, so it gets none of its own.
         if _has_our_forward(module):
             del vars(replica)["forward"]
         return replica
@@ -296,10 +310,12 @@ class ModuleCall:
         self, opened: _Opened, module: torch.nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Set the autocast state for a call, and cast its arguments."""
-        if self.is_of_model:
+        if self.is_of_model:  # a part is spared the call, which would do nothing
             self.follow_model(module)
+        # Where a scope of the policy is in force, one of its regions is open.
         scopes = self._our_scopes() if self.rules else []
-        # A part that is called by itself, or in another thread, is in no region of the policy.
+        # The model opens its regions, unless they are open. A part does so only if it is in none of them,
+        # when it is called by itself or in another thread. Then the scopes are those of the new regions.
         if self.shared.opens and (self.is_of_model or not scopes):
             self._open_regions(module, args, kwargs)
             scopes = self._our_scopes() if self.rules else []
@@ -313,7 +329,7 @@ class ModuleCall:
             if state is None:
                 continue
             # Recorded before the state is set, so that ``_leave`` sets it back whatever raises. A plain tuple
-            # costs least: the device type, whether autocast was on, its dtype, its scope, and the new state.
+            # costs least.
             opened.states += ((device, enabled, dtype, outside, state),)
             self._set_state(state, device, enabled, dtype)
             if state.output_cast is not None:
@@ -335,7 +351,8 @@ class ModuleCall:
     def _devices_of(self, module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
         """Return the device types to open regions on: those of the weights, found again after a move."""
         if self._devices_at != moves.count:
-            # Every ModuleCall gets here at its first call. Setting this at all calls would cost time.
+            # The first call that opens regions gets here, and so sets ``called``. Setting it at each call
+            # would cost time.
             self.shared.called = True
             devices_of_weights = weight_device_types(module)
             self._devices = [device for device in devices_of_weights if device != "meta"]
@@ -354,6 +371,8 @@ class ModuleCall:
         self, outside: Scope, device: str, widest_dtype: torch.dtype | None, *, enabled: bool
     ) -> _ModuleState | None:
         """Return ``decide_state()``, kept from earlier calls if it does not depend on the autocast state."""
+        # Without a rule for all operators, the state takes its dtype from outside. Where autocast is off, it
+        # depends on why it is off.
         if not self._has_rule_for_all or not enabled:
             return self.decide_state(outside, device, widest_dtype)
         if outside.resolved is not self._decided_in:
@@ -363,8 +382,8 @@ class ModuleCall:
         state = self._decided.get((outside, widest_dtype))
         if state is None:
             state = self.decide_state(outside, device, widest_dtype)
-            assert state is not None
-            # Without a cast the answer depends on the autocast state outside, so it is not kept.
+            assert state is not None  # it is None only where autocast is off
+            # Where no inputs are cast, as by "as-is", the dtype comes from outside too: do not keep it.
             if state.input_cast is not None:
                 self._decided[outside, widest_dtype] = state
         return state
@@ -407,7 +426,10 @@ class ModuleCall:
     def _traced_rules(
         self, devices: tuple[str, ...], below: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Enter the scopes of the rules on ``devices``, one inside the other, and call the module in them."""
+        """Enter the scopes of the rules on ``devices``, one inside the other, and call the module in them.
+
+        Recursive, since the scope of each device type is a ``with`` block around all that follow.
+        """
         if not devices:
             return below(*args, **kwargs)
         device = devices[0]
@@ -417,7 +439,7 @@ class ModuleCall:
         region, input_dtype, output_dtype = _traced_state_inside(self.key, device, widest_dtype)
         if input_dtype is not None:
             args, kwargs = cast_where((args, kwargs), input_dtype, wants(device, input_dtype))
-        if region is None:
+        if region is None:  # the script turned autocast off there: nothing to enter
             output = self._traced_rules(devices[1:], below, args, kwargs)
         else:
             with _regions.traced_region(*region):
@@ -446,7 +468,8 @@ class ModuleCall:
 
         ``widest_dtype`` is that to which the inputs promote, for a rule with "promote".
         """
-        # Inside a module whose rule casts nothing, as "as-is", autocast is off, but the rules still hold.
+        # Autocast is off by the script, or by the rule of a module around this one that casts nothing, as
+        # "as-is". In the latter case the rules still hold.
         is_on = torch.is_autocast_enabled(device)
         is_off_by_rule = outside.rule is not None and CASTS_TO[outside.rule.compute] is None
         if not is_on and not is_off_by_rule:
@@ -455,10 +478,12 @@ class ModuleCall:
         dtype_outside = torch.get_autocast_dtype(device)
         rule = scope.rule if self._has_rule_for_all else None
         if rule is None:
+            # Rules for single operators need autocast, also where the rule of a module around turned it off.
             return _ModuleState(dtype_outside, is_on or scope.rules_operators, scope, None, None)
         if rule.compute == "refuse":
             raise UnsupportedError(f"a module was called, which a rule refuses ({rule})")
 
+        # The dtype to cast to: that of the inputs for "promote", else that of the rule; None: no cast.
         lower = scope.resolved.lower
         dtype = widest_dtype
         if not depends_on_inputs(rule.compute):
@@ -470,6 +495,7 @@ class ModuleCall:
         if rule.output is not None:
             word = lower if rule.output == "lower" else rule.output
             output_cast = RuleCast(rule, device, dtype_of(word))
+        # "as-is", or "promote" without inputs to promote: the autocast dtype stays as it is outside.
         if dtype is None:
             return _ModuleState(dtype_outside, enabled, scope, None, output_cast)
         return _ModuleState(dtype, enabled, scope, RuleCast(rule, device, dtype), output_cast)
@@ -526,11 +552,20 @@ def calls_on(module: torch.nn.Module) -> list[ModuleCall]:
 
 
 def _give_twins(calls: list[ModuleCall], copy: torch.nn.Module) -> list[ModuleCall]:
-    """Put copies of ``calls`` in front of ``copy``, a shallow copy of their module; return them.
+    """Put copies of ``calls`` in front of ``copy``, a shallow copy of their module.
 
-    They share the key and the decisions of the originals, which suits replicas: these live for one forward
-    pass. What ``copy.copy`` makes lives on, so ``_following_copies`` gives its calls their own.
+    The copies share all that ``_begin`` makes with the originals: the key, the decisions, the finalizer. That
+    suits replicas, which live for one forward pass. What ``copy.copy`` makes lives on, so
+    ``_following_copies`` calls ``_begin`` for its calls.
+
+    Args:
+        calls: the outermost first, as from ``calls_on``.
+        copy: the copy of the module.
+
+    Returns:
+        The copies of the calls, the innermost first.
     """
+    # From the innermost on, since each copy needs the one below it.
     twins = []
     below: Callable[..., Any] | None = None
     for call in reversed(calls):
@@ -599,6 +634,7 @@ def _leave(opened: _Opened) -> None:
 
     ``_open_regions`` opens those of the policy, and ``_set_state`` those that change the low format.
     """
+    # A state that ``_set_state`` entered by a region is set back here too. Leaving the region sets the same.
     for device, enabled, dtype, outside, state in opened.states:
         if state.enabled is not enabled:
             torch.set_autocast_enabled(device, enabled)
@@ -667,7 +703,10 @@ def traced_state(
 
 
 def _traced_device_types(module: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
-    """Return the device type of the first parameter, or of the inputs: tracing all would take long."""
+    """Return a list of one device type, that of the first parameter, else of the first input; or none.
+
+    Tracing a loop over all of them would take long.
+    """
     for weight in module.parameters():
         return [weight.device.type]
     return [tensor.device.type for tensor in tensors_inside((args, kwargs))[:1]]

@@ -35,6 +35,8 @@ def cast_arguments(rule_cast: RuleCast, args: Any, kwargs: Any) -> tuple[Any, An
     return cast_args, cast_kwargs, _copies_in((cast_args, cast_kwargs), (args, kwargs))
 
 
+# ``ModuleCall.call``, which Dynamo does not compile by itself, calls the functions with this mark. Without it
+# Dynamo would compile each of them alone, where Python calls them after a graph break.
 @traced_only_inline
 def cast_outputs(rule_casts: tuple[RuleCast, ...], output: Any) -> Any:
     """Cast what a module returns, on each device type."""
@@ -44,10 +46,10 @@ def cast_outputs(rule_casts: tuple[RuleCast, ...], output: Any) -> Any:
 
 
 def _cast_by_rule(rule_cast: RuleCast, values: Any) -> Any:
-    """Cast a module's inputs or outputs; meanwhile ``rule_that_casts`` returns the rule."""
+    """Cast a module's inputs or outputs."""
     if isinstance(values, torch.Tensor) and values.dtype is rule_cast.dtype:
         return values
-    # For traces of operators, which say why a tensor was cast.
+    # Traces of operators read the rule by ``rule_that_casts()``, to say why a tensor was cast.
     thread.casting_rule = rule_cast.rule
     try:
         return cast_where(values, rule_cast.dtype, wants(rule_cast.device, rule_cast.dtype))
@@ -85,13 +87,16 @@ class _ContainerCopy(NamedTuple):
 
     @traced_only_inline
     def write_back(self) -> None:
+        # The module changed nothing if each part is still the same object, under the same key. The copy began
+        # with the keys of the original.
         parts = _parts_of(self.cast)
         is_as_long = len(parts) == len(self.parts_before)
         has_same_parts = is_as_long and all(map(operator.is_, parts, self.parts_before))
         has_same_keys = not isinstance(self.cast, dict) or list(self.cast) == list(self.original)
         if has_same_parts and has_same_keys:
             return
-        # For an item that the module left as it was, put back the caller's item instead of the cast of it.
+        # For an item that the module left as it was, or moved, put back the caller's item instead of the cast
+        # of it. ``parts_before`` keeps the casts alive, so that no other object has the id of one.
         written = [self.original_of.get(id(part), part) for part in parts]
         if isinstance(self.cast, dict):
             by_key = dict(zip(self.cast, written, strict=True))
@@ -105,7 +110,9 @@ Copies = tuple[_TensorCopy | _ContainerCopy, ...]
 
 
 def _copies_in(cast: Any, original: Any) -> Copies:
-    """Return the tensors, lists and dicts in ``cast`` that are copies of the caller's.
+    """Return a record for each tensor, list and dict in ``cast`` that is a copy of the caller's.
+
+    ``original`` holds the caller's, in the same places. A record has it as its first field, before the cast.
 
     Only tuples, lists and dicts are searched: what a module writes to casts inside other containers, such as
     dataclasses, is lost.

@@ -30,10 +30,11 @@ class ParameterResult:
         shape: of the parameter.
         gradient_norm: of the FP32 gradient of a batch.
         error_norm: of the mixed gradient minus the FP32 one, same batch.
-        bias_norm: of the mean error, without what is left of its variance; None below four batches.
+        bias_norm: of the mean of the error over batches, without the variance that remains in that mean; None
+            below four batches.
         noise_norm: of the FP32 gradient minus that of another batch, same weights.
-        rounding_norm: of the FP32 gradient minus one by ops that round only once. A gradient not much larger
-            than this is rounding noise.
+        rounding_norm: of the FP32 gradient minus an FP32 gradient whose operators compute in float64 and
+            round only their results. A gradient whose norm is not much larger is rounding noise.
         error_over_noise: ``error_norm / noise_norm``; for a step of several minibatches, that of the mean of
             their gradients.
         relative_error: ``error_norm / gradient_norm``.
@@ -60,7 +61,7 @@ class ParameterResult:
 
     @property
     def _own_moments(self) -> Moments | None:
-        """Its moments, if it is judged, has noise, and is large enough for a limit of its own."""
+        """The moments for the limit of this parameter; None if it has no limit of its own."""
         is_large = math.prod(self.shape) >= ENOUGH_ELEMENTS
         has_noise = self.error_over_noise is not None
         if self.judged and is_large and has_noise:
@@ -85,8 +86,8 @@ class Certificate:
         minibatches: how many a step averages, accumulation times ranks. The verdict is for such a step.
         averaged: how many minibatches each measured gradient averages.
         samples: in a minibatch; None: not known.
-        error_over_noise: of all judged parameters with a second batch together, in a step of ``minibatches``;
-            below 0.05 passes. None if there was no noise, as ``reason`` says.
+        error_over_noise: of a step of ``minibatches``, over all judged parameters whose noise was measured;
+            passes below 0.05. None if there was no noise; ``reason`` says so.
         relative_error: of all judged parameters together, against the FP32 gradient.
         cosine: of all judged parameters together.
         parameters: each one, in the order of the model.
@@ -114,12 +115,19 @@ class Certificate:
 
             certificate.at(32)  # (value=0.0161, low=0.0097, high=0.0267)
 
-        It is sqrt(k |bias|**2 + variance) / (sqrt(2) sigma), of all judged parameters together, without unit.
-        Source: |bias|**2 is the mean product of the errors of two batches, the variance of the error is the
-        rest, and sigma the deviation of an FP32 gradient between batches. In three small models, high / low
+        The value is ``sqrt(k * |bias|**2 + variance) / (sqrt(2) * sigma)``, over all judged parameters,
+        without unit:
+
+        - ``|bias|**2`` is the mean, over pairs of batches, of the product of their errors;
+        - ``variance`` is the mean of ``|error|**2`` over batches, minus ``|bias|**2``;
+        - ``sigma`` is the standard deviation of an FP32 gradient between batches.
+
+        All three numbers are NaN below four batches, without noise, and if a gradient is not finite in mixed
+        precision.
+
+        The interval widens with k and narrows with the number of batches. In three small models, high / low
         from four batches is 2.3 to 2.8 at k = 1 and at least 19 at k = 256; from 16 batches it is 1.7 and 7
-        (``benchmarks/certificate_intervals.py``). All three numbers are NaN below four batches, without
-        noise, and if a gradient is not finite in mixed precision.
+        (``benchmarks/certificate_intervals.py``).
 
         Raises:
             SettingError: ``k`` is below 1.
@@ -140,7 +148,7 @@ class Certificate:
         """
         if self._moments is None or math.isnan(self.at(1).value):
             return None
-        # In units of the gradients that were measured, which may be means themselves.
+        # The moments count measured gradients, each of which is the mean of ``averaged`` minibatches.
         most = self._moments.most(TOTAL_LIMIT)
         for parameter in self.parameters:
             own_moments = parameter._own_moments
@@ -195,7 +203,6 @@ class Certificate:
 
 
 def _public(record: Certificate | ParameterResult) -> dict[str, Any]:
-    """Return the fields of a record whose names do not begin with an underscore."""
     names = [attribute.name for attribute in fields(record)]
     return {name: getattr(record, name) for name in names if not name.startswith("_")}
 
