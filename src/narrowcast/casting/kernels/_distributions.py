@@ -59,6 +59,8 @@ def _taking_fp32(below: Callable[..., None]) -> Callable[..., None]:
 def _in_fp32(probs: Any) -> Any:
     if not isinstance(probs, torch.Tensor) or probs.dtype not in LOW:
         return probs
+    # Where a noted result cannot be computed again and is only cast, a message says what the model did with
+    # it: "Net made a distribution of a softmax that was computed in bf16, since ...".
     return in_fp32_for("made a distribution of", probs)
 
 
