@@ -91,7 +91,7 @@ class Shared:
     """State shared by the calls of one policy on one model, and by those on copies of the model.
 
     Attributes:
-        policy: the policy of the calls.
+        policy: what the calls carry out.
         opens: whether the calls open the policy's region.
         admits: called with the model; if it returns False, no region is opened. Lost when pickled.
         compiled: the calls belong to ``nc.compile``; the same modules may have other calls too.
@@ -101,7 +101,8 @@ class Shared:
         ended: the policy is removed from the model itself. Every ``end`` sets it.
         called: whether a call, also of a copy, has opened a region in this process.
         traced_scopes: scopes that compiled graphs enter. Kept alive here, since a graph holds no reference to
-            its scope, and the equal policy that made it may be freed first.
+            its scope. The scope may come from a region of another policy, equal to this one, which may be
+            freed before the graph.
     """
 
     policy: Policy
@@ -178,9 +179,10 @@ class ModuleCall:
         self._begin()
 
         attributes = vars(module)
-        # Where module.compile() was called, torch calls its result in place of ``_call_impl``: that result
-        # comes below this object, which takes both names (``calls_on`` begins at CALL). Otherwise what comes
-        # below is the call that was in front of the module before, if any.
+        # torch calls what the module has as COMPILED_CALL, if anything, and else what it has as CALL. What is
+        # there now comes below this object: the result of module.compile() or an earlier ``ModuleCall`` as
+        # COMPILED_CALL, or an earlier ``ModuleCall`` as CALL, or nothing. A compiled module gets this object
+        # under both names, so that a reader of CALL finds it there in any case.
         self._compiled = attributes.get(COMPILED_CALL) is not None
         self.below: Callable[..., Any] | None = attributes.get(COMPILED_CALL) or attributes.get(CALL)
         attributes[CALL] = self.call
@@ -221,12 +223,14 @@ class ModuleCall:
             return
         attributes = vars(module)
         others = [other for other in calls_on(module) if other is not self]
-        # What called this object now calls what is below it: another ``ModuleCall``, or torch by a name.
+        # Whoever called this object now calls what is below it. That may be another ``ModuleCall``.
         for other in others:
             if other.below == self.call:
                 other.below = self.below
+        # If this object is the outermost one, torch called it: by COMPILED_CALL if the module is compiled.
         if attributes.get(COMPILED_CALL) == self.call:
             attributes[COMPILED_CALL] = self.below
+        # The outermost one also stands at CALL, compiled or not. The next one takes its place.
         if attributes.get(CALL) == self.call:
             del attributes[CALL]  # without others, the method of the class is called again
             if others:
@@ -257,8 +261,8 @@ class ModuleCall:
 
     # ---- called by Python
 
-    # Dynamo traces this inside compiled code. Where Python calls it, ``skipped_itself`` keeps Dynamo from
-    # compiling it alone, and lets it compile the module.
+    # Dynamo traces this method inside compiled code. Where Python calls it, ``skipped_itself`` keeps Dynamo
+    # from compiling the method by itself. Dynamo may still compile the module that the method calls.
     @skipped_itself
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, with its hooks, by the policy."""
@@ -312,10 +316,10 @@ class ModuleCall:
         """Set the autocast state for a call, and cast its arguments."""
         if self.is_of_model:  # a part is spared the call, which would do nothing
             self.follow_model(module)
-        # Where a scope of the policy is in force, one of its regions is open.
+        # The model opens the regions of the policy, unless they are open. A part opens them only if it is in
+        # none, as when it is called by itself or in another thread: then no scope of the policy is in force.
+        # In new regions there are new scopes, so they are read again.
         scopes = self._our_scopes() if self.rules else []
-        # The model opens its regions, unless they are open. A part does so only if it is in none of them,
-        # when it is called by itself or in another thread. Then the scopes are those of the new regions.
         if self.shared.opens and (self.is_of_model or not scopes):
             self._open_regions(module, args, kwargs)
             scopes = self._our_scopes() if self.rules else []
@@ -340,7 +344,7 @@ class ModuleCall:
         return args, kwargs
 
     def _open_regions(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Open the policy's regions, unless they are open."""
+        """Open the policy's regions that are not open yet, if ``admits`` allows it."""
         if self.shared.admits is not None and not self.shared.admits(module):
             return
         for device in self._devices_of(module, args, kwargs):
@@ -370,9 +374,12 @@ class ModuleCall:
     def _kept_state(
         self, outside: Scope, device: str, widest_dtype: torch.dtype | None, *, enabled: bool
     ) -> _ModuleState | None:
-        """Return ``decide_state()``, kept from earlier calls if it does not depend on the autocast state."""
-        # Without a rule for all operators, the state takes its dtype from outside. Where autocast is off, it
-        # depends on why it is off.
+        """Return ``decide_state()``, kept from earlier calls if it does not depend on the autocast state.
+
+        It depends on it in three cases: without a rule for all operators, and with one that casts no inputs
+        (as "as-is"), the dtype comes from outside; and where autocast is off, it matters why.
+        """
+        # The first and the last case can be told before the state is decided.
         if not self._has_rule_for_all or not enabled:
             return self.decide_state(outside, device, widest_dtype)
         if outside.resolved is not self._decided_in:
@@ -383,7 +390,7 @@ class ModuleCall:
         if state is None:
             state = self.decide_state(outside, device, widest_dtype)
             assert state is not None  # it is None only where autocast is off
-            # Where no inputs are cast, as by "as-is", the dtype comes from outside too: do not keep it.
+            # The remaining case, no cast of inputs, is seen only in the state itself.
             if state.input_cast is not None:
                 self._decided[outside, widest_dtype] = state
         return state
@@ -468,8 +475,8 @@ class ModuleCall:
 
         ``widest_dtype`` is that to which the inputs promote, for a rule with "promote".
         """
-        # Autocast is off by the script, or by the rule of a module around this one that casts nothing, as
-        # "as-is". In the latter case the rules still hold.
+        # If autocast is off here, either the script turned it off, or the rule of a module around this one
+        # did, one that casts nothing, as "as-is". Under such a rule the rules of this module still hold.
         is_on = torch.is_autocast_enabled(device)
         is_off_by_rule = outside.rule is not None and CASTS_TO[outside.rule.compute] is None
         if not is_on and not is_off_by_rule:
@@ -554,9 +561,10 @@ def calls_on(module: torch.nn.Module) -> list[ModuleCall]:
 def _give_twins(calls: list[ModuleCall], copy: torch.nn.Module) -> list[ModuleCall]:
     """Put copies of ``calls`` in front of ``copy``, a shallow copy of their module.
 
-    The copies share all that ``_begin`` makes with the originals: the key, the decisions, the finalizer. That
-    suits replicas, which live for one forward pass. What ``copy.copy`` makes lives on, so
-    ``_following_copies`` calls ``_begin`` for its calls.
+    The copies share all that ``_begin`` made for the originals: the key, the decisions, and the finalizer. So
+    ``MOVES_AND_COPIES`` may stop watching when the originals are freed. That suits replicas, which live for
+    one forward pass. What ``copy.copy`` makes may outlive the originals, so ``_following_copies`` calls
+    ``_begin`` for its calls, which gives each its own.
 
     Args:
         calls: the outermost first, as from ``calls_on``.
@@ -588,7 +596,7 @@ def _following_copies(below: Callable[..., Any]) -> Callable[..., Any]:
         if calls and calls[0]._module() is not module:
             for twin in _give_twins(calls, module):
                 twin.is_copy = True
-                twin._begin()
+                twin._begin()  # a key, decisions and a finalizer of its own, in place of the shared ones
             vars(module)[REPLICATE] = calls_on(module)[0].replicate
             if _has_our_forward(module):
                 vars(module)["forward"] = _Forward(module)
@@ -634,7 +642,8 @@ def _leave(opened: _Opened) -> None:
 
     ``_open_regions`` opens those of the policy, and ``_set_state`` those that change the low format.
     """
-    # A state that ``_set_state`` entered by a region is set back here too. Leaving the region sets the same.
+    # For some states ``_set_state`` opened a region, which is left below. Their autocast state is set back
+    # here as well, which is harmless: leaving the region restores the same values.
     for device, enabled, dtype, outside, state in opened.states:
         if state.enabled is not enabled:
             torch.set_autocast_enabled(device, enabled)
