@@ -175,7 +175,7 @@ def _show_ranges(target: tuple[str, ...], folder: Path, *, module: bool, steps: 
 
 
 def _policy_of(locked: Lock, path: Path | None) -> str:
-    """Return the policy of the lock file ``path``; if it does not exist, the error names the lock file."""
+    """Return the policy that a lock file names; if there is no such policy, the error names the lock file."""
     try:
         check_policy(locked.policy)
     except PolicyError as error:
