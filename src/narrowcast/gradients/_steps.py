@@ -283,7 +283,7 @@ class Outcomes:
     Attributes:
         patience: skipped steps in a row of one optimizer until the error; None: never.
         advice_on_collapse: the end of the error's message.
-        steps: how many steps there were.
+        steps: the number of the latest step; the first one is 1.
         on_step: functions that are called after a step was taken.
         on_skip: functions that are called after a step was skipped.
         pending: steps to report once the host can know their flag.
@@ -388,7 +388,13 @@ class Outcomes:
 
 
 class SkipStep(BaseException):  # not an Exception, which the optimizer might catch
-    """Raise it inside a closure to leave the optimizer's step; ``loss`` is what the step then returns."""
+    """Raise it inside a closure to leave the optimizer's step.
+
+    Args:
+        loss: what the step then returns.
+        nonfinite: the parameters whose gradients are not finite (``StepResult.nonfinite`` has their names);
+            None if the code that catches this finds them by itself.
+    """
 
     def __init__(self, loss: Any, nonfinite: list[torch.Tensor] | None = None) -> None:
         super().__init__()
