@@ -42,17 +42,18 @@ from narrowcast.verify.runs._runs import (
 _STEPS_FOR_MEMORY = 3
 # If a step takes longer, such a run takes one step fewer, and two fewer from five times as long on.
 _SLOW_STEP_S = 2.0
-# Runs that are not timed: for memory one in each format; for gradients one in each, and one by exact sums.
-# Steps of one format that they always take: 3 for memory, 7 for gradients (FEWEST_BATCHES and MOVES). The one
-# step by exact sums is left out.
+# ``_UNTIMED_RUNS``: two runs for memory, one in each format; three for gradients, one in each format and one
+# by exact sums.
+# ``_UNTIMED_STEPS``: how many steps these runs take in each format, however far training goes: 3 for memory
+# and 7 for gradients (FEWEST_BATCHES and MOVES). The single step by exact sums is not counted.
 _UNTIMED_RUNS, _UNTIMED_STEPS = 5, 10
 # The latest step at which gradients are compared, and that of a script with room for one later step only.
 _LATEST_STEP, _EARLY_STEP = 24, 8
 # If an FP32 step takes longer, gradients are not compared at ``_LATEST_STEP``. That takes three dozen more
 # steps, which would leave too little time for timed ones.
 _QUICK_STEP_S = 0.1
-# Steps of a profile, and its seconds if it is ended by time: of its two phases together (``SHARES_PHASES``).
-# Each ends with a step.
+# A profile ends after so many steps, or after so many seconds if its steps are slow: these are the sums over
+# its two phases (``SHARES_PHASES``). A phase whose time is over goes on to the end of the current step.
 _PROFILE_STEPS, _PROFILE_S = 7, 1.5
 _PROFILE_SHARE = 0.3  # of the time limit; what takes longer is for narrowcast doctor
 _IN_PROCESSES = "since the script computes in processes that it starts itself, which are not profiled"
@@ -199,14 +200,16 @@ class _Comparison:
         The three runs that keep gradients train up to the last compared step. All untimed steps are taken to
         be three times as long as timed ones, for exact sums, counted tensors and written gradients.
         """
-        # ``step_s`` is the time of two steps, one in each format. So one step in each of the three runs that
-        # keep gradients takes 1.5 times as long.
+        # ``step_s`` is the time of two steps, one in each format. ``steps`` counts such pairs of steps. The
+        # first term is already a number of steps in each format. In the second, each of the three runs that
+        # keep gradients takes a step: three steps, or 1.5 pairs.
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
         steps = _UNTIMED_STEPS + 1.5 * (at_steps[-1] + held_steps)
 
-        # One start is counted for the end of this process. Two runs, one for memory and one for gradients,
-        # may start beside another one (``ScriptRuns.ahead``).
+        # Each run also has to start and to end, which takes half of what a pair of runs takes for that. The
+        # end of this process counts as one more start. Two runs, one for memory and one for gradients, may
+        # start beside another one (``ScriptRuns.ahead``), and so take no time of their own for it.
         starts = 1 + _UNTIMED_RUNS
         if self.runs.beside:
             starts -= 2
@@ -250,7 +253,8 @@ class _Comparison:
     def _profile_s(self) -> float:
         """Return about how long the two runs take that profile a few steps."""
         step_s = self.timed.step_s()  # in both formats together
-        # By time, each of the two runs takes ``_PROFILE_S``. Its two phases end up to one step later.
+        # If time ends the phases, each of the two runs takes ``_PROFILE_S``, and up to one step more in each
+        # of its two phases. That is two steps in each format, or ``2 * step_s``.
         by_time_s = 2 * _PROFILE_S + 2 * step_s
         steps_s = min(_PROFILE_STEPS * step_s, by_time_s)
         return steps_s + self.timed.pair_besides_s()
@@ -311,9 +315,12 @@ class _Comparison:
         latest = min(_LATEST_STEP, taken // 4)
         is_slow = statistics.median(self.timed.step_times("fp32") or [0.0]) > _QUICK_STEP_S
         if latest >= _EARLY_STEP and not is_slow:
-            # The latest is at most a quarter of the steps taken, and 8 or more. So 24 or more follow, which
-            # is enough (``_steps_besides``).
+            # The latest is at most a quarter of the steps taken, and 8 or more. So 24 or more follow, more
+            # than the 15 that three compared steps need (``_steps_besides``).
             return [0, latest // 3, latest]
+
+        # One later step, in the first half of the steps taken. A script that ends by itself has no further
+        # steps, so some have to be left. One that was stopped has more steps than were counted.
         latest = min(_EARLY_STEP, taken // 2)
         if ends_by_itself:
             latest = min(latest, taken - _steps_besides(compared_steps=2))
