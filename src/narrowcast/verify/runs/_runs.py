@@ -35,22 +35,26 @@ from narrowcast.scripts import (
 from narrowcast.verify.runs._inputs import RoundedColumn
 from narrowcast.verify.runs._processes import Processes
 
-# Files and folders in that of a run.
+# Names of files and folders in the folder of a run.
 SETTINGS = "narrowcast-run.json"
 RESULT = "result.json"
 TENSORS = "narrowcast-tensors"
-"""Folder, in that of a run, of tensors that are compared and then deleted."""
+"""Holds tensors that are deleted once they are compared."""
 
 MOVES_FILE = "moves.pt"
-"""Name of the file of how far the last steps of a run that keeps gradients move the weights."""
+"""A run that keeps gradients saves here how far its last steps move the weights."""
 
 STEPS_AFTER_THE_END = 20
-"""After so many steps of another optimizer in a row, the one whose steps were counted has ended. (A generator
-steps once in five steps of its critic.)"""
+"""The steps of one optimizer are counted. After so many steps of another one in a row, the script no longer
+uses the first, and those of the other are counted. (A GAN's generator steps once in five steps of its critic,
+so a few steps in a row do not show that.)"""
 
 MOVES = 3
-"""Steps that a run which keeps gradients takes at its end. After four batches whose updates are held back
-they reveal a script that leaves out every fifth step."""
+"""A run that keeps gradients takes so many steps at its end.
+
+Updates of the four batches before them are held back. So these are seven batches in a row, and a script that
+leaves out every fifth step in mixed precision leaves out at least one of them.
+"""
 
 _TURNS = "narrowcast-turns"
 UNTIL, STEPS, PAUSED, MEMORY = range(4)
@@ -66,12 +70,14 @@ _ERROR_BYTES = 65_536
 _ERROR_LINES = 15
 _LONGEST_LINE = 500
 
-# Runs take ``_WARM_UP`` steps before their turns begin. The steps of one turn are a block. The first block
-# has ``_FIRST_BLOCK`` steps, or fewer in a short run, so that it has ``_FEWEST_BLOCKS``, two more than an
-# interval takes. Later blocks last ``_BLOCK_S``, or less where a run would have fewer than ``_BLOCKS``.
+# Steps of each run before the two runs take turns.
 _WARM_UP = 3
+# The steps of one turn are a block. A block lasts about so long, or less where a run would otherwise have
+# fewer blocks than ``_BLOCKS``.
 _BLOCK_S = 0.1
 _BLOCKS = 30
+# Steps of the first block. It has fewer in a short run, so that the run has ``_FEWEST_BLOCKS`` blocks. The
+# interval of a speedup from one or two pairs of runs needs four blocks (``speedup_of_pairs``); two are spare.
 _FIRST_BLOCK = 5
 _FEWEST_BLOCKS = 6
 # In thousandths of the machine's memory. A run that takes more than the first takes no turns with another
@@ -147,7 +153,8 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
         is_training: whether an earlier run trained, so that calls of modules before training are not steps.
         at_steps: how many optimizer steps come before updates are held back, in a run that keeps gradients;
             between two of them it trains in mixed precision.
-        start_scale: the largest loss scale while updates are held back; None: as ``loss_scale`` says.
+        start_scale: if the loss scale is larger when updates begin to be held back, it is lowered to this;
+            None: it stays as ``loss_scale`` says.
         watched_steps: how many steps are watched to explain them.
         number: which run of its ``ScriptRuns`` it is, from 1 on.
     """
@@ -170,7 +177,7 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what ``write`` wrote."""
+        """Read the settings of a run from their file."""
         return msgspec.json.decode(path.read_bytes(), type=cls, dec_hook=lambda kind, value: kind(value))
 
 
@@ -212,7 +219,8 @@ class ScriptRuns:
             ScriptError: the script failed.
             FileError: a file of the user cannot be put back.
         """
-        # An interrupt while this waits for the folder leaves a run that ``ahead`` began to ``close``.
+        # The wait for the folder may be interrupted. A run that ``ahead`` began is then still in ``_ahead``,
+        # so that ``close`` ends it.
         with only_run_in_folder(self.progress):
             begun = self._ahead.pop(name, None)
             with begun or self.begin(name, trains_in, purpose, **more) as run:
@@ -231,7 +239,10 @@ class ScriptRuns:
         self._processes.close()
 
     def begin(self, name: str, trains_in: str, purpose: Purpose, **more: Any) -> LiveRun:
-        """Begin a run, as ``start`` makes it; its process goes on until ``LiveRun.go`` names a step."""
+        """Begin a run as ``start`` does, without waiting for its end.
+
+        Its process starts at once. It does not pause before ``LiveRun.go`` names a step to pause at.
+        """
         folder = self.settings.folder / name
         self.folders.append(self._made_folder(name, folder))
 
@@ -318,14 +329,16 @@ class GradientFacts(msgspec.Struct, kw_only=True):
         rounded_columns: by format, the column of these inputs that loses most of its spread in it; a format
             in which none loses much is absent.
         samples: in one minibatch; None: not known.
-        backwards: most passes for one step, where an optimizer's gradients were kept.
+        backwards: how many minibatches one step averages, mostly one for each backward pass; the most of any
+            optimizer, over the steps whose gradients were kept.
         ranks: processes whose gradients are averaged; ``launched``: those that a launcher says there are.
         random: of each optimizer, hashes of the random states when its gradients were kept.
         scale: the loss scale when the first of the optimizers kept its gradients.
         good_scale: the loss scale at which the gradients of every optimizer were finite again, after one of
             the first four batches overflowed; None if none of these did, or if the overflow did not end.
         never_stepped: how many optimizers did not step in time.
-        passes: backward passes since updates were held back, where steps were taken at the end; else 0.
+        passes: all backward passes from the first batch whose update was held back to the last of ``MOVES``
+            steps; 0 if these steps were not taken, or one of them was skipped.
     """
 
     at_step: int = 0
@@ -384,7 +397,9 @@ def shared_numbers(folder: Path) -> memoryview[int]:
 
 
 class LiveRun(ExitStack):
-    """The process of a run, which goes on when ``go`` says so. Closing it ends it and restores files.
+    """The process of a run. Closing it ends the process and restores the user's files.
+
+    The process starts at once. It pauses only at a step that ``go`` names, until the next ``go``.
 
     Attributes:
         folder: of the run.
@@ -620,12 +635,14 @@ def take_turns(
         steps: that each will take; 0: not known.
         limit_s: called with a run and the first run of the pair; returns after how long to end the run.
     """
-    # The second run begins only once the first one has shown that it can take turns.
+    # ``why`` is what this function returns. The first run may show at once that it cannot take turns. Only
+    # otherwise the second run begins.
     first_format, second_format = formats
     with begin(first_format) as first_run:
         why = _why_no_turns(first_run)
         if why is None:
             with begin(second_format) as second_run:
+                # Turns may stop early; ``why`` then says so. Both runs still go on to their ends, one by one.
                 to_end_first, why = _alternate(first_run, second_run, steps, limit_s)
                 to_end_last = first_run
                 if to_end_first is first_run:
@@ -639,16 +656,17 @@ def take_turns(
                 for run in sorted((first_run, second_run), key=lambda run: run.code or 0):
                     ended(run)
                 return why
-            # They may have been in each other's way, so both are made again.
+            # They may have been in each other's way, so both are made again, each by itself.
             why = f"{failed[0].name} failed beside the other run"
             again = [first_format, second_format]
         else:
+            # The first run goes on to its end alone, and the second one is still to be made.
             first_run.go(limit_s=limit_s(first_run, first_run))
             first_run.close()
             ended(first_run)
             again = [second_format]
 
-    # The runs that are left, one after the other.
+    # Make the runs that are left, one after the other: both again, or only the second one.
     for format_ in again:
         with begin(format_) as run:
             run.go(limit_s=limit_s(run, first_run))
@@ -672,7 +690,7 @@ def _alternate(
         The run that goes on to its end first, while the files of the other one have made way; and why they
         stopped taking turns, None if a run has ended or has reached its time limit.
     """
-    order = [second_run, first_run]
+    order = [second_run, first_run]  # the run that goes first in a round, and the one that follows
     block = 0  # steps of a turn; 0: the warm-up
     first_block = _FIRST_BLOCK
     # Runs of a few steps take shorter turns.
@@ -680,15 +698,17 @@ def _alternate(
         first_block = max(1, min(_FIRST_BLOCK, (steps - _WARM_UP) // _FEWEST_BLOCKS))
     while True:
         spent_s: list[float] = []
-        # One turn of each run.
+        # A round: one turn of each run. ``other`` is paused meanwhile.
         for run, other in (order, order[::-1]):
-            # The first run of the pair has warmed up before.
+            # The first round is the warm-up. The first run of the pair took its own before the second began.
             if not block and run is first_run:
                 continue
             until = _WARM_UP
             if block:
                 until = run.steps + block
-            # A turn that takes far longer than the other run's may wait for what that one holds.
+            # If a turn takes far longer than usual, the run may be waiting for what the other one holds. The
+            # usual time is that of the other run's turn in this round. If there was none yet, it is all the
+            # time that the first run of the pair has taken so far.
             usual_s = first_run.active_s
             if spent_s:
                 usual_s = spent_s[0]
@@ -696,13 +716,18 @@ def _alternate(
             before_s = run.active_s
             paused = run.go(until, patience_s=patience_s)
             spent_s.append(run.active_s - before_s)
+            # The run has ended.
             if run.code is not None:
                 return run, None
+            # No other run may go on while this one is paused, so this one goes on to its end first.
             why = _why_alone(run) or run.make_way()
             if why:
                 return run, why
+            # The run was stopped in the middle of its turn. The other one goes on, and may free what it waits
+            # for.
             if not paused:
                 return other, f"{run.name} took no step in {patience_s:.0f} s beside the other run"
+            # The run has had its time, and is told to end when it goes on. So the other one goes on first.
             if run.stepping_s > limit_s(run, first_run):
                 return other, None
         block = _next_block(block, min(spent_s), first_run, steps, first_block)
@@ -712,7 +737,8 @@ def _alternate(
 
 def _next_block(block: int, spent_s: float, first_run: LiveRun, steps: int, first_block: int) -> int:
     """Return how many steps the next turns have, so that they last as long as a block should."""
-    # The warm-up has shown how long a step takes.
+    # The warm-up has shown how long a step takes. ``stepping_s`` begins at the end of its first step. If a
+    # step lasts as long as a block should, a block has one step.
     if not block:
         is_fast = first_run.stepping_s < (_WARM_UP - 1) * _BLOCK_S
         return first_block if is_fast else 1
