@@ -13,6 +13,7 @@ from narrowcast.capture._statistics import (
     Estimate,
     log_ratio,
     log_ratios_of_blocks,
+    speedup_beyond_chance,
     speedup_of_pairs,
     speedup_of_ratios,
 )
@@ -125,7 +126,8 @@ def speedup_of(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | No
     """Return the speedup of steps or calls, and the ends of its 95 % interval; None: ``why_no_speedup``.
 
     Uses the pairs whose runs took turns. If none did, or they took too few turns, it uses the medians of at
-    least ``FEWEST_PAIRS`` pairs.
+    least ``FEWEST_PAIRS`` pairs. With fewer, a speedup or slowdown of more than four times is told all the
+    same if each pair took a turn: a machine that was busy for a while slowed both of its runs then.
     """
     pairs = _pairs_in_turns(fp32, mixed, kind)
     if pairs:
@@ -133,9 +135,11 @@ def speedup_of(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | No
         if in_turns is not None:
             return in_turns
     ratios = _ratios_of_medians(fp32, mixed, kind)
-    if len(ratios) < FEWEST_PAIRS:
+    if len(ratios) >= FEWEST_PAIRS:
+        return speedup_of_ratios(ratios)
+    if not all(capture.of("pause") for capture in (*fp32, *mixed)):
         return None
-    return speedup_of_ratios(ratios)
+    return speedup_beyond_chance(ratios)
 
 
 def why_no_speedup(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> str:

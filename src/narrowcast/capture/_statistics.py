@@ -13,8 +13,8 @@ FEWEST_PAIRS = 3
 
 # Fewest blocks in a pair where there are only one or two pairs.
 _FEWEST_BLOCKS = 4
-# With fewer blocks a speedup is told only if it is beyond this factor, as where a CPU emulates a format; the
-# interval reaches as far either way. Runs that took turns differ by less, even if the clock halves meanwhile.
+# If runs took fewer turns, a speedup is told only if it is beyond this factor, as where a CPU emulates a
+# format. The interval reaches as far either way. They differ by less, even if the clock halves meanwhile.
 _MOST_BY_CHANCE = 4.0
 # Standard deviation of the log speedup of equal runs. For twelve scripts against themselves on two cores of a
 # virtual machine it was 0.013 to 0.05, for one 0.17.
@@ -124,7 +124,7 @@ def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
     the interval is Student's, of the spread of the pairs. One or two pairs show no spread of their own, so
     they are given that of equal runs on a quiet machine, with 2 degrees of freedom. On a busy machine a
     process changes its speed as it goes on, so the interval also allows for how far the thirds of a pair
-    differ. If they have fewer than four blocks, only a speedup or slowdown of more than four times is told.
+    differ.
 
     With three pairs or more, one block of each pair is enough; with fewer, four are needed. A pair without
     any block that both runs have whole must not be passed, since it counts as one of the pairs.
@@ -133,17 +133,15 @@ def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
     fewest_blocks = _FEWEST_BLOCKS if are_few else 1
     ratios: list[float] = []
     ranges: list[float] = []
-    all_blocks: list[float] = []
     for fp32, mixed in pairs:
         of_blocks = log_ratios_of_blocks(fp32, mixed)
-        all_blocks += of_blocks
         if len(of_blocks) < fewest_blocks:
             continue
         ratios.append(_trimmed_mean(of_blocks))
         if are_few:
             ranges.append(_range_of_thirds(of_blocks))
     if not ratios:
-        return _speedup_of_few_blocks(all_blocks)
+        return None
     if not are_few:
         return speedup_of_ratios(ratios)
     reach = student_975(2) * _USUAL_SPREAD / math.sqrt(len(ratios))
@@ -151,9 +149,9 @@ def speedup_of_pairs(pairs: Sequence[tuple[Blocks, Blocks]]) -> Estimate | None:
     return _speedup(statistics.fmean(ratios), reach)
 
 
-def _speedup_of_few_blocks(log_ratios: Sequence[float]) -> Estimate | None:
-    """Return a speedup that is far beyond what chance does to two blocks; None: it is not."""
-    if len(log_ratios) < 2:
+def speedup_beyond_chance(log_ratios: Sequence[float]) -> Estimate | None:
+    """Return the speedup of one or two pairs that took a few turns; None: chance may explain it."""
+    if not log_ratios:
         return None
     mean = statistics.fmean(log_ratios)
     reach = math.log(_MOST_BY_CHANCE)
