@@ -36,8 +36,9 @@ def test_what_is_higher_fails_beyond_scipys_quantile_of_student(count, above):
     noise = [draw.gauss(0, 1) for _ in range(count)]
     scale = statistics.stdev(noise) / math.sqrt(count)
     shift = scale * stats.t.ppf(0.975, count - 1) * (1.001 if above else 0.999) - statistics.fmean(noise)
-    # FP32's own losses hardly differ, so that the mean difference is above their spread.
-    pairs = [(1e-6 * n, 1e-6 * n + noise[n] + shift) for n in range(count)]
+    # FP32's own losses hardly differ, so that the mean difference is above their spread. Against their mean
+    # the noise is less than what rounding changes.
+    pairs = [(1000 + 1e-6 * n, 1000 + 1e-6 * n + noise[n] + shift) for n in range(count)]
     found = judge_losses(pairs)
     assert found.verdict == ("fail" if above else "cannot tell")
     assert stats.ttest_1samp([m - f for f, m in pairs], 0).pvalue / 2 == pytest.approx(0.025, rel=0.01)
@@ -58,6 +59,18 @@ BRANCHES = [
     ([(1.0, 1.5), (1.0, 0.5), (1.0, 1.0)], 0.0, 0.0, "cannot tell", "seeds change nothing in this script"),
     ([(1.0, -1.0), (2.0, 0.0), (3.0, 1.0)], -2.0, 1.0, "pass", "lower than FP32's by 2.0 times"),
     ([(1.0, 3.0), (2.0, 4.0), (3.0, 5.5)], 6.5 / 3, 1.0, "fail", "higher than FP32's by 2.2 times"),
+    # A tenth above FP32's mean, where its losses hardly differ.
+    ([(1.0, 1.12), (1.01, 1.2), (1.02, 1.6)], 0.89 / 3, 0.01, "fail", "each is beyond what another seed"),
+    ([(1.0, 1.10), (1.01, 1.2), (1.02, 1.6)], 0.87 / 3, 0.01, "cannot tell", "the pairs differ too much"),
+    # The prediction limit of 1, 2, 3 is 2 + 4.303 * sqrt(4 / 3), which is 6.97.
+    (
+        [(1.0, 7.0), (2.0, 22.0), (3.0, 40.0)],
+        21.0,
+        1.0,
+        "fail",
+        "each is beyond what another seed would give",
+    ),
+    ([(1.0, 6.9), (2.0, 22.0), (3.0, 40.0)], 62.9 / 3, 1.0, "cannot tell", "the pairs differ too much"),
     ([(1.0, 1.0), (2.0, 2.0), (3.0, 12.0)], 3.0, 1.0, "cannot tell", "and the pairs differ too much"),
 ]
 
@@ -65,7 +78,9 @@ BRANCHES = [
 @pytest.mark.parametrize(("pairs", "difference", "spread", "verdict", "reason"), BRANCHES)
 def test_each_verdict_and_its_reason(pairs, difference, spread, verdict, reason):
     found = judge_losses(pairs)
-    assert (found.difference, found.seed_spread, found.verdict) == (difference, spread, verdict)
+    # The differences of decimal fractions are off by roundoff.
+    assert (found.difference, found.seed_spread) == (pytest.approx(difference), pytest.approx(spread))
+    assert found.verdict == verdict
     assert reason in found.reason
 
 

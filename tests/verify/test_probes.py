@@ -457,6 +457,22 @@ def test_runs_that_cannot_be_compared_have_a_reason(case, runs):
     assert reason in certificate["reason"]
 
 
+def test_batches_that_differ_from_a_later_step_on_are_told_from_unseeded_ones(runs):
+    """The script draws a random number after each mixed step, and none after the others."""
+    text = trains(
+        "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))",
+        "step or net[0].register_forward_hook(see)",
+        "formats and formats[-1] is not torch.float32 and torch.rand(1)",
+        X,
+        MSE,
+        before="formats = []\ndef see(layer, inputs, output): formats.append(output.dtype)",
+    )
+    first, later = certify_steps(runs(text), format="bf16", at_steps=(0, 8))
+    assert first["verdict"] == "pass", first["reason"]
+    assert later["verdict"] == "cannot tell"
+    assert "though they did at step 0: since then one of them took other batches" in later["reason"]
+
+
 def test_the_error_of_a_failing_run_names_it_and_the_cause(runs):
     with pytest.raises(ScriptError, match=r"(?s)failed with exit code 1 in run fp32-1; .*ValueError: no"):
         runs("raise ValueError('no')").start("fp32-1", "fp32", "timed", steps=3)

@@ -19,6 +19,8 @@ _ENOUGH_SEEDS = 3
 _FEWEST_LOSSES = 10
 # With one or two seeds the answer is "cannot tell" if each final loss is more than this many times FP32's.
 _MANY_TIMES = 10.0
+# Rounding changes a final loss by less than this share of itself.
+_ROUNDING_CHANGES = 0.1
 # The formats did not do the same work if more than this share of the steps was skipped, or if one of them
 # called modules more than this many times as often as the other.
 _MANY_SKIPPED = 0.1
@@ -174,8 +176,9 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     """Judge final losses of one call site, a pair (FP32, mixed) for each seed.
 
     - pass: the mean difference is at most the spread between seeds, or mixed is lower by more.
-    - fail: mixed is higher by more, and the paired differences leave no doubt (Student's t, 97.5 %); or only
-      mixed's losses are not finite.
+    - fail: mixed is higher by more, and the paired differences leave no doubt (Student's t, 97.5 %), or each
+      of mixed's losses is above FP32's 97.5 % prediction limit and a tenth above FP32's mean; or only mixed's
+      losses are not finite.
     - not judged: fewer than three seeds, with finite losses; or no pair.
     - cannot tell: all other cases. Of these are FP32 losses that are not finite, seeds that change nothing
       while the formats differ, and one or two seeds with which mixed's losses are many times FP32's.
@@ -193,7 +196,7 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     if len(pairs) < _ENOUGH_SEEDS:
         return _judge_few_seeds(pairs, difference)
     spread = statistics.stdev(fp32_losses)
-    verdict, reason = _against_spread(differences, difference, spread)
+    verdict, reason = _against_spread(fp32_losses, mixed_losses, difference, spread)
     return LossVerdict(verdict, reason, difference, spread)
 
 
@@ -210,13 +213,17 @@ def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float) ->
     return LossVerdict("cannot tell", reason, difference, times_fp32=times)
 
 
-def _against_spread(differences: Sequence[float], difference: float, spread: float) -> tuple[str, str]:
-    """Return the verdict and its reason."""
-    seeds = f"the spread between {len(differences)} seeds"
+def _against_spread(
+    fp32_losses: Sequence[float], mixed_losses: Sequence[float], difference: float, spread: float
+) -> tuple[str, str]:
+    """Return the verdict and its reason, given the mean of the paired differences and FP32's spread."""
+    count = len(fp32_losses)
+    differences = [mixed - fp32 for fp32, mixed in zip(fp32_losses, mixed_losses, strict=True)]
+    seeds = f"the spread between {count} seeds"
     if spread == 0.0:
         # Differences of both signs may have a mean of zero.
         if not any(differences):
-            return "pass", f"the same to the last digit for all {len(differences)} seeds"
+            return "pass", f"the same to the last digit for all {count} seeds"
         return "cannot tell", "seeds change nothing in this script, so there is no spread"
     if abs(difference) <= spread:
         return "pass", f"the difference is {abs(difference) / spread:.2f} of {seeds}"
@@ -224,10 +231,35 @@ def _against_spread(differences: Sequence[float], difference: float, spread: flo
         return "pass", f"lower than FP32's by {-difference / spread:.1f} times {seeds}"
 
     reason = f"higher than FP32's by {difference / spread:.1f} times {seeds}"
+    if _pairs_leave_no_doubt(differences):
+        verdict = "fail"
+    elif _each_is_beyond(mixed_losses, fp32_losses):
+        verdict = "fail"
+        reason += ", and each is beyond what another seed would give"
+    else:
+        verdict = "cannot tell"
+        reason += ", and the pairs differ too much: use more --repeats"
+    return verdict, reason
+
+
+def _pairs_leave_no_doubt(differences: Sequence[float]) -> bool:
+    """Return whether the mean of the paired differences is above 0 by Student's t, 97.5 %."""
     standard_error = statistics.stdev(differences) / math.sqrt(len(differences))
-    if difference > student_975(len(differences) - 1) * standard_error:
-        return "fail", reason
-    return "cannot tell", f"{reason}, and the pairs differ too much: use more --repeats"
+    return mean(differences) > student_975(len(differences) - 1) * standard_error
+
+
+def _each_is_beyond(mixed_losses: Sequence[float], fp32_losses: Sequence[float]) -> bool:
+    """Return whether each mixed loss is above where one more seed of FP32 would end.
+
+    Where mixed precision is bad, its losses often differ much from seed to seed. Then the paired differences
+    leave a doubt, although no seed of FP32 ends as high.
+    """
+    count = len(fp32_losses)
+    average = mean(fp32_losses)
+    spread_of_one_more = statistics.stdev(fp32_losses) * math.sqrt(1 + 1 / count)
+    prediction_limit = average + student_975(count - 1) * spread_of_one_more
+    rounding_limit = average + _ROUNDING_CHANGES * abs(average)
+    return min(mixed_losses) > max(prediction_limit, rounding_limit)
 
 
 def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]]) -> str | None:
@@ -240,8 +272,8 @@ def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]])
         fp32, mixed: the losses of each run.
     """
     # Both formats see the same batches, so minibatch noise does not explain a difference. Two other things
-    # may: another seed changes a final loss by less than half of what FP32 learns, and rounding changes it by
-    # less than a tenth of itself. Hence two limits.
+    # may: another seed, which changes a final loss by less than half of what FP32 learns, and rounding. Hence
+    # two limits.
     if not fp32 or not mixed or min(map(len, [*fp32, *mixed])) < _FEWEST_LOSSES:
         return None
     fp32_losses = list(chain.from_iterable(fp32))
@@ -252,7 +284,7 @@ def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]])
     mixed_ended = min(map(final_loss, mixed))
     learned = max(fp32_losses) - min(fp32_losses)
     has_learned = fp32_ended < fp32_began
-    if not has_learned or mixed_ended - fp32_ended <= max(learned / 2, abs(fp32_ended) / 10):
+    if not has_learned or mixed_ended - fp32_ended <= max(learned / 2, _ROUNDING_CHANGES * abs(fp32_ended)):
         return None
     fell = f"in FP32 it fell from {fp32_began:.3g} to {fp32_ended:.3g}"
     return f"far apart: {fell}, and here it ended at {mixed_ended:.3g}"

@@ -97,7 +97,7 @@ class _KeptRuns:
 def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) -> dict[str, Any]:
     """Return the certificate of one step, from what the runs kept."""
     fp32, mixed = _facts(kept.reference, at_step), _facts(kept.mixed, at_step)
-    cannot_tell = _why_not_alike(fp32, mixed, at_step)
+    cannot_tell = _why_not_alike(fp32, mixed, at_step, alike_at=_alike_before(at_step, kept))
     rounding_unknown = kept.exact_failed
     exact_folder: Path | None = None
     if kept.exact is not None:
@@ -375,8 +375,13 @@ def _load(path: Path) -> Any:
     return None
 
 
-def _why_not_alike(fp32: GradientFacts, mixed: GradientFacts, at_step: int) -> str | None:
-    """Return why two runs did not see the same batch at the same weights; None: they did."""
+def _why_not_alike(
+    fp32: GradientFacts, mixed: GradientFacts, at_step: int, *, alike_at: int | None = None
+) -> str | None:
+    """Return why two runs did not see the same batch at the same weights; None: they did.
+
+    ``alike_at``: an earlier step at which they did; None: not known of any.
+    """
     taken = min(fp32.steps_before, mixed.steps_before)
     if taken < at_step:
         return f"The script ended after {taken} steps, before step {at_step}."
@@ -395,12 +400,27 @@ def _why_not_alike(fp32: GradientFacts, mixed: GradientFacts, at_step: int) -> s
             "Two runs did not see the same batch, though they started with the same seed: the script draws "
             "it from numbers that no seed fixes."
         )
+        if alike_at is not None:
+            reason = (
+                f"Two runs did not see the same batch, though they did at step {alike_at}: since then one of "
+                "them took other batches or random numbers than the other, or the script draws from numbers "
+                "that no seed fixes."
+            )
     elif not _drew_alike(fp32, mixed):
         reason = (
             "Two runs drew different random numbers (as masks of dropout), so the difference of their "
             "gradients is not that of the formats."
         )
     return reason
+
+
+def _alike_before(at_step: int, kept: _KeptRuns) -> int | None:
+    """Return the last compared step before ``at_step`` at which both formats saw the same batch, if any."""
+    alike_at: int | None = None
+    for fp32 in _all_facts(kept.reference):
+        if fp32.at_step < at_step and _is_same_batch(fp32, _facts(kept.mixed, fp32.at_step)):
+            alike_at = fp32.at_step
+    return alike_at
 
 
 def _drew_alike(fp32: GradientFacts, mixed: GradientFacts) -> bool:
