@@ -50,9 +50,9 @@ def summarize(
     Returns:
         JSON-ready: ``steps``; ``step_s`` under the profiler; ``shares`` (sum 1) of products, casts, other
         ops, the optimizer, loading of data, and Python (on a GPU: waiting); ``products`` by size and by the
-        narrowest ``format`` of their operands, with ``count``, ``share`` of the step and ``each_s``, the
-        median; ``casts``; ``ops`` with their number and mean time; ``loading_share`` of the host's time;
-        ``gpu_busy_share``, null on a CPU.
+        narrowest ``format`` of their operands, with ``count``, ``share`` of the step and ``each_s``, the mean
+        (without outliers); ``casts``; ``ops`` with their number and mean time; ``loading_share`` of the
+        host's time; ``gpu_busy_share``, null on a CPU.
 
     Raises:
         UnsupportedError: there is no step in it, or a range of the script encloses the steps.
@@ -184,21 +184,35 @@ def _shares(parts_ns: Mapping[str, int], steps_ns: int, busy_ns: int | None) -> 
 
 @dataclass(slots=True)
 class _ProductTimes:
-    """The products of one size and format; kind and shape are those of the first."""
+    """The products of one size and format; kind and shape are those of the first.
+
+    Attributes:
+        times_ns: how long each took, by the operator and the layout of its operands. The forward product of a
+            linear layer and the two of its backward pass have one size, but other layouts, and may differ
+            much: a CPU that emulates bf16 has fast kernels for the first alone.
+    """
 
     kind: str
     shape: Shape
     format: str
-    times_ns: list[int] = field(default_factory=list)
+    times_ns: dict[Any, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def count(self) -> int:
-        return len(self.times_ns)
+        return sum(map(len, self.times_ns.values()))
+
+    @property
+    def total_ns(self) -> float:
+        """The time of all of them, each as long as the median of its operator and layout.
+
+        On a busy machine one product out of hundreds lasts ten times as long.
+        """
+        return sum(len(times) * statistics.median(times) for times in self.times_ns.values())
 
     @property
     def each_ns(self) -> float:
-        """The median time of one: on a busy machine one product out of hundreds lasts ten times as long."""
-        return statistics.median(self.times_ns)
+        """The mean time of one, by ``total_ns``."""
+        return self.total_ns / self.count
 
 
 class _Sums:
@@ -253,7 +267,9 @@ class _Sums:
         size = (*same_size(kind, shape), format_)
         if size not in self._products:
             self._products[size] = _ProductTimes(kind, shape, format_)
-        self._products[size].times_ns.append(self._total_ns(op))
+        # Whether a matrix is transposed shows in which of its strides is 1.
+        layouts = tuple(None if tensor is None else _fastest_dimension(tensor) for tensor in operands)
+        self._products[size].times_ns[op.name, layouts].append(self._total_ns(op))
 
     def _own_ns(self, op: Any) -> int:
         if self._kernels_ns is not None:
@@ -279,8 +295,8 @@ class _Sums:
     def products(self, steps: int, share: float) -> list[dict[str, Any]]:
         """Return the products of one step by size, slowest first; together they take ``share`` of it."""
         sizes = list(self._products.values())
-        sizes.sort(key=lambda size: size.count * size.each_ns, reverse=True)
-        total_ns = sum(size.count * size.each_ns for size in sizes) or 1
+        sizes.sort(key=lambda size: size.total_ns, reverse=True)
+        total_ns = sum(size.total_ns for size in sizes) or 1
         rows = []
         for size in sizes:
             rows.append(
@@ -289,7 +305,7 @@ class _Sums:
                     "shape": list(size.shape),
                     "format": size.format,
                     "count": size.count / steps,
-                    "share": share * size.count * size.each_ns / total_ns,
+                    "share": share * size.total_ns / total_ns,
                     "each_s": size.each_ns / 1e9,
                 }
             )
@@ -321,6 +337,12 @@ def _operands(op: Any) -> list[Any]:
     if op.tag.name != "TorchOp":
         return []
     return [argument if hasattr(argument, "sizes") else None for argument in op.typed[1].inputs]
+
+
+def _fastest_dimension(tensor: Any) -> int:
+    """Return the dimension along which a tensor lies in memory without gaps; -1: none."""
+    strides = list(tensor.strides)
+    return strides.index(1) if 1 in strides else -1
 
 
 def _narrowest_format(operands: Sequence[Any]) -> str:
