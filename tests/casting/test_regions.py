@@ -3,6 +3,7 @@
 Also regions in float32, and what is refused.
 """
 
+import contextlib
 import itertools
 import os
 import signal
@@ -11,13 +12,14 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from casting_cases import BF16, FP16, FP32, CountCasts, assert_same, in_threads, linear_by_hand
+from casting_cases import BF16, FP16, FP32, CountCasts, assert_same, in_threads, linear_by_hand, rules
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import narrowcast as nc
 from narrowcast.casting import PolicyRegion
-from narrowcast.casting.regions import _regions, _scopes
+from narrowcast.casting.kernels import _kernels
+from narrowcast.casting.regions import _autocast, _regions, _scopes
 from narrowcast.errors import DeviceError, OrderError, PolicyError
 
 OUTSIDE = (False, BF16, True)
@@ -337,9 +339,13 @@ def test_many_threads_nest_formats_around_shared_layers():
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_while_another_thread_is_inside():
     entered, leave = threading.Event(), threading.Event()
+    of_no_thread = rules(nc.rule.op("softmax", compute="bf16"))
 
     def other():
-        with nc.autocast("cpu", FP16), _regions._process.lock, _scopes._lock:
+        locks = (_regions._process.lock, _scopes._lock, _kernels._lock, _autocast._lock)
+        with nc.autocast("cpu", FP16), contextlib.ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
             entered.set()
             leave.wait(30)
 
@@ -354,6 +360,10 @@ def test_a_fork_while_another_thread_is_inside():
             assert scopes_of_new_thread.regions == []
             with nc.autocast("cpu", BF16):  # the other thread is not here, so nobody keeps fp16 casts
                 right = state() == (True, BF16, True)
+            with PolicyRegion(of_no_thread, {"cpu": BF16}):  # takes the lock of kernels
+                pass
+            with _autocast._backward_outside(of_no_thread):
+                pass
             os._exit(0 if right and state()[:2] == (True, FP32) else 1)
         leave.set()
         thread.join(30)

@@ -20,7 +20,6 @@ layer itself calls do not reach them either: where ``vmap`` would ignore a rule 
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from narrowcast.casting._locks import process_lock
 from narrowcast.casting._torch_internals import (
     has_kernel,
     is_exporting,
@@ -171,7 +171,7 @@ class _Need(NamedTuple):
     by_rules: bool = False
 
 
-_lock = threading.Lock()
+_lock = process_lock()
 _needs_of: weakref.WeakKeyDictionary[object, list[_Need]] = weakref.WeakKeyDictionary()
 """What needs kernels, as long as it lives: resolved policies, promotions, notes of results."""
 

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from narrowcast.casting._devices import check_device_type, check_dtype
+from narrowcast.casting._locks import process_lock
 from narrowcast.casting._torch_internals import (
     ENGINE,
     Replacements,
@@ -425,7 +426,7 @@ class LastingRegion:
         self._regions.close()
 
 
-_lock = threading.Lock()
+_lock = process_lock()
 _outside_rules: list[tuple[Rule, ...]] = []
 """The rules of the policies of lasting regions, whose backward passes run outside of them."""
 

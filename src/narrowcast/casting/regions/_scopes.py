@@ -19,7 +19,6 @@ In the same way the autocast dtype of XLA devices says that operators promote.
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from narrowcast.casting._locks import process_lock
 from narrowcast.casting._torch_internals import reset_compiled_code, set_in_every_thread
 from narrowcast.errors import UnsupportedError
 from narrowcast.policy import ResolvedPolicy, Rule, Scope, dtype_of
@@ -35,10 +35,7 @@ _NO_SCOPE = torch.float16
 """The autocast dtype that a carrier gets when no rules are in force."""
 PROMOTING = ("xla", torch.float64)
 """The autocast state in which operators of a thread promote where formats meet."""
-_lock = threading.Lock()
-if hasattr(os, "register_at_fork"):
-    # Another thread may hold the lock during the fork, and does not exist in the child.
-    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
+_lock = process_lock()
 
 
 def _dtypes_for_marks() -> tuple[torch.dtype, ...]:
