@@ -151,6 +151,14 @@ def test_no_speed_is_told_where_other_programs_used_the_cpus(tmp_path):
     assert quiet["verdict"]["worth_it"] == on_a_gpu["verdict"]["worth_it"] == f"yes: {faster}"
 
 
+def test_where_no_speed_was_measured_more_pairs_are_asked_for_however_busy_it_was(tmp_path):
+    side = made_captures.in_turns(run([None, *SPREAD]))
+    side[1]["device_type"] = "cpu"
+    found = thrice(tmp_path, side, run(), {"event": "busy", "share": 0.9})
+    assert found["verdict"]["worth_it"] == "cannot tell: a time is missing"
+    assert "--time-limit 0" in found["next"]["worth_it"]
+
+
 def test_less_memory_is_said_beside_a_speed_that_is_not_worth_it(tmp_path):
     sides = [made_captures.in_turns(run([None, *SPREAD], peak_tensor_bytes=peak)) for peak in (100, 60)]
     answer = thrice(tmp_path, *sides)["verdict"]["worth_it"]

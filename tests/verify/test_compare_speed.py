@@ -92,3 +92,14 @@ def test_no_profile_is_made_that_takes_much_of_the_time(comparison, monkeypatch,
 def test_the_steps_of_profiles_are_planned_for():
     assert sum(phase.steps for phase in SHARES_PHASES) == _comparison._PROFILE_STEPS
     assert sum(phase.seconds for phase in SHARES_PHASES) == _comparison._PROFILE_S
+
+
+def test_untimed_runs_where_the_format_is_emulated_are_mostly_its_steps(comparison, monkeypatch):
+    """Mixed steps: 3 for memory, 4 batches at each of two steps, 3 moves. FP32's: three times these and 8."""
+    made, _ = comparison(fp32_because="bf16 is slow")
+    made.timed.spent = [Spent(startup_s=2.0, stepping_s=15.0, steps=10)] * 2
+    made.timed._pair_s = [34.0]
+    times = {"fp32": [0.5] * 9, "mixed": [7.0] * 9}
+    monkeypatch.setattr(TimedPairs, "step_times", lambda _, format_: times[format_])
+    monkeypatch.setattr(_Comparison, "_at_steps", lambda _: [0, 8])
+    assert made._untimed_s() == pytest.approx(14 * 7.0 + 3 * (14 + 8) * 0.5 + 6 * 4.0 / 2)

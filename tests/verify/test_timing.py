@@ -127,6 +127,21 @@ def test_one_pair_says_that_it_does_not_show_how_far_equal_runs_differ(timed):
     )
 
 
+def test_no_interval_is_called_wide_where_none_is_told(timed, monkeypatch):
+    """While other programs used the CPUs, none holds."""
+    monkeypatch.setattr(TimedPairs, "used_by_others", lambda _: 0.9)
+    (note,) = timed(time_limit_s=1.0).noted
+    assert note["text"].startswith("one pair of runs is too few to show how far equal runs differ here; the")
+
+
+def test_the_time_left_covers_the_runs_that_follow(timed):
+    """They are made even where the time limit has no room for them."""
+    found = timed(step_s=0.1, aside_s=200.0)
+    assert found.made.runs.ends == pytest.approx(found.took_s + 200.0)
+    made = timed(step_s=0.01, aside_s=2.0).made
+    assert made.runs.ends == made.limit_s() == 25.0
+
+
 def test_runs_one_after_the_other_say_why(timed):
     found = timed(turns=False)
     assert found.noted[0]["text"].endswith("since it is one of the ranks of a job")

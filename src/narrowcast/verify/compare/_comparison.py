@@ -204,6 +204,8 @@ class _Comparison:
         # first term is already a number of steps in each format. In the second, each of the three runs that
         # keep gradients takes a step: three steps, or 1.5 pairs.
         at_steps = self._at_steps()
+        if self.settings.fp32_because:
+            return self._untimed_emulated_s(at_steps)
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
         steps = _UNTIMED_STEPS + 1.5 * (at_steps[-1] + held_steps)
 
@@ -217,6 +219,20 @@ class _Comparison:
         if self.timed.is_too_slow() and not self.timed.spawns:
             untimed_s += self._profile_s()
         return untimed_s
+
+    def _untimed_emulated_s(self, at_steps: list[int]) -> float:
+        """Return about how long the untimed runs take where the CPU only emulates the format.
+
+        Steps in that format take nearly all of the time, and counting and writing next to nothing. Training
+        up to the compared steps is in FP32 there.
+        """
+        mixed_s = statistics.median(self.timed.step_times("mixed") or [0.0])
+        fp32_s = statistics.median(self.timed.step_times("fp32") or [0.0])
+        mixed_steps = _STEPS_FOR_MEMORY + FEWEST_BATCHES * len(at_steps) + MOVES
+        # Three runs keep gradients, and one of them computes sums exactly.
+        fp32_steps = 3 * (mixed_steps + at_steps[-1])
+        starts_s = (1 + _UNTIMED_RUNS) * self.timed.pair_besides_s() / 2
+        return mixed_steps * mixed_s + fp32_steps * fp32_s + starts_s
 
     # ---- tensor memory
 

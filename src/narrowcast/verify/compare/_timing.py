@@ -21,6 +21,7 @@ from narrowcast.capture import (
     RUN,
     Capture,
     Estimate,
+    is_busy,
     kind_of,
     median_of_runs,
     read_capture,
@@ -272,7 +273,8 @@ class TimedPairs:
         took_turns = not self._why_alone
         self.runs.beside = took_turns and self.memory < LITTLE_MEMORY and not self.changes_files
         # Runs that are not timed are made even where the time limit has no room for them.
-        self.runs.ends = self.began + max(self.limit_s(), 1.5 * self._first_pair_s())
+        expected_s = time.monotonic() - self.began + self.untimed_s()
+        self.runs.ends = self.began + max(self.limit_s(), expected_s)
 
     def _note_how(self, pairs: int) -> None:
         if self._why_alone:
@@ -281,9 +283,13 @@ class TimedPairs:
             timed = f"{pairs} pairs of runs are"
             if pairs == 1:
                 timed = "one pair of runs is"
+            # While other programs used the CPUs, no interval is told.
+            so = ""
+            if self.speedup() is not None and not is_busy(self.used_by_others()):
+                so = ", so that the interval is wide"
             self._note(
-                f"{timed} too few to show how far equal runs differ here, so that the interval is wide; the "
-                f"time limit had no room for more: give --time-limit 0 to time {MOST_PAIRS} pairs"
+                f"{timed} too few to show how far equal runs differ here{so}; the time limit had no room for "
+                f"more: give --time-limit 0 to time {MOST_PAIRS} pairs"
             )
 
     def _note(self, text: str) -> None:
