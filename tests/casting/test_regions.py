@@ -339,7 +339,7 @@ def test_many_threads_nest_formats_around_shared_layers():
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_while_another_thread_is_inside():
     entered, leave = threading.Event(), threading.Event()
-    of_no_thread = rules(nc.rule.op("softmax", compute="bf16"))
+    policy = rules(nc.rule.op("softmax", compute="bf16"))
 
     def other():
         locks = (_regions._process.lock, _scopes._lock, _kernels._lock, _autocast._lock)
@@ -360,9 +360,9 @@ def test_a_fork_while_another_thread_is_inside():
             assert scopes_of_new_thread.regions == []
             with nc.autocast("cpu", BF16):  # the other thread is not here, so nobody keeps fp16 casts
                 right = state() == (True, BF16, True)
-            with PolicyRegion(of_no_thread, {"cpu": BF16}):  # takes the lock of kernels
+            with PolicyRegion(policy, {"cpu": BF16}):  # takes the lock of kernels
                 pass
-            with _autocast._backward_outside(of_no_thread):
+            with _autocast._backward_outside(policy):  # takes the lock of lasting regions
                 pass
             os._exit(0 if right and state()[:2] == (True, FP32) else 1)
         leave.set()

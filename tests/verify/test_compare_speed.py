@@ -78,7 +78,7 @@ def test_a_reason_is_looked_for_if_the_interval_says_no(comparison, monkeypatch,
 def test_no_profile_is_made_that_takes_much_of_the_time(comparison, monkeypatch, limit_s, profiled):
     """A pair of runs takes 4 s besides its steps, and 0.1 s a step in each format: 5.4 s."""
     made, written = comparison(time_limit_s=limit_s)
-    made.timed.spent = [Spent(startup_s=2.0, stepping_s=1.0, steps=10)] * 2
+    made.timed.spent = [Spent(name, startup_s=2.0, stepping_s=1.0, steps=10) for name in ("fp32", "mixed")]
     made.timed._pair_s = [6.0]
     monkeypatch.setattr(TimedPairs, "is_too_slow", lambda _: True)
     monkeypatch.setattr(_Comparison, "_profiled", lambda _: Reason("casts", "casts explain it", 0.9))
@@ -94,12 +94,17 @@ def test_the_steps_of_profiles_are_planned_for():
     assert sum(phase.seconds for phase in SHARES_PHASES) == _comparison._PROFILE_S
 
 
-def test_untimed_runs_where_the_format_is_emulated_are_mostly_its_steps(comparison, monkeypatch):
-    """Mixed steps: 3 for memory, 4 batches at each of two steps, 3 moves. FP32's: three times these and 8."""
-    made, _ = comparison(fp32_because="bf16 is slow")
-    made.timed.spent = [Spent(startup_s=2.0, stepping_s=15.0, steps=10)] * 2
-    made.timed._pair_s = [34.0]
+def test_untimed_runs_in_a_slow_format_are_mostly_its_steps(comparison, monkeypatch):
+    """Where gradients are compared at steps 0 and 8, and steps take 7 s in bf16 and 0.5 s in FP32.
+
+    Mixed steps: 2 for memory, 8 held back, 3 moves. FP32's: 2 for memory, 8 of training in each of three
+    runs, 8 held back in each of two, 3 moves.
+    """
+    made, _ = comparison(SimpleNamespace(beside=False), fp32_because="bf16 is slow")
+    made.timed.spent = [Spent("fp32", 2.0, 15.0, 30), Spent("mixed", 2.0, 21.0, 3)]
+    made.timed._pair_s = [40.0]
     times = {"fp32": [0.5] * 9, "mixed": [7.0] * 9}
     monkeypatch.setattr(TimedPairs, "step_times", lambda _, format_: times[format_])
+    monkeypatch.setattr(TimedPairs, "is_too_slow", lambda _: False)
     monkeypatch.setattr(_Comparison, "_at_steps", lambda _: [0, 8])
-    assert made._untimed_s() == pytest.approx(14 * 7.0 + 3 * (14 + 8) * 0.5 + 6 * 4.0 / 2)
+    assert made._untimed_s() == pytest.approx(13 * 7.0 + 3 * (2 + 24 + 16 + 3) * 0.5 + 6 * 4.0 / 2)

@@ -470,7 +470,7 @@ def test_batches_that_differ_from_a_later_step_on_are_told_from_unseeded_ones(ru
     first, later = certify_steps(runs(text), format="bf16", at_steps=(0, 8))
     assert first["verdict"] == "pass", first["reason"]
     assert later["verdict"] == "cannot tell"
-    assert "though they did at step 0: since then one of them took other batches" in later["reason"]
+    assert "though they did at step 0: since then one of them drew other batches" in later["reason"]
 
 
 def test_the_error_of_a_failing_run_names_it_and_the_cause(runs):

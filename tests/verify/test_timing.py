@@ -46,7 +46,7 @@ def timed(tmp_path, monkeypatch):
                 timed = ({**STEP, "optimizer": bool(before)}, PAUSE) * ((reached - before) * turns)
                 seen = ({"event": "loss"},) if by_hand else search + timed
                 made.captures[format_].append(Capture(events=seen))
-                made.spent.append(Spent(1.0, reached * step_s, reached))
+                made.spent.append(Spent(format_, 1.0, reached * step_s, reached))
             return None if turns else "it is one of the ranks of a job"
 
         monkeypatch.setattr(_timing, "take_turns", take_turns)
@@ -140,6 +140,19 @@ def test_the_time_left_covers_the_runs_that_follow(timed):
     assert found.made.runs.ends == pytest.approx(found.took_s + 200.0)
     made = timed(step_s=0.01, aside_s=2.0).made
     assert made.runs.ends == made.limit_s() == 25.0
+
+
+def test_the_time_left_covers_the_seeds_that_follow(timed, monkeypatch):
+    """Each of three pairs takes 22 s."""
+    ends = []
+    plan = TimedPairs._plan_untimed_runs
+    monkeypatch.setattr(
+        TimedPairs,
+        "_plan_untimed_runs",
+        lambda self, *given, **named: (plan(self, *given, **named), ends.append(self.runs.ends)),
+    )
+    timed(step_s=0.1, aside_s=5.0, repeats=3)
+    assert ends[:3] == [pytest.approx(3 * 22.0 + 5.0)] * 3
 
 
 def test_runs_one_after_the_other_say_why(timed):

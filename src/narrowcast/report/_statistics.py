@@ -19,7 +19,7 @@ _ENOUGH_SEEDS = 3
 _FEWEST_LOSSES = 10
 # With one or two seeds the answer is "cannot tell" if each final loss is more than this many times FP32's.
 _MANY_TIMES = 10.0
-# Rounding changes a final loss by less than this share of itself.
+# Rounding changes a final loss by less than this share of itself, where the loss is not near zero.
 _ROUNDING_CHANGES = 0.1
 # The formats did not do the same work if more than this share of the steps was skipped, or if one of them
 # called modules more than this many times as often as the other.
@@ -177,8 +177,8 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
 
     - pass: the mean difference is at most the spread between seeds, or mixed is lower by more.
     - fail: mixed is higher by more, and the paired differences leave no doubt (Student's t, 97.5 %), or each
-      of mixed's losses is above FP32's 97.5 % prediction limit and a tenth above FP32's mean; or only mixed's
-      losses are not finite.
+      of mixed's losses is above FP32's 97.5 % prediction limit and a tenth above FP32's mean, but not each
+      more than ten times FP32's; or only mixed's losses are not finite.
     - not judged: fewer than three seeds, with finite losses; or no pair.
     - cannot tell: all other cases. Of these are FP32 losses that are not finite, seeds that change nothing
       while the formats differ, and one or two seeds with which mixed's losses are many times FP32's.
@@ -196,7 +196,7 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     if len(pairs) < _ENOUGH_SEEDS:
         return _judge_few_seeds(pairs, difference)
     spread = statistics.stdev(fp32_losses)
-    verdict, reason = _against_spread(fp32_losses, mixed_losses, difference, spread)
+    verdict, reason = _against_spread(pairs, differences, spread)
     return LossVerdict(verdict, reason, difference, spread)
 
 
@@ -206,7 +206,7 @@ def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float) ->
     times = None
     # A ratio means nothing where FP32's loss is zero or below.
     if all(fp32 > 0 for fp32, _ in pairs):
-        times = min(mixed / fp32 for fp32, mixed in pairs)
+        times = _times_fp32(pairs)
     if times is None or times <= _MANY_TIMES:
         return LossVerdict("not judged", reason, difference)
     reason = f"{times:.4g} times FP32's, but {reason}"
@@ -214,11 +214,11 @@ def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float) ->
 
 
 def _against_spread(
-    fp32_losses: Sequence[float], mixed_losses: Sequence[float], difference: float, spread: float
+    pairs: Sequence[tuple[float, float]], differences: Sequence[float], spread: float
 ) -> tuple[str, str]:
-    """Return the verdict and its reason, given the mean of the paired differences and FP32's spread."""
-    count = len(fp32_losses)
-    differences = [mixed - fp32 for fp32, mixed in zip(fp32_losses, mixed_losses, strict=True)]
+    """Return the verdict and its reason, given the pairs (FP32, mixed) and their differences."""
+    count = len(pairs)
+    difference = mean(differences)
     seeds = f"the spread between {count} seeds"
     if spread == 0.0:
         # Differences of both signs may have a mean of zero.
@@ -233,9 +233,9 @@ def _against_spread(
     reason = f"higher than FP32's by {difference / spread:.1f} times {seeds}"
     if _pairs_leave_no_doubt(differences):
         verdict = "fail"
-    elif _each_is_beyond(mixed_losses, fp32_losses):
+    elif _each_is_beyond(pairs):
         verdict = "fail"
-        reason += ", and each is beyond what another seed would give"
+        reason += ", and every mixed loss is above what another seed of FP32 would give"
     else:
         verdict = "cannot tell"
         reason += ", and the pairs differ too much: use more --repeats"
@@ -248,18 +248,28 @@ def _pairs_leave_no_doubt(differences: Sequence[float]) -> bool:
     return mean(differences) > student_975(len(differences) - 1) * standard_error
 
 
-def _each_is_beyond(mixed_losses: Sequence[float], fp32_losses: Sequence[float]) -> bool:
+def _each_is_beyond(pairs: Sequence[tuple[float, float]]) -> bool:
     """Return whether each mixed loss is above where one more seed of FP32 would end.
 
     Where mixed precision is bad, its losses often differ much from seed to seed. Then the paired differences
     leave a doubt, although no seed of FP32 ends as high.
     """
-    count = len(fp32_losses)
+    fp32_losses = [fp32 for fp32, _ in pairs]
+    mixed_losses = [mixed for _, mixed in pairs]
+    # A loss that may be negative has no scale to compare with. One many times FP32's may have reached what
+    # rounding allows, where FP32's goes on to zero.
+    if min(fp32_losses) <= 0 or _times_fp32(pairs) > _MANY_TIMES:
+        return False
     average = mean(fp32_losses)
-    spread_of_one_more = statistics.stdev(fp32_losses) * math.sqrt(1 + 1 / count)
-    prediction_limit = average + student_975(count - 1) * spread_of_one_more
-    rounding_limit = average + _ROUNDING_CHANGES * abs(average)
+    spread_of_one_more = statistics.stdev(fp32_losses) * math.sqrt(1 + 1 / len(pairs))
+    prediction_limit = average + student_975(len(pairs) - 1) * spread_of_one_more
+    rounding_limit = (1 + _ROUNDING_CHANGES) * average
     return min(mixed_losses) > max(prediction_limit, rounding_limit)
+
+
+def _times_fp32(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the smallest ratio of mixed to FP32; FP32's losses are above 0."""
+    return min(mixed / fp32 for fp32, mixed in pairs)
 
 
 def far_apart(fp32: Sequence[Sequence[float]], mixed: Sequence[Sequence[float]]) -> str | None:

@@ -85,8 +85,9 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     mixed.numbers["final_loss"] = _means_of_seeds(mixed.final_losses, fp32.final_losses)
     ratio, ratio_reasons = _ratios(fp32, mixed, kind)
     by_others = _used_by_others(comparison)
-    disturbed = is_busy(by_others) and ratio["speedup"] is not None
-    if disturbed:
+    # Where nothing was measured at all, that is the reason, however busy the machine was.
+    is_disturbed = is_busy(by_others) and ratio["speedup"] is not None
+    if is_disturbed:
         # Equal runs differ by more than their spread shows, as the formats are slowed unequally.
         ratio["speedup_interval"] = None
         ratio_reasons["speedup_interval"] = "other programs used the CPUs"
@@ -122,7 +123,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
             steps=fp32.numbers["steps"] or 0,
             input_is_rounded=_names_an_input_column(right, checks["certificate"]),
         ),
-        "worth_it": next_for_speed(worth, start, was_stopped=was_stopped, is_busy=disturbed),
+        "worth_it": next_for_speed(worth, start, was_stopped=was_stopped, is_busy=is_disturbed),
     }
 
     notes = _notes(comparison)

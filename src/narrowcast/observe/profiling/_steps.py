@@ -51,8 +51,8 @@ def summarize(
         JSON-ready: ``steps``; ``step_s`` under the profiler; ``shares`` (sum 1) of products, casts, other
         ops, the optimizer, loading of data, and Python (on a GPU: waiting); ``products`` by size and by the
         narrowest ``format`` of their operands, with ``count``, ``share`` of the step and ``each_s``, the mean
-        (without outliers); ``casts``; ``ops`` with their number and mean time; ``loading_share`` of the
-        host's time; ``gpu_busy_share``, null on a CPU.
+        of medians by operator and operands; ``casts``; ``ops`` with their number and mean time;
+        ``loading_share`` of the host's time; ``gpu_busy_share``, null on a CPU.
 
     Raises:
         UnsupportedError: there is no step in it, or a range of the script encloses the steps.
@@ -182,20 +182,24 @@ def _shares(parts_ns: Mapping[str, int], steps_ns: int, busy_ns: int | None) -> 
 # ---- sums over ops
 
 
+# Operator, shapes and layouts of its operands (None: not a tensor).
+_Variant = tuple[str, tuple["Shape | None", ...], tuple[int | None, ...]]
+
+
 @dataclass(slots=True)
 class _ProductTimes:
     """The products of one size and format; kind and shape are those of the first.
 
     Attributes:
-        times_ns: how long each took, by the operator and the layout of its operands. The forward product of a
-            linear layer and the two of its backward pass have one size, but other layouts, and may differ
-            much: a CPU that emulates bf16 has fast kernels for the first alone.
+        times_ns: how long each took, by operator and operands. The forward product of a linear layer and the
+            two of its backward pass have one size, but other operands, and may differ much: a CPU that
+            emulates bf16 has fast kernels for the first alone.
     """
 
     kind: str
     shape: Shape
     format: str
-    times_ns: dict[Any, list[int]] = field(default_factory=lambda: defaultdict(list))
+    times_ns: dict[_Variant, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def count(self) -> int:
@@ -203,7 +207,7 @@ class _ProductTimes:
 
     @property
     def total_ns(self) -> float:
-        """The time of all of them, each as long as the median of its operator and layout.
+        """The time of all of them, each as long as the median of those with its operator and operands.
 
         On a busy machine one product out of hundreds lasts ten times as long.
         """
@@ -269,7 +273,9 @@ class _Sums:
             self._products[size] = _ProductTimes(kind, shape, format_)
         # Whether a matrix is transposed shows in which of its strides is 1.
         layouts = tuple(None if tensor is None else _fastest_dimension(tensor) for tensor in operands)
-        self._products[size].times_ns[op.name, layouts].append(self._total_ns(op))
+        variant = (op.name, tuple(shapes), layouts)
+        times_ns = self._products[size].times_ns[variant]
+        times_ns.append(self._total_ns(op))
 
     def _own_ns(self, op: Any) -> int:
         if self._kernels_ns is not None:

@@ -195,7 +195,24 @@ class _Comparison:
         self.writer.write({"event": event, **fields})
 
     def _untimed_s(self) -> float:
-        """Return about how long the untimed runs take, and the end of this process.
+        """Return about how long the untimed runs take, and the end of this process."""
+        steps_s = self._untimed_steps_s()
+        if self.settings.fp32_because:
+            steps_s = self._untimed_slow_steps_s()
+
+        # Each run also has to start and to end, which takes half of what a pair of runs takes for that. The
+        # end of this process counts as one more start. Two runs, one for memory and one for gradients, may
+        # start beside another one (``ScriptRuns.ahead``), and so take no time of their own for it.
+        starts = 1 + _UNTIMED_RUNS
+        if self.runs.beside:
+            starts -= 2
+        untimed_s = steps_s + starts * self.timed.pair_besides_s() / 2
+        if self.timed.is_too_slow() and not self.timed.spawns:
+            untimed_s += self._profile_s()
+        return untimed_s
+
+    def _untimed_steps_s(self) -> float:
+        """Return about how long the steps of untimed runs take, where the format is not slow.
 
         The three runs that keep gradients train up to the last compared step. All untimed steps are taken to
         be three times as long as timed ones, for exact sums, counted tensors and written gradients.
@@ -204,35 +221,23 @@ class _Comparison:
         # first term is already a number of steps in each format. In the second, each of the three runs that
         # keep gradients takes a step: three steps, or 1.5 pairs.
         at_steps = self._at_steps()
-        if self.settings.fp32_because:
-            return self._untimed_emulated_s(at_steps)
         held_steps = FEWEST_BATCHES * (len(at_steps) - 1)
         steps = _UNTIMED_STEPS + 1.5 * (at_steps[-1] + held_steps)
+        return 3 * steps * self.timed.step_s()
 
-        # Each run also has to start and to end, which takes half of what a pair of runs takes for that. The
-        # end of this process counts as one more start. Two runs, one for memory and one for gradients, may
-        # start beside another one (``ScriptRuns.ahead``), and so take no time of their own for it.
-        starts = 1 + _UNTIMED_RUNS
-        if self.runs.beside:
-            starts -= 2
-        untimed_s = 3 * steps * self.timed.step_s() + starts * self.timed.pair_besides_s() / 2
-        if self.timed.is_too_slow() and not self.timed.spawns:
-            untimed_s += self._profile_s()
-        return untimed_s
+    def _untimed_slow_steps_s(self) -> float:
+        """Return about how long the steps of untimed runs take, where ``auto`` is fp32.
 
-    def _untimed_emulated_s(self, at_steps: list[int]) -> float:
-        """Return about how long the untimed runs take where the CPU only emulates the format.
-
-        Steps in that format take nearly all of the time, and counting and writing next to nothing. Training
-        up to the compared steps is in FP32 there.
+        Training up to the compared steps is in FP32 there. Steps in FP32 are taken to be three times as long
+        as timed ones, as above. Those in mixed precision are not: most of their time goes into emulation.
         """
-        mixed_s = statistics.median(self.timed.step_times("mixed") or [0.0])
-        fp32_s = statistics.median(self.timed.step_times("fp32") or [0.0])
-        mixed_steps = _STEPS_FOR_MEMORY + FEWEST_BATCHES * len(at_steps) + MOVES
-        # Three runs keep gradients, and one of them computes sums exactly.
-        fp32_steps = 3 * (mixed_steps + at_steps[-1])
-        starts_s = (1 + _UNTIMED_RUNS) * self.timed.pair_besides_s() / 2
-        return mixed_steps * mixed_s + fp32_steps * fp32_s + starts_s
+        at_steps = self._at_steps()
+        held_steps = FEWEST_BATCHES * len(at_steps)
+        memory_steps = self._steps_for_memory()
+        mixed_steps = memory_steps + held_steps + MOVES
+        # Three runs train up to the last compared step, and two of them hold steps back in FP32.
+        fp32_steps = memory_steps + 3 * at_steps[-1] + 2 * held_steps + MOVES
+        return mixed_steps * self.timed.step_s_of("mixed") + 3 * fp32_steps * self.timed.step_s_of("fp32")
 
     # ---- tensor memory
 
@@ -240,15 +245,7 @@ class _Comparison:
         """Count tensor bytes in a short run of each format; on CUDA the allocator counts in every run."""
         if any(capture.totals()["peak_tensor_bytes"] is not None for capture in self.timed.all_captures()):
             return
-        steps = _STEPS_FOR_MEMORY
-        # Tensors are counted at each operator, which makes slow steps much slower.
-        slowest_s = max(self.timed.step_times("mixed"), default=0.0)
-        if slowest_s > _SLOW_STEP_S:
-            steps -= 1
-        if slowest_s > 5 * _SLOW_STEP_S:
-            steps -= 1
-        if self.settings.steps:
-            steps = min(self.settings.steps, steps)
+        steps = self._steps_for_memory()
         # Calls of the model before training, as by a parametrization when it is made, are no steps.
         more = {"steps": steps, "is_training": self.timed.kind() == "training"}
         self.runs.ahead("memory-mixed", "mixed", Purpose.MEMORY, **more)
@@ -263,6 +260,19 @@ class _Comparison:
             if not counted:
                 counted = {"peak_tensor_bytes": None, "reason": reason}
             self._write("memory", format=format_, **counted)
+
+    def _steps_for_memory(self) -> int:
+        """Return how many steps each of the two runs takes that count tensors."""
+        steps = _STEPS_FOR_MEMORY
+        # Tensors are counted at each operator, which makes slow steps much slower.
+        slowest_s = max(self.timed.step_times("mixed"), default=0.0)
+        if slowest_s > _SLOW_STEP_S:
+            steps -= 1
+        if slowest_s > 5 * _SLOW_STEP_S:
+            steps -= 1
+        if self.settings.steps:
+            steps = min(self.settings.steps, steps)
+        return steps
 
     # ---- speed
 

@@ -97,11 +97,13 @@ class _KeptRuns:
 def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) -> dict[str, Any]:
     """Return the certificate of one step, from what the runs kept."""
     fp32, mixed = _facts(kept.reference, at_step), _facts(kept.mixed, at_step)
-    cannot_tell = _why_not_alike(fp32, mixed, at_step, alike_at=_alike_before(at_step, kept))
+    alike_at = _alike_before(at_step, kept.reference, kept.mixed)
+    cannot_tell = _why_not_alike(fp32, mixed, at_step, alike_at)
     rounding_unknown = kept.exact_failed
     exact_folder: Path | None = None
     if kept.exact is not None:
-        rounding_unknown = _why_not_alike(fp32, _facts(kept.exact, at_step), at_step)
+        alike_at = _alike_before(at_step, kept.reference, kept.exact)
+        rounding_unknown = _why_not_alike(fp32, _facts(kept.exact, at_step), at_step, alike_at)
         if not rounding_unknown:
             exact_folder = tensors_at(kept.exact, at_step)
     fp32_folder = tensors_at(kept.reference, at_step)
@@ -376,7 +378,7 @@ def _load(path: Path) -> Any:
 
 
 def _why_not_alike(
-    fp32: GradientFacts, mixed: GradientFacts, at_step: int, *, alike_at: int | None = None
+    fp32: GradientFacts, mixed: GradientFacts, at_step: int, alike_at: int | None
 ) -> str | None:
     """Return why two runs did not see the same batch at the same weights; None: they did.
 
@@ -396,14 +398,15 @@ def _why_not_alike(
     if len(fp32.random) != len(mixed.random):
         reason = "Two runs did not step the same optimizers."
     elif not _is_same_batch(fp32, mixed):
-        reason = (
-            "Two runs did not see the same batch, though they started with the same seed: the script draws "
-            "it from numbers that no seed fixes."
-        )
-        if alike_at is not None:
+        if alike_at is None:
+            reason = (
+                "Two runs did not see the same batch, though they started with the same seed: the script "
+                "draws it from numbers that no seed fixes."
+            )
+        else:
             reason = (
                 f"Two runs did not see the same batch, though they did at step {alike_at}: since then one of "
-                "them took other batches or random numbers than the other, or the script draws from numbers "
+                "them drew other batches or random numbers than the other, or the script draws from numbers "
                 "that no seed fixes."
             )
     elif not _drew_alike(fp32, mixed):
@@ -414,12 +417,13 @@ def _why_not_alike(
     return reason
 
 
-def _alike_before(at_step: int, kept: _KeptRuns) -> int | None:
-    """Return the last compared step before ``at_step`` at which both formats saw the same batch, if any."""
+def _alike_before(at_step: int, first: Path, second: Path) -> int | None:
+    """Return the last compared step before ``at_step`` at which two runs saw the same batch, if any."""
     alike_at: int | None = None
-    for fp32 in _all_facts(kept.reference):
-        if fp32.at_step < at_step and _is_same_batch(fp32, _facts(kept.mixed, fp32.at_step)):
-            alike_at = fp32.at_step
+    for facts in _all_facts(first):
+        has_batch = facts.batch is not None
+        if has_batch and facts.at_step < at_step and _is_same_batch(facts, _facts(second, facts.at_step)):
+            alike_at = facts.at_step
     return alike_at
 
 

@@ -93,6 +93,7 @@ class TimingSettings(ScriptSettings, frozen=True, kw_only=True):
 class Spent(NamedTuple):
     """The time of a timed run without pauses, until its first step and from there on, and its steps."""
 
+    format: str
     startup_s: float
     stepping_s: float
     steps: int
@@ -212,6 +213,11 @@ class TimedPairs:
         """Return how long a step takes in both formats together, by the first pair of runs."""
         return max(1e-6, sum(run.stepping_s / run.steps for run in self.spent[:2]))
 
+    def step_s_of(self, format_: str) -> float:
+        """Return how long a step takes in one format, by its first run."""
+        run = next(spent for spent in self.spent if spent.format == format_)
+        return run.stepping_s / run.steps
+
     def pair_besides_s(self) -> float:
         """Return how long a pair of runs takes besides its steps: to start, to end, to be read."""
         return self._pair_s[-1] - sum(run.stepping_s for run in self.spent[-2:])
@@ -239,7 +245,7 @@ class TimedPairs:
         self.runs.expected = 2 * max(self.settings.repeats, FEWEST_PAIRS) + self.untimed_runs
         for repeat in range(self.settings.repeats):
             self._time_pair(repeat, self.settings.steps)
-            self._plan_untimed_runs()
+            self._plan_untimed_runs(whole_pairs_left=self.settings.repeats - 1 - repeat)
 
         # Each shorter pair shows once more how far two processes differ. How many more fit is computed again
         # after each one.
@@ -264,7 +270,7 @@ class TimedPairs:
             self.shares_of_others.append(share)
             self.write({"event": "busy", "share": share})
 
-    def _plan_untimed_runs(self) -> None:
+    def _plan_untimed_runs(self, whole_pairs_left: int = 0) -> None:
         """Decide whether two of the untimed runs may go on at once, and tell progress when all will end.
 
         The run with exact sums takes twice the memory of a timed one, and two runs at once would see each
@@ -272,9 +278,11 @@ class TimedPairs:
         """
         took_turns = not self._why_alone
         self.runs.beside = took_turns and self.memory < LITTLE_MEMORY and not self.changes_files
-        # Runs that are not timed are made even where the time limit has no room for them.
-        expected_s = time.monotonic() - self.began + self.untimed_s()
-        self.runs.ends = self.began + max(self.limit_s(), expected_s)
+        # These runs, and a pair for each seed, are made even where the time limit has no room for them. How
+        # long the untimed ones take depends on ``beside``.
+        spent_s = time.monotonic() - self.began
+        pairs_s = whole_pairs_left * self._first_pair_s()
+        self.runs.ends = self.began + max(self.limit_s(), spent_s + pairs_s + self.untimed_s())
 
     def _note_how(self, pairs: int) -> None:
         if self._why_alone:
@@ -283,13 +291,13 @@ class TimedPairs:
             timed = f"{pairs} pairs of runs are"
             if pairs == 1:
                 timed = "one pair of runs is"
-            # While other programs used the CPUs, no interval is told.
-            so = ""
+            # No interval is reported while other programs use the CPUs, nor where no speedup was measured.
+            consequence = ""
             if self.speedup() is not None and not is_busy(self.used_by_others()):
-                so = ", so that the interval is wide"
+                consequence = ", so that the interval is wide"
             self._note(
-                f"{timed} too few to show how far equal runs differ here{so}; the time limit had no room for "
-                f"more: give --time-limit 0 to time {MOST_PAIRS} pairs"
+                f"{timed} too few to show how far equal runs differ here{consequence}; the time limit had no "
+                f"room for more: give --time-limit 0 to time {MOST_PAIRS} pairs"
             )
 
     def _note(self, text: str) -> None:
@@ -439,7 +447,7 @@ class TimedPairs:
         # The steps of a process that the script starts are in its capture alone.
         if not run.steps:
             stepping_s = sum(times_s(capture, kind_of([capture])))
-        self.spent.append(Spent(run.active_s - stepping_s, stepping_s, max(reached, 1)))
+        self.spent.append(Spent(run.format, run.active_s - stepping_s, stepping_s, max(reached, 1)))
 
         took_fewer = not self.settings.steps or reached < self.settings.steps
         cut = bool(totals["stopped"]) and took_fewer
