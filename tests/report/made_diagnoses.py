@@ -163,6 +163,7 @@ FOUND = {
     "device": "cpu",
     "format": "bf16",
     "unit": "step",
+    "next": None,
     "fp32": profile((0.57, 0, 0.15, 0.18, 0, 0.10), plain_s=6.1e-3),
     "mixed": profile(
         (0.26, 0.13, 0.17, 0.30, 0, 0.14),

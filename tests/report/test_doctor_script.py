@@ -73,9 +73,14 @@ def test_a_problem_is_a_sentence_without_numbers():
     answer = "cannot tell: timed as 1.15x faster, but other programs used 90 % of the CPUs"
     assert answer in " ".join(diagnosis_text(busy).split())
     unknown = changed(
-        together__speedup=None, together__worth_it="cannot tell", together__why_unknown="too few turns"
+        together__speedup=None,
+        together__worth_it="cannot tell",
+        together__why_unknown="too few turns",
+        next="narrowcast doctor --time-limit 0 train.py",
     )
-    assert "\nworth it   cannot tell: too few turns\n" in diagnosis_text(unknown)
+    said_next = "           type next: narrowcast doctor --time-limit 0 train.py\n"
+    assert f"\nworth it   cannot tell: too few turns\n{said_next}" in diagnosis_text(unknown)
+    assert "Type next: narrowcast doctor --time-limit 0 train.py" in Seen(diagnosis_page(unknown, CPU)).words
     assert "Measured: not known." in said(unknown)
     assert "train.py: the script uses autocast itself." in Seen(diagnosis_page(found, CPU)).words
 

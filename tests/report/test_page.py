@@ -8,7 +8,7 @@ import pytest
 from seen_page import Seen
 
 from narrowcast.capture import PARAMETER_LIMIT, read_capture, read_comparison
-from narrowcast.report import _page
+from narrowcast.report import _page, comparison_table, summary
 from narrowcast.report._page import comparison_page, run_page
 
 
@@ -209,6 +209,22 @@ def test_each_kind_of_comparison_has_its_words(tmp_path, make, expected, absent)
         assert text in words
     for text in absent:
         assert text not in words
+
+
+def test_the_error_over_the_steps(tmp_path):
+    first = made_captures.certificate(
+        at_step=0,
+        verdict="fail",
+        error_over_noise=0.2,
+        error_over_noise_interval=[0.125, 0.25],
+        is_lost=False,
+    )
+    later = made_captures.certificate(at_step=8, error_over_noise=0.03, error_over_noise_interval=None)
+    folder = made_captures.comparison(tmp_path, {}, first, later)
+    words = seen(folder).words
+    assert "0 0.2 0.125 to 0.25 ✗ fail 8 0.03 - ✓ pass" in words
+    text = " ".join(comparison_table(summary(read_comparison(folder))).split())
+    assert "by step: 0.2 at 0; 0.03 at 8" in text
 
 
 def test_why_it_is_not_worth_it_without_the_figures_again(tmp_path):

@@ -111,6 +111,8 @@ def test_every_answer_but_yes_names_a_command():
     )
     whole = {"repeats": 3, "steps": 0, "options": ["--repeats", "3", "--steps", "0"]}
     assert right("cannot tell: x", **whole).startswith("narrowcast compare --repeats 6 --steps 0 ")
+    again = next_for_right(by_gradients, START, **long, script_first=True)
+    assert again == "narrowcast compare train.py --lr 0.1", "once the script is changed"
     assert right("no: x") == "narrowcast compare --policy safe train.py --lr 0.1"
     assert right("no: x", policy="safe") == "narrowcast explain --policy safe train.py --lr 0.1"
     low = {"options": ["--policy", "fp16", "--loss-scale", "1024"]}

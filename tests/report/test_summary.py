@@ -283,6 +283,19 @@ def test_a_loss_that_fp32_cannot_train_counts_only_where_it_is_judged(tmp_path):
     assert right(found) == "pass"
 
 
+def test_what_the_script_has_to_mend_is_mended_before_the_same_command(tmp_path):
+    unseeded = made_captures.certificate(verdict="cannot tell", reason="Other batches.", is_unseeded=True)
+    overflows = [[phases(*[(TRAINING, value)] * 3)] for value in ("inf", "nan")]
+    sound = [phases(*[(TRAINING, 1.0)] * 3)]
+    for fp32, mixed, certificate in (
+        (sound[0], sound[0], unseeded),
+        (overflows[0][0], overflows[1][0], made_captures.certificate()),
+    ):
+        found = twice(tmp_path, fp32, mixed, certificate)
+        assert found["verdict"]["right"].startswith("cannot tell")
+        assert found["next"]["right"] == "narrowcast compare train.py --epochs 3"
+
+
 def test_a_final_loss_of_one_seed_in_both(tmp_path):
     losses = [1.0 / n for n in range(1, 41)]
     two_sites = run([], losses)

@@ -455,6 +455,7 @@ def test_runs_that_cannot_be_compared_have_a_reason(case, runs):
     certificate = certify_script(runs(text), format="bf16")
     assert certificate["verdict"] == "cannot tell", certificate
     assert reason in certificate["reason"]
+    assert certificate.get("is_unseeded", False) == (case == "another batch each time")
 
 
 def test_batches_that_differ_from_a_later_step_on_are_told_from_unseeded_ones(runs):
@@ -470,6 +471,7 @@ def test_batches_that_differ_from_a_later_step_on_are_told_from_unseeded_ones(ru
     first, later = certify_steps(runs(text), format="bf16", at_steps=(0, 8))
     assert first["verdict"] == "pass", first["reason"]
     assert later["verdict"] == "cannot tell"
+    assert "is_unseeded" not in later
     assert "though they did at step 0: since then one of them drew other batches" in later["reason"]
 
 

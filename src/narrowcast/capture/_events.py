@@ -144,6 +144,8 @@ EVENTS: dict[str, Any] = {
         is_lost=bool,
         # Whether the reason names a column of the input that the format rounds away.
         input_is_rounded=NotRequired[bool],
+        # Whether the script draws its batches from numbers that no seed fixes.
+        is_unseeded=NotRequired[bool],
         parameters=list[_PARAMETER],  # type: ignore[valid-type]
         verdict=_Verdict,
         reason=str,

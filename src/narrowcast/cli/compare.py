@@ -185,9 +185,6 @@ def _compare(settings: ComparisonSettings, *, as_json: bool, strict: bool) -> in
     shown = result | {"notes": notes}
     show_result(result, lambda: comparison_table(shown, color=sys.stdout.isatty()), as_json=as_json)
     talk(f"report: {page}")
-    is_wrong = result["verdict"]["right"].startswith("no")
-    if is_wrong and "fp16" in (result["mixed"]["format"] or ""):
-        talk("what to try: --loss-scale dynamic (the default in fp16), or --policy bf16")
     return _exit_code(result, strict=strict, with_speed=settings.min_speedup is not None)
 
 

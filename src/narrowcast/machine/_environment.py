@@ -212,7 +212,7 @@ def known_to_be_slow(format_name: str, kind: str = "matmul") -> str | None:
     if kind == "matmul" and instructions is None:
         return f"{format_name} on this CPU is emulated: matmuls are 5 to hundreds of times slower"
     if kind == "matmul" and instructions == "AVX512-BF16" and "Intel" in processor_name():
-        return "bf16 on this CPU runs on AVX512-BF16 without AMX: matmuls at about 0.6 of fp32's speed"
+        return "bf16 on this CPU runs on AVX512-BF16 without AMX: matmuls are about 1.7x slower"
     if kind == "convolution" and instructions == "AVX512-FP16":
         return "fp16 on this CPU runs on AVX512-FP16: convolutions are dozens to hundreds of times slower"
     if kind == "convolution" and format_name == "fp16":

@@ -139,7 +139,7 @@ def next_for_right(
     formats: str,
     was_stopped: bool,
     steps: int = 0,
-    input_is_rounded: bool = False,
+    script_first: bool = False,
 ) -> str | None:
     """Return the command that tells more about whether mixed precision is right; None: it is.
 
@@ -150,13 +150,13 @@ def next_for_right(
         formats: the formats that mixed runs computed in, as text.
         was_stopped: whether runs were ended before the script ended by itself.
         steps: of the optimizers in the first run.
-        input_is_rounded: whether the reason names a column of the input to standardize.
+        script_first: whether the reason names what to change in the script before it is compared again.
     """
     if right == "yes":
         return None
-    if input_is_rounded:
-        # The layer reads its input in a format that rounds it too much, which no policy changes. The reason
-        # says what to change in the script before this command.
+    if script_first:
+        # As where a layer reads its input in a format that rounds it too much, which no policy changes, or
+        # where no seed fixes the batches.
         return compare_again(start)
     if right.startswith("no") and "fp16" in formats:
         # bf16 has the range of FP32, and needs no loss scale.

@@ -121,7 +121,7 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
             formats=formats,
             was_stopped=was_stopped,
             steps=fp32.numbers["steps"] or 0,
-            input_is_rounded=_names_an_input_column(right, checks["certificate"]),
+            script_first=kind is None or _is_for_the_script(right, checks, fp32),
         ),
         "worth_it": next_for_speed(worth, start, was_stopped=was_stopped, is_busy=is_disturbed),
     }
@@ -156,11 +156,14 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     return result
 
 
-def _names_an_input_column(right: str, certificate: Mapping[str, Any] | None) -> bool:
-    """Return whether the answer ``right`` names a column of the input to standardize."""
-    if certificate is None or not certificate["input_is_rounded"]:
+def _is_for_the_script(right: str, checks: Mapping[str, Any], fp32: _Side) -> bool:
+    """Return whether the answer ``right`` names what to change in the script, whatever the policy."""
+    certificate, loss = checks["certificate"], checks["loss"]
+    if right.startswith("cannot tell: losses") and not _is_finite(fp32, loss):
+        return True
+    if certificate is None or certificate["reason"] not in right:
         return False
-    return certificate["reason"] in right
+    return bool(certificate["input_is_rounded"] or certificate["is_unseeded"])
 
 
 def captures_of(runs: Iterable[TimedRun]) -> list[Capture]:
@@ -431,8 +434,9 @@ def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, A
         return None
     certificates = comparison.own.of("certificate")
     if certificates:
-        # Older captures do not have this field.
-        certificate = {"input_is_rounded": False} | dict(decisive_certificate(certificates))
+        # Only captures of runs where they are true have these fields.
+        not_noted = {"input_is_rounded": False, "is_unseeded": False}
+        certificate = not_noted | dict(decisive_certificate(certificates))
         del certificate["event"]
     else:
         absent = dict.fromkeys(("error_over_noise", "relative_error", "cosine", "worst_parameter"))
@@ -443,6 +447,7 @@ def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, A
             "parameters": [],
             "is_lost": False,
             "input_is_rounded": False,
+            "is_unseeded": False,
             "verdict": "cannot tell",
             "reason": reason,
         }

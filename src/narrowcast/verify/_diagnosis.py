@@ -24,7 +24,7 @@ from narrowcast.capture import (
 )
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.profiling import HostReads, Recorder, same_size, summarize
-from narrowcast.verify._reasons import TimedProfile, from_profiles
+from narrowcast.verify._reasons import TimedProfile, doctor_command, from_profiles
 from narrowcast.verify.compare._comparison import stays_in_fp32
 from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
 from narrowcast.verify.runs._probes import StepProbe
@@ -64,6 +64,7 @@ class _Diagnosis:
     fp32: dict[str, Any] | None = None
     mixed: dict[str, Any] | None = None
     together: dict[str, Any] | None = None
+    next: str | None = None
 
 
 def diagnose(
@@ -84,7 +85,8 @@ def diagnose(
     Returns:
         JSON-ready: ``schema``, ``target``, ``policy``, ``problem`` (a sentence if there are no numbers, else
         null), ``device``, ``format``, ``unit`` (``"step"`` or ``"call"``), the profiles ``fp32`` and
-        ``mixed``, ``notes`` on how it was timed, and ``together``, what ``side_by_side`` returns.
+        ``mixed``, ``notes`` on how it was timed, ``together``, what ``side_by_side`` returns, and ``next``,
+        the command to type where that cannot tell whether mixed precision is worth it, else null.
 
     Raises:
         ScriptError: the script failed.
@@ -130,7 +132,17 @@ def diagnose(
         by_others=timed.used_by_others(),
         why_unknown=timed.why_no_speedup(),
     )
+    if data["together"]["worth_it"] == "cannot tell":
+        data["next"] = _next_command(settings, timed)
     return data
+
+
+def _next_command(settings: DiagnosisSettings, timed: TimedPairs) -> str:
+    """Return the command that tells more about whether mixed precision is worth it."""
+    if timed.speedup() is not None and is_busy(timed.used_by_others()):
+        # To repeat when the other programs have ended.
+        return doctor_command(settings)
+    return doctor_command(settings, "--time-limit", "0")
 
 
 def _profile_both(diagnosis: _Diagnosis, runs: ScriptRuns) -> str | None:

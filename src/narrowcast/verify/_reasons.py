@@ -240,10 +240,16 @@ def _speed(before_s: float, after_s: float) -> str:
 
 def not_looked_for(settings: ScriptSettings, why: str) -> Reason:
     """Return that no profile was made, and the command that makes one."""
-    command = ["narrowcast", "doctor"]
+    command = doctor_command(settings)
+    return Reason("unknown", f"the reason was not looked for, {why}: {command} looks for it")
+
+
+def doctor_command(settings: ScriptSettings, *options: str) -> str:
+    """Return the command that profiles a script, as it is typed."""
+    words = ["narrowcast", "doctor"]
     if settings.policy != "auto":
-        command += ["--policy", settings.policy]
+        words += ["--policy", settings.policy]
+    words += options
     if settings.is_module:
-        command.append("-m")
-    words = shlex.join([*command, *settings.target])
-    return Reason("unknown", f"the reason was not looked for, {why}: {words} looks for it")
+        words.append("-m")
+    return shlex.join([*words, *settings.target])

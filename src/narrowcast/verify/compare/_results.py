@@ -45,6 +45,11 @@ _CARRIED_STATE_LIMIT = 0.1
 # Measured in bf16: 0.04 for all and 0.1 for one at most, with Adam, which follows signs.
 _MOVE_LIMIT, _MOVE_FAILS = 0.15, 0.5
 
+_UNSEEDED = (
+    "Two runs did not see the same batch, though they started with the same seed: the script draws it from "
+    "numbers that no seed fixes."
+)
+
 
 def certify_script(runs: ScriptRuns, *, format: str, at_steps: Sequence[int] = (0,)) -> list[dict[str, Any]]:
     """Return ``Certificate.to_dict`` of a script for each of some steps, with ``is_lost``.
@@ -150,6 +155,8 @@ def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) 
     if column is not None and result["verdict"] != PASS:
         result["reason"] += f" {_of_column(column, format)}"
         result["input_is_rounded"] = True
+    if cannot_tell == _UNSEEDED:
+        result["is_unseeded"] = True
     return result
 
 
@@ -399,10 +406,7 @@ def _why_not_alike(
         reason = "Two runs did not step the same optimizers."
     elif not _is_same_batch(fp32, mixed):
         if alike_at is None:
-            reason = (
-                "Two runs did not see the same batch, though they started with the same seed: the script "
-                "draws it from numbers that no seed fixes."
-            )
+            reason = _UNSEEDED
         else:
             reason = (
                 f"Two runs did not see the same batch, though they did at step {alike_at}: since then one of "
