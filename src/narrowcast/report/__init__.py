@@ -26,7 +26,7 @@ from narrowcast.report._ranges import ranges_page, ranges_text
 from narrowcast.report._run import run_block, run_summary
 from narrowcast.report._summary import summary
 from narrowcast.report._table import comparison_table
-from narrowcast.report._text import printable
+from narrowcast.report._text import printable, speed_text
 
 __all__ = [
     "Lock",
@@ -57,6 +57,7 @@ __all__ = [
     "run_block",
     "run_summary",
     "save_page",
+    "speed_text",
     "summary",
     "write_lock",
     "write_page",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import msgspec
 
 from narrowcast.observe.profiling import same_size
-from narrowcast.report import percent
+from narrowcast.report import percent, speed_text
 
 if TYPE_CHECKING:
     from narrowcast.verify.runs._runs import ScriptSettings
@@ -207,12 +207,12 @@ def _of_matmuls(fp32: TimedProfile, mixed: TimedProfile, format_: str) -> str:
     if not low_s:
         return text
 
-    text += f", and ran {_speed(sum(times.fp32_s.values()), low_s)} in {format_}"
+    text += f", and ran {speed_text(sum(times.fp32_s.values()) / low_s)} in {format_}"
     # One kind may be slower where all together are faster, as attention without a fused kernel.
     lost_s = {kind: kind_s - times.fp32_s[kind] for kind, kind_s in times.low_s.items()}
     worst = max(lost_s, key=lost_s.__getitem__)
     if len(lost_s) > 1 and lost_s[worst] > _LITTLE * fp32.plain_step_s:
-        slower = _speed(times.fp32_s[worst], times.low_s[worst])
+        slower = speed_text(times.fp32_s[worst] / times.low_s[worst])
         text += f" ({worst} {slower}, which a rule can keep in fp32: docs/policies.md)"
     return text
 
@@ -230,12 +230,6 @@ def _of_lost_time(shares: dict[str, float], total_s: float, format_: str) -> str
     if sum(shares.values()) < 1 - _WORTH_NAMING:
         text += ", and the rest is no clear part"
     return text
-
-
-def _speed(before_s: float, after_s: float) -> str:
-    if after_s <= before_s:
-        return f"{before_s / after_s:.2f}x faster"
-    return f"{after_s / before_s:.2f}x slower"
 
 
 def not_looked_for(settings: ScriptSettings, why: str) -> Reason:
