@@ -229,7 +229,7 @@ class _Comparison:
         """Return about how long the steps of untimed runs take, where ``auto`` is fp32.
 
         Training up to the compared steps is in FP32 there. Steps in FP32 are taken to be three times as long
-        as timed ones, as above. Those in mixed precision are not: most of their time goes into emulation.
+        as timed ones, as above. Those in mixed precision are not: they are slow by themselves.
         """
         at_steps = self._at_steps()
         held_steps = FEWEST_BATCHES * len(at_steps)
