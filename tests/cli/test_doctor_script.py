@@ -50,8 +50,9 @@ def test_text_and_json_of_a_script(workshop):
     found = json.loads(answer.stdout)
     assert set(found) == {
         "schema", "target", "policy", "problem", "device", "format", "unit", "fp32", "mixed", "together",
-        "notes", "conclusion", "machine", "report",
+        "notes", "conclusion", "machine", "report", "next",
     }  # fmt: skip
+    assert (found["next"] is not None) == (found["together"]["worth_it"] == "cannot tell")
     assert found["target"] == ["train"]
     assert "What this means" in Path(found["report"]).read_text()
     assert found["conclusion"]
