@@ -250,6 +250,40 @@ def test_the_gate_to_paste_runs_and_its_fields_are_there(tmp_path):
 
 
 @pytest.mark.long
+def test_the_gate_to_paste_fails_where_mixed_precision_is_wrong(tmp_path):
+    """As in an implementation of mixed precision that loses the gradients of a layer."""
+    script = """
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if hidden.dtype is not torch.float32:
+            hidden = hidden.detach()
+        return self.last(hidden.relu())
+
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(100):
+    x = torch.randn(16, 8)
+    loss = (model(x) - x[:, :1]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+    codes, summary = run_gate(script, tmp_path)
+    assert codes == {"Compare": 1, "Summary": 0}
+    assert summary.startswith("right: no: gradients: ")
+    assert "\ntype next: narrowcast compare " in summary
+
+
+@pytest.mark.long
 def test_the_gate_to_paste_fails_where_the_script_does(tmp_path):
     codes, summary = run_gate("raise SystemExit(5)", tmp_path)
     assert (codes, summary) == ({"Compare": 3, "Summary": 0}, "")

@@ -65,7 +65,7 @@ def test_notes_that_were_told_are_marked_in_the_capture(monkeypatch, tmp_path):
 
 
 def test_notes_of_attached_speak_of_its_arguments(monkeypatch):
-    said = ["bf16 on this CPU is slow: use --policy fp32"]
+    said = ["bf16 on this CPU is slow: train with --policy fp32"]
     monkeypatch.setattr("narrowcast.attach._regions.slow_formats", lambda *_: said)
     run = nc.attached("bf16")
     assert repr(run) == "<nc.attached bf16, not entered: steps=0, skipped_steps=0>"
@@ -76,7 +76,7 @@ def test_notes_of_attached_speak_of_its_arguments(monkeypatch):
         optimizer.step()
         assert repr(run) == "<nc.attached bf16, in force: steps=1, skipped_steps=0>"
     assert repr(run) == "<nc.attached bf16, left: steps=1, skipped_steps=0>"
-    assert run.notes == ["bf16 on this CPU is slow: use policy fp32"]
+    assert run.notes == ["bf16 on this CPU is slow: train with policy fp32"]
 
 
 def test_commands_in_the_notes_of_attached_keep_their_options():

@@ -51,6 +51,7 @@ TINY = """\
 # Eight pairs, AB BA.
 RUNS = [f"{name}-{n}" for n in range(1, 9) for name in sorted(("fp32", "mixed"), reverse=n % 2 == 0)]
 ASIDE = ["memory-fp32", "memory-mixed", "gradients-reference", "gradients-mixed", "gradients-exact"]
+QUICK, LONGER = ["--steps", "20", "--time-limit", "3"], ["--steps", "100", "--time-limit", "3"]
 THEIRS = ("--policy", "x", "--json", "--steps=5", "-m")
 
 
@@ -373,15 +374,17 @@ def test_that_a_format_is_slow_is_said_once(tmp_path, monkeypatch, capsys):
         ("cannot tell: x", "no: x", {}),
         ("no: x", "cannot tell: x", {}),
         ("no: x", "yes: x", {"policy": "safe"}),
+        ("cannot tell: gradients: x", "yes: x", {"steps": 100, "options": LONGER}),  # --at-step
+        ("cannot tell: x", "yes: x", {"argv": ["tiny"], "options": [*QUICK, "-m"]}),
     ],
 )
 def test_the_commands_to_type_next_are_of_this_version(workshop, right, worth_it, changed):
     workshop.write("tiny.py", TINY)
-    options = ["--steps", "20", "--time-limit", "3"]
-    start = {"argv": ["tiny.py"], "policy": "bf16", "repeats": 1, "steps": 20, "options": options}
+    start = {"argv": ["tiny.py"], "policy": "bf16", "repeats": 1, "steps": 20, "options": QUICK}
     start |= changed
+    training = {"kind": "training", "formats": "bf16", "steps": start["steps"]}
     commands = [
-        next_for_right(right, start, kind="training", formats="bf16", was_stopped=True),
+        next_for_right(right, start, **training, was_stopped=True),
         next_for_speed(worth_it, start, was_stopped=True),
     ]
     for command in filter(None, commands):

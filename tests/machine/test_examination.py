@@ -111,13 +111,14 @@ def test_rates_say_which_formats_are_slow(monkeypatch):
 
     conv = rate("fp16", 0.2, (1, 64, 32, 32), "convolution")
     assert said(rate("fp16", 0.1, (64, 64)), rate("fp16", 0.62), conv) == [
-        "fp16 on this CPU is slow, as measured forward and backward against fp32: 1.6x slower in matmuls of "
-        "512 x 512 and 5x slower in convolutions of 1 x 64 x 32 x 32: use --policy bf16 or --policy fp32"
+        "fp16 on this CPU is slow, as measured forward and backward against fp32: 1.6x slower in matmuls "
+        "of 512 x 512 and 5x slower in convolutions of 1 x 64 x 32 x 32: train with --policy bf16 or "
+        "--policy fp32"
     ]
-    assert said(rate("fp16", 2.0)) == ["known of convolutions: use --policy bf16 or --policy fp32"]
+    assert said(rate("fp16", 2.0)) == ["known of convolutions: train with --policy bf16 or --policy fp32"]
     fast = rate("fp16", 1.5, (1, 64, 32, 32), "convolution")
     assert said(rate("fp16", 2.0), fast) == [], "rates have the backward pass"
-    known = ["known of matmuls; known of convolutions: use --policy bf16 or --policy fp32"]
+    known = ["known of matmuls; known of convolutions: train with --policy bf16 or --policy fp32"]
     assert said(rate("fp16", 0.1, **shaken(0.02, 3.0))) == said(rate("bf16", 0.1)) == known
 
 

@@ -189,13 +189,18 @@ def test_the_store_of_a_process_group_keeps_what_was_set_first(one_process):
     assert default_store().compare_set("narrowcast/test", "", "second") == b"first"
 
 
-EMULATED = "on this CPU is emulated: matmuls are 5 to hundreds of times slower: use"
-ANY_CONVOLUTIONS = "fp16 convolutions were 6 to hundreds of times slower on all CPUs that were measured: use"
-SLOW_CONVOLUTIONS = (
-    "fp16 on this CPU runs on AVX512-FP16: convolutions are dozens to hundreds of times slower: use"
+EMULATED = "on this CPU is emulated: matmuls are 5 to hundreds of times slower: train with"
+ANY_CONVOLUTIONS = (
+    "fp16 convolutions were 6 to hundreds of times slower on all CPUs that were measured: train with"
 )
-EMULATED_FP16 = f"fp16 {EMULATED.removesuffix(': use')}; {ANY_CONVOLUTIONS}"
-NO_AMX = "bf16 on this CPU runs on AVX512-BF16 without AMX: matmuls are about 1.7x slower: use --policy fp32"
+SLOW_CONVOLUTIONS = (
+    "fp16 on this CPU runs on AVX512-FP16: convolutions are dozens to hundreds of times slower: train with"
+)
+EMULATED_FP16 = f"fp16 {EMULATED.removesuffix(': train with')}; {ANY_CONVOLUTIONS}"
+NO_AMX = (
+    "bf16 on this CPU runs on AVX512-BF16 without AMX: matmuls are about 1.7x slower: "
+    "train with --policy fp32"
+)
 
 
 @pytest.mark.parametrize(

@@ -287,9 +287,32 @@ def test_a_few_blocks_give_no_speedup():
     assert math.log(high / low) == pytest.approx(2 * stats.t.ppf(0.975, 2) * 0.045, rel=1e-3)
 
 
-@pytest.mark.parametrize(("waited_s", "kept"), [(0.0, [1.0, 1.0, 1.0]), (2.0, [5.0, 1.0, 1.0, 3.0])])
+@pytest.mark.parametrize(("waited_s", "kept"), [(0.0, [1.0, 1.0, 1.0]), (2.0, [2.5] * 4)])
 def test_the_first_step_after_a_pause_finds_cold_caches(waited_s, kept):
-    """It is left out, but for a GPU, which ends all steps of a block in the wait after them."""
+    """It is left out, but for a GPU, which ends all steps of a block in the wait after them: 10 s of four."""
     steps = [{"event": "step", "optimizer": 0, "interval_s": s} for s in (5.0, 1.0, 1.0, 1.0)]
     capture = Capture(events=(*steps, {"event": "pause", "waited_s": waited_s}) * 3)
     assert blocks_of(capture, "training") == [kept] * 2
+
+
+def test_steps_of_a_gpu_last_as_long_as_the_gpu_takes():
+    """In FP32 nothing makes the host wait, which launches a step in 2 ms and waits 288 ms after six.
+
+    In mixed precision each step reads a flag of the step before. The GPU takes 50 ms a step in FP32.
+    """
+
+    def run_of(first_s, others_s, waited_s, tail=()):
+        intervals = [first_s, *[others_s] * 5]
+        block = [{"event": "step", "optimizer": 0, "interval_s": step_s} for step_s in intervals]
+        after = [{"event": "step", "optimizer": 0, "interval_s": step_s} for step_s in tail]
+        return Capture(events=(*[*block, {"event": "pause", "waited_s": waited_s}] * 12, *after))
+
+    fp32, mixed = run_of(0.002, 0.002, 0.288, tail=[0.002] * 99), run_of(0.002, 0.006, 0.004)
+    assert times_s(fp32, "training") == pytest.approx([0.05] * 65), "72 steps, without the warm-up"
+    assert speedup_of([fp32], [mixed], "training")[0] == pytest.approx(50 / 6)
+    # Calls are timed by the GPU itself.
+    calls = Capture(
+        events=({"event": "forward", "duration_s": 0.05}, {"event": "pause", "waited_s": 1.0}) * 12
+    )
+    assert set(times_s(calls, "inference")) == {0.05}
+    assert blocks_of(calls, "inference") == [[0.05]] * 10

@@ -80,6 +80,14 @@ def test_a_problem_is_a_sentence_without_numbers():
     )
     said_next = "           type next: narrowcast doctor --time-limit 0 train.py\n"
     assert f"\nworth it   cannot tell: too few turns\n{said_next}" in diagnosis_text(unknown)
+    long = unknown | {
+        "next": "narrowcast doctor --time-limit 0 train.py --data 'my files' --epochs 20 --seed 1"
+    }
+    typed = (
+        "           type next: narrowcast doctor --time-limit 0 train.py --data \\\n"
+        "             'my files' --epochs 20 --seed 1\n"
+    )
+    assert typed in diagnosis_text(long), "a shell reads it as one command"
     assert "Type next: narrowcast doctor --time-limit 0 train.py" in Seen(diagnosis_page(unknown, CPU)).words
     assert "Measured: not known." in said(unknown)
     assert "train.py: the script uses autocast itself." in Seen(diagnosis_page(found, CPU)).words

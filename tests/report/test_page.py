@@ -49,6 +49,16 @@ def test_verdict_and_numbers_stand_in_words(trained):
     assert page.plots == ["plot-errors", "plot-speedup", "plot-loss-0"]
 
 
+def test_the_losses_of_seeds_are_those_that_are_judged(tmp_path):
+    """A run that was killed with its comparison had fewer steps than the others."""
+    comparison = read_comparison(made_captures.killed(tmp_path))
+    assert summary(comparison)["loss"]["seeds"] == [0]
+    (_, *seed_0), (_, *seed_1) = _page._by_seed(comparison)
+    assert (seed_0[0], seed_1[0]) == ("0", "1")
+    assert "-" not in seed_0
+    assert seed_1[2:] == ["-", "-"]
+
+
 def test_a_dot_beyond_the_limit_beside_a_yes_says_why(tmp_path):
     """Of a step of four minibatches: one small tensor beyond its limit, and all together."""
     parameters = [made_captures.parameter(f"layers.{n}.weight", 0.01) for n in range(3)]

@@ -111,10 +111,17 @@ def test_every_answer_but_yes_names_a_command():
     )
     whole = {"repeats": 3, "steps": 0, "options": ["--repeats", "3", "--steps", "0"]}
     assert right("cannot tell: x", **whole).startswith("narrowcast compare --repeats 6 --steps 0 ")
+    ended = START | {"at_step": 300, "options": ["--at-step", "300"]}
+    sooner = next_for_right(by_gradients, ended, **long | {"was_stopped": False})
+    assert sooner == "narrowcast compare --at-step 100 train.py --lr 0.1", "the script has 200 steps"
     again = next_for_right(by_gradients, START, **long, script_first=True)
     assert again == "narrowcast compare train.py --lr 0.1", "once the script is changed"
     assert right("no: x") == "narrowcast compare --policy safe train.py --lr 0.1"
     assert right("no: x", policy="safe") == "narrowcast explain --policy safe train.py --lr 0.1"
+    for other in ("fp32", "fp16"):
+        # Where "auto" is another format, "safe" says nothing of bf16.
+        named = right("no: x", safe_format=other)
+        assert named == "narrowcast explain --policy bf16 train.py --lr 0.1"
     low = {"options": ["--policy", "fp16", "--loss-scale", "1024"]}
     found = next_for_right("no: x", START | low, kind="training", formats="fp16", was_stopped=True)
     assert found == "narrowcast compare --policy bf16 train.py --lr 0.1"
@@ -129,5 +136,23 @@ def test_every_answer_but_yes_names_a_command():
     assert short == "narrowcast compare --repeats 3 --time-limit 0 train.py --lr 0.1", "it has no more steps"
     again = next_for_speed("cannot tell: x", START, was_stopped=True, is_busy=True)
     assert again == "narrowcast compare train.py --lr 0.1", "when others have ended"
+    cut = next_for_speed("cannot tell: x", START, was_stopped=True, was_cut=True)
+    assert cut == "narrowcast compare --time-limit 0 train.py --lr 0.1", "more steps would be cut too"
+    three = START | {"repeats": 3, "options": ["--repeats", "3"]}
+    cut = next_for_right("cannot tell: x", three, **long, was_cut=True)
+    assert cut == "narrowcast compare --repeats 3 --time-limit 0 train.py --lr 0.1"
     spaced = next_for_speed("no: x", START | {"argv": ["my train.py"]}, was_stopped=True)
     assert shlex.split(spaced)[-1] == "my train.py"
+
+
+def test_no_probe_is_suggested_where_a_script_trains_in_processes_of_its_own(tmp_path):
+    """``doctor SCRIPT`` and ``explain`` would see no step of it, and no gradients can be compared."""
+    long = {"kind": "training", "formats": "bf16", "was_stopped": True, "steps": 200, "spawns": True}
+    by_gradients = "cannot tell: gradients: x"
+    seeds = next_for_right(by_gradients, START, **long)
+    assert seeds == "narrowcast compare --repeats 3 train.py --lr 0.1", "not --at-step"
+    judged = START | {"repeats": 3, "options": ["--repeats", "3"]}
+    for answer, policy in ((by_gradients, "bf16"), ("no: x", "safe")):
+        again = next_for_right(answer, judged | {"policy": policy}, **long)
+        assert again == "narrowcast compare --repeats 3 train.py --lr 0.1", "with certify in the script"
+    assert next_for_speed("no: x", START, was_stopped=True, spawns=True) == "narrowcast doctor"

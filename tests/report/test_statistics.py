@@ -56,8 +56,9 @@ BRANCHES = [
     ([(1.0, 1.25), (2.0, 2.25), (3.0, 3.25)], 0.25, 1.0, "pass", "is 0.25 of the spread between 3 seeds"),
     ([(1.0, 2.0), (2.0, 3.0), (3.0, 4.0)], 1.0, 1.0, "pass", "is 1.00 of the spread"),
     ([(2.0, 2.0)] * 4, 0.0, 0.0, "pass", "the same to the last digit for all 4 seeds"),
-    ([(2.0, 2.5)] * 3, 0.5, 0.0, "cannot tell", "seeds change nothing in this script"),
-    ([(1.0, 1.5), (1.0, 0.5), (1.0, 1.0)], 0.0, 0.0, "cannot tell", "seeds change nothing in this script"),
+    ([(2.0, 2.5)] * 3, 0.5, None, "not judged", "since seeds change nothing in this script"),
+    ([(1.0, 1.5), (1.0, 0.5), (1.0, 1.0)], 0.0, None, "not judged", "since seeds change nothing"),
+    ([(2.0, 50.0)] * 3, 48.0, None, "cannot tell", "25 times FP32's, but 3 seeds cannot show it"),
     ([(1.0, -1.0), (2.0, 0.0), (3.0, 1.0)], -2.0, 1.0, "pass", "lower than FP32's by 2.0 times"),
     ([(1.0, 3.0), (2.0, 4.0), (3.0, 5.5)], 6.5 / 3, 1.0, "fail", "higher than FP32's by 2.2 times"),
     # Many times FP32's, where FP32 goes on to zero and rounding does not let bf16 follow.

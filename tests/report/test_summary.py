@@ -101,7 +101,8 @@ def test_the_time_of_a_step_is_the_median_after_warm_up(tmp_path, intervals, med
     assert found["fp32"]["step_time_s_median"] == median
     assert found["speedup"] is None, "two runs that took no turns do not tell"
     why = found["reasons"]["speedup"]
-    assert why == "a time is missing" if median is None else "one pair of runs" in why
+    expected = {(): "a time is missing", (None,): "it takes two steps of one optimizer to time one"}
+    assert expected.get(intervals, "one pair of runs") in why
 
 
 SPREAD = [1.0, *[0.99, 1.01] * 15]
@@ -151,6 +152,36 @@ def test_no_speed_is_told_where_other_programs_used_the_cpus(tmp_path):
     assert quiet["verdict"]["worth_it"] == on_a_gpu["verdict"]["worth_it"] == f"yes: {faster}"
 
 
+def test_a_script_that_trains_in_processes_of_its_own_is_sent_to_the_speeds_of_the_machine(tmp_path):
+    """Its captures are those of its processes; ``doctor SCRIPT`` would profile none of them."""
+    slow = made_captures.in_turns(run([None, *(2 * time for time in SPREAD)]))
+    found = thrice(tmp_path, made_captures.in_turns(run([None, *SPREAD])), slow)
+    assert found["verdict"]["worth_it"].startswith("no: 2.00x slower")
+    assert found["next"]["worth_it"] == "narrowcast doctor --policy bf16 train.py --epochs 3"
+    for capture in tmp_path.rglob("capture.jsonl"):
+        capture.rename(capture.with_name("capture-process0.jsonl"))
+    own = tmp_path / "comparison.jsonl"
+    own.write_text(own.read_text().replace("/capture.jsonl", "/capture-process0.jsonl"))
+    spawned = summary(read_comparison(tmp_path))
+    assert spawned["verdict"] == found["verdict"]
+    assert spawned["next"]["worth_it"] == "narrowcast doctor"
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        (0, "no torch.optim.Optimizer stepped, and no other steps are timed"),
+        (1, "it takes two steps of one optimizer to time one"),
+    ],
+)
+def test_a_script_without_steps_to_time_is_not_asked_for_more_of_them(tmp_path, steps, why):
+    """As one that updates by hand, or whose only step is one of LBFGS."""
+    side = run([None] * steps, [1.0], backwards=1)
+    found = thrice(tmp_path, side, side)
+    assert found["verdict"]["worth_it"] == f"cannot tell: {why}"
+    assert found["next"]["worth_it"] == "narrowcast compare train.py --epochs 3"
+
+
 def test_where_no_speed_was_measured_more_pairs_are_asked_for_however_busy_it_was(tmp_path):
     side = made_captures.in_turns(run([None, *SPREAD]))
     side[1]["device_type"] = "cpu"
@@ -179,7 +210,7 @@ def test_calls_are_timed_where_nothing_is_trained_and_only_there(tmp_path):
     reasons = found["reasons"]
     assert reasons["fp32.step_time_s_median"] == "no torch.optim.Optimizer stepped"
     assert reasons["fp32.forward_time_s_median"] == "the script trains: see the step time"
-    assert reasons["speedup"] == "a time is missing"
+    assert reasons["speedup"] == "no torch.optim.Optimizer stepped, and no other steps are timed"
 
 
 # ---- memory, totals
@@ -284,7 +315,7 @@ def test_a_loss_that_fp32_cannot_train_counts_only_where_it_is_judged(tmp_path):
 
 
 def test_what_the_script_has_to_mend_is_mended_before_the_same_command(tmp_path):
-    unseeded = made_captures.certificate(verdict="cannot tell", reason="Other batches.", is_unseeded=True)
+    unseeded = made_captures.certificate(verdict="cannot tell", reason="Other batches.", script_first=True)
     overflows = [[phases(*[(TRAINING, value)] * 3)] for value in ("inf", "nan")]
     sound = [phases(*[(TRAINING, 1.0)] * 3)]
     for fp32, mixed, certificate in (
@@ -326,6 +357,10 @@ def test_losses_of_runs_that_ended_early_are_compared_up_to_there(tmp_path):
     found = cut_short(made_captures.comparison(tmp_path / "only", runs), "mixed-0")
     assert found["fp32"]["final_loss"] == found["mixed"]["final_loss"] == {SITE: 3.0}
     assert found["loss"]["difference"] == 0
+    # Of several that ended early the longest counts, not the short ones of later pairs.
+    runs = {"fp32-0": run([], long), "mixed-0": run([], long[:2]), "mixed-1": run([], [9.0])}
+    found = cut_short(made_captures.comparison(tmp_path / "later", runs), "mixed-0", "mixed-1")
+    assert found["fp32"]["final_loss"] == found["mixed"]["final_loss"] == {SITE: 2.0}
 
 
 def test_runs_of_one_seed_count_once_by_their_mean(tmp_path):
@@ -437,6 +472,18 @@ def test_mixed_precision_that_takes_no_step_fails(tmp_path, fp32, mixed, verdict
     assert (found["verdict"]["right"] == said) == (verdict == "fail")
 
 
+@pytest.mark.parametrize("collapsed", [True, False])
+def test_a_loss_that_is_not_finite_in_fp32_either_is_no_fault_of_mixed_precision(tmp_path, collapsed):
+    """As with a missing value in the input: steps that use NaN are skipped in mixed precision alone."""
+    fp32 = run([None, 1.0], ["nan", "nan"], steps=2)
+    mixed = run([None, 1.0], ["nan", "nan"], steps=0, skipped_steps=2)
+    lost = {"verdict": "fail", "is_lost": True, "reason": "Training in mixed precision came to a stop."}
+    certificates = [made_captures.certificate(**lost)] if collapsed else []
+    found = summed(tmp_path, seeds(fp32), seeds(mixed), *certificates)
+    assert found["verdict"]["right"] == "cannot tell: losses: the loss is not finite in FP32 itself"
+    assert found["next"]["right"] == "narrowcast compare train.py --epochs 3", "once the script is mended"
+
+
 def test_a_run_killed_while_its_loss_scale_fell_does_not_fail(tmp_path):
     cut = run([None, 1.0], [1.0], ended=False)
     for event in cut:
@@ -484,6 +531,13 @@ def test_calls_a_step_that_differ_are_said(tmp_path, calls, said):
     assert found["mixed"]["calls_per_step"] == (calls and calls / 10)
     start = f"40 calls of modules a step in FP32, {(calls or 0) // 10} in bf16: a loop of the script goes by"
     assert [note.startswith(start) for note in found["notes"]] == [True] * said
+
+
+def test_calls_of_a_run_that_went_on_for_longer_are_no_doubt(tmp_path):
+    """It was evaluated after step 150, which the mixed run did not reach."""
+    fp32 = run([None, *[0.02] * 9], steps=200, module_calls=300)
+    mixed = run([None, *[0.02] * 9], format_="bf16", steps=133, module_calls=133)
+    assert not any("calls of modules a step" in note for note in twice(tmp_path, fp32, mixed)["notes"])
 
 
 def test_notes_come_once_and_before_doubts(tmp_path):

@@ -244,6 +244,9 @@ def test_auto_that_is_fp32_here_is_compared_in_bf16(monkeypatch):
         monkeypatch.setattr(_comparison, "best_format", lambda _, choice=choice: choice)
         assert stays_in_fp32("auto") == ("it is old" if choice.format == "fp32" else None)
         assert compared_instead("auto") == ("bf16" if choice.format == "fp32" else None)
+        # Its rules are for the format of "auto", and would compare FP32 with itself.
+        assert stays_in_fp32("safe") == ("it is old" if choice.format == "fp32" else None)
+        assert compared_instead("safe") is None
     assert compared_instead("fp32") is None
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     assert stays_in_fp32("auto") is None

@@ -356,6 +356,14 @@ def test_a_scale_that_starts_too_high_is_lowered_first(runs):
         assert "Linear.weight" in fixed["reason"]
 
 
+def test_an_overflow_at_the_first_step_is_not_overruled_by_steps_that_were_not_compared(runs):
+    """One value of the second batch is beyond fp16, which no loss scale changes."""
+    text = trains("nn.Linear(8, 1)", f"{X}; x[0, 0] += (step == 1) * 1e6", MSE)
+    found = certify_steps(runs(text, policy="fp16", loss_scale="1"), format="fp16", at_steps=(0, 8))
+    assert [certificate["verdict"] for certificate in found] == ["fail"], found[-1]["reason"]
+    assert "not in mixed precision" in found[0]["reason"]
+
+
 TWO_ON_ONE_BACKWARD = """
     import torch
     torch.manual_seed(0)
@@ -402,6 +410,112 @@ def test_a_failed_rounding_run_fails_no_parameter(runs):
     certificate = certify_script(runs(text), format="bf16")
     assert certificate["verdict"] != "fail"
     assert "rounding could not be measured" in certificate["reason"]
+
+
+def test_gradients_that_the_script_reads_after_a_step_are_there(runs):
+    """As those whose norm it logs. At step 2 updates begin to be held back."""
+    text = trains("nn.Linear(8, 1)", X, MSE)
+    text += "\n    norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()"
+    found = certify_steps(runs(text), format="bf16", at_steps=(0, 2))
+    assert [certificate["verdict"] for certificate in found] == ["pass", "pass"], found[-1]["reason"]
+
+
+def test_a_mode_that_the_script_leaves_is_its_own(runs):
+    """Torch leaves the mode that was entered last. ``randn_like`` of a bf16 tensor draws from other bits."""
+    text = """
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
+        torch.manual_seed(0)
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = torch.nn.Linear(8, 32), torch.nn.Linear(32, 1)
+            def forward(self, x):
+                hidden = self.first(x)
+                return self.last(hidden + torch.randn_like(hidden))
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        with FlopCounterMode(display=False):
+            net(torch.randn(1, 8))
+        for step in range(12):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            (net(x) - x[:, :1]).square().mean().backward()
+            optimizer.step()
+        """
+    found = certify_script(runs(text), format="bf16")
+    assert found["verdict"] == "pass", found["reason"]
+
+
+def test_an_optimizer_made_anew_is_another_one(runs):
+    text = """
+        import torch
+        torch.manual_seed(0)
+        net = torch.nn.Linear(8, 1)
+        for epoch in range(8):
+            optimizer = torch.optim.SGD(net.parameters(), 0.01)
+            for step in range(6):
+                x = torch.randn(32, 8)
+                optimizer.zero_grad()
+                (net(x) - x[:, :1]).square().mean().backward()
+                optimizer.step()
+        """
+    found = certify_steps(runs(text), format="bf16", at_steps=(0, 6))
+    assert [certificate["verdict"] for certificate in found] == ["pass", "pass"], found[-1]["reason"]
+
+
+def test_an_optimizer_inside_of_another_is_not_waited_for(runs):
+    """Sharpness-aware minimization: one object with the parameters, and its base that makes the updates."""
+    text = """
+        import torch
+        torch.manual_seed(0)
+        class Around(torch.optim.Optimizer):
+            def __init__(self, parameters):
+                super().__init__(parameters, {})
+                self.base = torch.optim.SGD(self.param_groups, 0.01)
+            def step(self):
+                self.base.step()
+        net = torch.nn.Linear(8, 1)
+        optimizer = Around(net.parameters())
+        for step in range(14):
+            x = torch.randn(32, 8)
+            optimizer.zero_grad()
+            (net(x) - x[:, :1]).square().mean().backward()
+            optimizer.step()
+        """
+    found = certify_steps(runs(text), format="bf16", at_steps=(0, 2))
+    assert [certificate["verdict"] for certificate in found] == ["pass", "pass"], found[-1]["reason"]
+    assert "Left out" not in found[-1]["reason"]
+
+
+def test_parameters_that_are_frozen_at_every_other_step(runs):
+    net = "nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))"
+    text = trains(net, "[p.requires_grad_(step % 2 == 0) for p in net[0].parameters()]", X, MSE)
+    found = certify_script(runs(text), format="bf16")
+    assert found["verdict"] == "pass", found["reason"]
+    assert {p["name"] for p in found["parameters"]} == {
+        f"Sequential.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")
+    }
+
+
+def test_many_calls_a_step_are_no_want_of_steps(runs, monkeypatch):
+    cells = "h = torch.zeros(8, 16)", "for _ in range(1100): h = net(h + x)", "loss = h.square().mean()"
+    text = trains(
+        "nn.Linear(16, 16)",
+        "x = torch.randn(8, 16)",
+        *cells,
+        optimizer="torch.optim.SGD(net.parameters(), 1e-6)",
+    )
+    found = certify_script(runs(text), format="bf16")
+    assert "No optimizer stepped" not in found["reason"]
+
+
+def test_where_steps_were_not_compared_the_reason_says_so(runs):
+    said = "How far steps move the weights was not compared."
+    for steps, is_said in ((4, True), (12, False)):
+        text = trains("nn.Linear(8, 1)", X, MSE, steps=steps)
+        found = certify_script(runs(text), format="bf16")
+        assert (found["verdict"], said in found["reason"]) == ("pass", is_said)
 
 
 CANNOT_TELL = {
@@ -455,7 +569,7 @@ def test_runs_that_cannot_be_compared_have_a_reason(case, runs):
     certificate = certify_script(runs(text), format="bf16")
     assert certificate["verdict"] == "cannot tell", certificate
     assert reason in certificate["reason"]
-    assert certificate.get("is_unseeded", False) == (case == "another batch each time")
+    assert certificate.get("script_first", False) == certificate["reason"].startswith("Two runs ")
 
 
 def test_batches_that_differ_from_a_later_step_on_are_told_from_unseeded_ones(runs):
@@ -471,7 +585,7 @@ def test_batches_that_differ_from_a_later_step_on_are_told_from_unseeded_ones(ru
     first, later = certify_steps(runs(text), format="bf16", at_steps=(0, 8))
     assert first["verdict"] == "pass", first["reason"]
     assert later["verdict"] == "cannot tell"
-    assert "is_unseeded" not in later
+    assert later["script_first"], "no other step or seed mends it"
     assert "though they did at step 0: since then one of them drew other batches" in later["reason"]
 
 
@@ -566,7 +680,14 @@ def test_a_model_called_inside_torch_func_cannot_be_told(runs):
 def outputs(tmp_path):
     """Folders as two runs that keep outputs leave them."""
 
-    def make(fp32, mixed, inputs=("a", "b"), others=("a", "b")):
+    def facts(inputs, module):
+        """Inputs such as ``"a"``, or ``"a~"`` for the same but for rounding."""
+        values = [[0.0, 1.0, 2.0 + 0.01 * ("~" in inputs)]]
+        batch = inputs.rstrip("~")
+        call = {"module": module, "kind": ("Encoder", "Decoder")[module], "inputs": inputs}
+        return call | {"batch": batch, "batch_values": values}
+
+    def make(fp32, mixed, inputs=("a", "b"), others=("a", "b"), modules=(0, 0, 0)):
         folders = []
         for name, tensors, seen in (("fp32", fp32, inputs), ("mixed", mixed, others)):
             folder = tmp_path / name
@@ -575,7 +696,8 @@ def outputs(tmp_path):
                 (folder / TENSORS).mkdir(exist_ok=True)
                 kept = tensor if isinstance(tensor, list) else [tensor]
                 torch.save(kept, folder / TENSORS / f"outputs-{number}.pt")
-            write_result(folder, {"inputs": list(seen), "problem": None})
+            calls = [facts(*call) for call in zip(seen, modules, strict=False)]
+            write_result(folder, {"calls": calls, "problem": None})
             folders.append(folder)
         return output_from_probes(*folders)
 
@@ -626,6 +748,29 @@ def test_outputs_that_cannot_be_read_are_a_reason(outputs, tmp_path):
 def test_only_calls_with_the_same_inputs_are_compared(outputs):
     found = outputs([torch.ones(4)] * 2, [torch.ones(4), torch.zeros(4)], others=("a", "other"))
     assert (found["calls"], found["relative_error"], found["verdict"]) == (1, 0.0, "pass")
+
+
+def test_what_one_module_computes_for_another_differs_by_rounding(outputs):
+    """A decoder whose outputs bf16 spoils, behind an encoder that it does not."""
+    good, bad = torch.ones(4), torch.zeros(4)
+    given = {"inputs": ("a", "b"), "others": ("a", "b~"), "modules": (0, 1)}
+    found = outputs([good, good], [good, bad], **given)
+    assert (found["verdict"], found["calls"]) == ("fail", 2)
+    assert found["reason"].endswith("worst in Decoder")
+
+
+def test_a_module_without_a_call_to_compare_is_no_yes(outputs):
+    given = {"inputs": ("a", "b"), "others": ("a", "other"), "modules": (0, 1)}
+    found = outputs([torch.ones(4)] * 2, [torch.ones(4)] * 2, **given)
+    assert found["verdict"] == "cannot tell"
+    assert found["reason"].startswith("no two calls of Decoder had the same inputs")
+
+
+def test_where_a_module_has_calls_with_the_same_inputs_only_these_count(outputs):
+    """As a model that goes on from its own outputs, whose errors add up."""
+    drifts = [torch.ones(4), torch.ones(4) * 1.2]
+    found = outputs([torch.ones(4)] * 2, drifts, others=("a", "b~"))
+    assert (found["verdict"], found["calls"]) == ("pass", 1)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -71,6 +72,7 @@ class EventRecorder:
         self._unwritten: list[dict[str, Any]] = []
         self._waits_for_device = False
         self._last_flush = self._started
+        self._module_numbers: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
         self.devices: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
@@ -98,14 +100,20 @@ class EventRecorder:
         self.devices[device_type] = {"device_type": device_type, "format": format_name, "because": because}
         self._write_at_once({"event": "device", **self.devices[device_type]})
 
-    def saw_forward(self, duration_s: Reading, *, training: bool) -> None:
-        """Record that the outermost call of a module ended.
+    def saw_forward(self, duration_s: Reading, module: torch.nn.Module) -> None:
+        """Record that the outermost call of ``module`` ended.
 
         Called before the first backward only: a script that trains is timed by its steps.
         """
         with self._lock:
             self.forwards += 1
-            self._add("forward", duration_s=duration_s, gradients=torch.is_grad_enabled(), training=training)
+            self._add(
+                "forward",
+                duration_s=duration_s,
+                gradients=torch.is_grad_enabled(),
+                training=module.training,
+                module=self._module_numbers.setdefault(module, len(self._module_numbers)),
+            )
 
     def saw_backward(self, loss: torch.Tensor | None, site: str) -> None:
         """Record an outermost backward, called at ``site``; ``loss`` is None unless it is one number."""

@@ -299,7 +299,7 @@ class ScriptRegions:
             duration_s: Reading = read_duration_s  # of a GPU: it is read later, without waiting here
             if isinstance(began, float):
                 duration_s = read_duration_s()
-            self._recorder.saw_forward(duration_s, training=module.training)
+            self._recorder.saw_forward(duration_s, module)
         return output
 
     # ---- calls that are made again, to say where a skipped step went wrong

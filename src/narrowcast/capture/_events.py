@@ -72,6 +72,8 @@ _START_OF_COMPARISON = _record(
     repeats=_Count,
     at_step=_Count | None,  # None: the first step, and later ones
     min_speedup=NotRequired[float | None],  # older captures do not have it
+    # The low format of the policy "safe" on this machine, or fp32; older captures do not have it.
+    safe_format=NotRequired[str],
 )
 
 EVENTS: dict[str, Any] = {
@@ -94,8 +96,11 @@ EVENTS: dict[str, Any] = {
         grad_norm=NotRequired[Number | None],
         skipped_steps=NotRequired[_Count],
     ),
-    # An outermost call of a module before the first backward; gradients: whether autograd recorded.
-    "forward": _record(time_s=_Seconds, duration_s=_Seconds, gradients=bool, training=bool),
+    # An outermost call of a module before the first backward; gradients: whether autograd recorded; module:
+    # its number, in the order of first calls (older captures do not have it).
+    "forward": _record(
+        time_s=_Seconds, duration_s=_Seconds, gradients=bool, training=bool, module=NotRequired[_Count]
+    ),
     # The run stood still while the run of the other format went on. Its durations leave that time out.
     # waited_s: how long it waited for the device before it stood still.
     "pause": _record(time_s=_Seconds, waited_s=_Seconds),
@@ -142,10 +147,9 @@ EVENTS: dict[str, Any] = {
         worst_parameter=_record(name=str, **_RATIOS) | None,
         # Whether it fails because something is lost (a parameter's gradient), not only rounded.
         is_lost=bool,
-        # Whether the reason names a column of the input that the format rounds away.
-        input_is_rounded=NotRequired[bool],
-        # Whether the script draws its batches from numbers that no seed fixes.
-        is_unseeded=NotRequired[bool],
+        # Whether the reason names what the script has to change, such as a column of the input that the
+        # format rounds away, or batches drawn from numbers that no seed fixes.
+        script_first=NotRequired[bool],
         parameters=list[_PARAMETER],  # type: ignore[valid-type]
         verdict=_Verdict,
         reason=str,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from narrowcast.capture._files import Capture
 from narrowcast.capture._statistics import (
@@ -55,31 +56,49 @@ def timed_optimizer(captures: Sequence[Capture]) -> int | None:
     return None
 
 
+def timed_module(captures: Sequence[Capture]) -> int | None:
+    """Return the number of the module whose calls are timed in all runs of a script; None: no calls.
+
+    It is the one whose calls take the longest, all together, in the first run that has any.
+    """
+    for capture in captures:
+        times_s = Counter[int]()
+        for forward in capture.of("forward"):
+            times_s[forward.get("module", 0)] += forward["duration_s"]
+        if times_s:
+            return max(sorted(times_s), key=times_s.__getitem__)
+    return None
+
+
+def _timed(captures: Sequence[Capture], kind: str | None) -> int | None:
+    """Return the number of what is timed: an optimizer, or a module of a script that only computes."""
+    return timed_module(captures) if kind == "inference" else timed_optimizer(captures)
+
+
 # ---- times
 
 
 def times_of_runs(captures: Sequence[Capture], kind: str | None) -> list[list[float]]:
     """Return ``times_s`` of each of several runs of one script, the first of which is whole."""
-    optimizer = timed_optimizer(captures)
-    return [times_s(capture, kind, optimizer) for capture in captures]
+    number = _timed(captures, kind)
+    return [times_s(capture, kind, number) for capture in captures]
 
 
-def times_s(capture: Capture, kind: str | None, optimizer: int | None = None) -> list[float]:
+def times_s(capture: Capture, kind: str | None, number: int | None = None) -> list[float]:
     """Return durations of steps, or for ``"inference"`` of outermost forward calls, without warm-up.
 
-    Only steps of the optimizer with number ``optimizer`` count, by default of the one with the most. In a GAN
-    two optimizers alternate, and from one step of either to its next is a whole iteration: counting both
-    would count each iteration twice.
+    Only steps of the optimizer with this number count, by default of the one with the most. In a GAN two
+    optimizers alternate, and from one step of either to its next is a whole iteration: counting both would
+    count each iteration twice. Of calls, only those of one module count, by default of the one that takes the
+    longest: a median over several modules would be that of the one that is called most.
     """
-    if kind == "inference":
-        return _without_warm_up([forward["duration_s"] for forward in capture.of("forward")])
-    if optimizer is None:
-        optimizer = timed_optimizer([capture])
+    blocks = _blocks(capture, kind, number)
+    # Steps after the last pause end in no wait that would show the time of the device.
+    if kind != "inference" and any(block.waited_s for block in blocks):
+        del blocks[-1]
     times: list[float] = []
-    for step in capture.of("step"):
-        # The first step of an optimizer has no step before it, and so no interval.
-        if step["optimizer"] == optimizer and step["interval_s"] is not None:
-            times.append(step["interval_s"])
+    for block in blocks:
+        times += block.times
     return _without_warm_up(times)
 
 
@@ -90,32 +109,51 @@ def _without_warm_up(times: Sequence[float]) -> list[float]:
     return list(times[max(1, int(len(times) * _WARM_UP_SHARE)) :])
 
 
-def blocks_of(capture: Capture, kind: str | None, optimizer: int | None = None) -> list[list[float]]:
+class _Block(NamedTuple):
+    """Durations of the steps or calls between two pauses, and how long the run waited for the device then."""
+
+    times: list[float]
+    waited_s: float
+
+
+def _blocks(capture: Capture, kind: str | None, number: int | None) -> list[_Block]:
+    """Return each block of steps or calls; the last one goes on to the end of the run, and may be empty."""
+    if number is None:
+        number = _timed([capture], kind)
+    blocks: list[_Block] = []
+    times: list[float] = []
+    for event in capture.events:
+        if event["event"] == "pause":
+            waited_s = event["waited_s"]
+            # The device itself times calls, but no steps: what the host measures from step to step may only
+            # be how long it took to launch them. The block as a whole has the time of the device.
+            if waited_s and times and kind != "inference":
+                mean_s = (sum(times) + waited_s) / len(times)
+                times = [mean_s] * len(times)
+            blocks.append(_Block(times, waited_s))
+            times = []
+        elif kind == "inference" and event["event"] == "forward" and event.get("module", 0) == number:
+            times.append(event["duration_s"])
+        # The first step of an optimizer has no step before it, and so no interval.
+        elif event["event"] == "step" and event["optimizer"] == number and event["interval_s"] is not None:
+            times.append(event["interval_s"])
+    return [*blocks, _Block(times, 0.0)]
+
+
+def blocks_of(capture: Capture, kind: str | None, number: int | None = None) -> list[list[float]]:
     """Return durations as in ``times_s``, in a list for each block; a block ends where the run pauses.
 
     As warm-up the first block is left out, and after it a tenth of all blocks; and of a block of three steps
-    or more the first step, unless the block ended with a wait for the device. The wait is added to the last
-    step. Steps after the last pause belong to no block and are left out.
+    or more the first step, unless the block ended with a wait for the device. Steps after the last pause
+    belong to no block and are left out.
     """
-    if optimizer is None:
-        optimizer = timed_optimizer([capture])
     blocks: list[list[float]] = []
-    current: list[float] = []
-    for event in capture.events:
-        if event["event"] == "pause":
-            # What the device still had to do for the steps of this block.
-            waited_s = event["waited_s"]
-            if current:
-                current[-1] += waited_s
-            # The first step is slow, since the other process has filled the caches. If there was a wait it
-            # must stay: the wait holds time of all steps of the block, and its share is not known.
-            is_cold = len(current) > 2 and not waited_s
-            blocks.append(current[1:] if is_cold else current)
-            current = []
-        elif kind == "inference" and event["event"] == "forward":
-            current.append(event["duration_s"])
-        elif event["event"] == "step" and event["optimizer"] == optimizer and event["interval_s"] is not None:
-            current.append(event["interval_s"])
+    for block in _blocks(capture, kind, number)[:-1]:
+        times = block.times
+        # On a CPU the first step is slow, since the other process has filled the caches.
+        if len(times) > 2 and not block.waited_s:
+            times = times[1:]
+        blocks.append(times)
     return blocks[1 + int(len(blocks) * _WARM_UP_SHARE) :]
 
 
@@ -146,12 +184,21 @@ def why_no_speedup(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str 
     """Say why ``speedup_of`` is None."""
     pairs = len(_ratios_of_medians(fp32, mixed, kind))
     if pairs == 0:
-        return "a time is missing"
+        return _why_no_times(fp32, kind)
     timed = "one pair" if pairs == 1 else f"{pairs} pairs"
     return (
         f"steps took too few turns, and {timed} of runs cannot show how far equal runs differ; "
         "give --time-limit 0 to time more of them"
     )
+
+
+def _why_no_times(fp32: Sequence[Capture], kind: str | None) -> str:
+    """Say why there is no time of a step in both formats."""
+    if kind == "training" and fp32 and not any(times_of_runs(fp32, kind)):
+        if any(capture.of("step") for capture in fp32):
+            return "it takes two steps of one optimizer to time one"
+        return "no torch.optim.Optimizer stepped, and no other steps are timed"
+    return "a time is missing"
 
 
 def took_turns(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None) -> bool:
@@ -164,10 +211,10 @@ def _pairs_in_turns(
     fp32: Sequence[Capture], mixed: Sequence[Capture], kind: str | None
 ) -> list[tuple[Blocks, Blocks]]:
     """Return the blocks of both runs of each pair whose runs took turns."""
-    optimizer = timed_optimizer(fp32)
+    number = _timed(fp32, kind)
     pairs: list[tuple[Blocks, Blocks]] = []
     for fp32_run, mixed_run in zip(fp32, mixed, strict=False):  # the last pair may lack a run
-        blocks = (blocks_of(fp32_run, kind, optimizer), blocks_of(mixed_run, kind, optimizer))
+        blocks = (blocks_of(fp32_run, kind, number), blocks_of(mixed_run, kind, number))
         if log_ratios_of_blocks(*blocks):
             pairs.append(blocks)
     return pairs

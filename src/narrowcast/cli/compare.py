@@ -113,7 +113,9 @@ def compare(
     if narrow_format is not None:
         talk(f"auto computes in fp32 here, since {fp32_because}; comparing {narrow_format}")
     elif fp32_because:
-        raise SettingError(f"FP32 is not compared with itself: give another --policy, got {policy}")
+        raise SettingError(
+            f"FP32 is not compared with itself, since {fp32_because}: give another --policy, got {policy}"
+        )
 
     # Each key is the name of an option, for the page, and also of a field of ``ComparisonSettings``.
     chosen: dict[str, Any] = {
@@ -128,7 +130,8 @@ def compare(
     settings = ComparisonSettings(
         target=(script, *(arguments or [])),
         is_module=module,
-        options=_as_typed({**chosen, "time_limit": time_limit}, module=module),
+        # The policy as typed: typed again, ``auto`` is compared in the same way.
+        options=_as_typed({**chosen, "policy": policy, "time_limit": time_limit}, module=module),
         time_limit_s=time_limit,
         fp32_because=fp32_because,
         folder=make_run_folder(f"compare-{found.name}", asked=run_dir, tell=tell),

@@ -41,7 +41,8 @@ def slow_formats(formats: Iterable[str], device_type: str, rates: list[Rate] | N
         best = best_format(device_type).format
         if best not in ("fp32", format_name):
             advice = f"--policy {best} or {advice}"
-        sentences.append(f"{why}: use {advice}")
+        # ``compare`` and ``doctor`` show it too, which refuse fp32: the advice is for the training.
+        sentences.append(f"{why}: train with {advice}")
     return sentences
 
 

@@ -34,7 +34,7 @@ from narrowcast.report._figures import (
 )
 from narrowcast.report._render import html_page
 from narrowcast.report._statistics import final_losses, formats_of, losses_of
-from narrowcast.report._summary import captures_of, summary
+from narrowcast.report._summary import captures_of, summary, whole_runs
 from narrowcast.report._table import NAMES, checks, exemption, rows, what_a_loss_is
 from narrowcast.report._text import number, shortened, signed, site_name
 
@@ -73,7 +73,7 @@ def comparison_page(comparison: ComparisonCapture) -> str:
             "right": _proof(found, error, losses),
             "worth_it": speedup_figure(found, start.get("min_speedup")),
         },
-        by_seed=_by_seed(runs),
+        by_seed=_by_seed(comparison),
         parameters=certificate and _parameters(certificate),
         facts=_facts(captures_of(runs)),
         runs=_run_rows(runs, found["kind"]),
@@ -145,10 +145,10 @@ def _command(verb: str, start: Mapping[str, Any]) -> str:
     return shortened(f"narrowcast {verb} {words}", _LONGEST_FACT)
 
 
-def _by_seed(runs: Sequence[TimedRun]) -> list[tuple[str, ...]]:
+def _by_seed(comparison: ComparisonCapture) -> list[tuple[str, ...]]:
     """Return a line for each call site and seed: site, seed, final loss in FP32 and in mixed, difference."""
-    losses = losses_of(runs)
-    fp32, mixed = final_losses(runs, losses, "fp32"), final_losses(runs, losses, "mixed")
+    whole, losses = whole_runs(comparison), losses_of(comparison.runs)
+    fp32, mixed = final_losses(whole, losses, "fp32"), final_losses(whole, losses, "mixed")
     lines: list[tuple[str, ...]] = []
     for site in dict.fromkeys([*fp32, *mixed]):
         fp32_losses, mixed_losses = fp32.get(site, {}), mixed.get(site, {})

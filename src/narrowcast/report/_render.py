@@ -18,7 +18,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _OF_TEXT = (
     "bold", "bold_red", "cut", "decibels", "duration", "gibibytes", "mebibytes", "milliseconds", "number",
     "percent_change", "plural", "printable", "seconds", "short", "shortened", "speed_interval", "speed_text",
-    "when", "wrapped",
+    "type_next", "when", "wrapped",
 )  # fmt: skip
 _OF_EXPLANATION = ("count_text", "percent", "share_of")
 # A page runs no script, and fetches and sends nothing; only its own styles are allowed.
@@ -36,7 +36,7 @@ def html_page(template: str, **values: Any) -> str:
 
 
 def terminal_text(template: str, *, color: bool = False, **values: Any) -> str:
-    """Render lines for a terminal; each value must pass the filter ``wrapped``, ``cut`` or ``printable``."""
+    """Render lines for a terminal; each value must pass a filter that makes it safe, such as ``wrapped``."""
     text = _environment(html=False).get_template(template).render(values)
     if not color:
         text = without_escapes(text)

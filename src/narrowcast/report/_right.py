@@ -138,8 +138,10 @@ def next_for_right(
     kind: str | None,
     formats: str,
     was_stopped: bool,
+    was_cut: bool = False,
     steps: int = 0,
     script_first: bool = False,
+    spawns: bool = False,
 ) -> str | None:
     """Return the command that tells more about whether mixed precision is right; None: it is.
 
@@ -149,8 +151,10 @@ def next_for_right(
         kind: ``"training"`` or ``"inference"``.
         formats: the formats that mixed runs computed in, as text.
         was_stopped: whether runs were ended before the script ended by itself.
+        was_cut: whether the time limit ended them.
         steps: of the optimizers in the first run.
         script_first: whether the reason names what to change in the script before it is compared again.
+        spawns: whether the script trains in processes that it starts itself, which no probe observes.
     """
     if right == "yes":
         return None
@@ -158,51 +162,96 @@ def next_for_right(
         # As where a layer reads its input in a format that rounds it too much, which no policy changes, or
         # where no seed fixes the batches.
         return compare_again(start)
-    if right.startswith("no") and "fp16" in formats:
-        # bf16 has the range of FP32, and needs no loss scale.
-        return compare_again(start, policy="bf16", loss_scale=None)
-    if right.startswith("no") and start["policy"] != "safe":
-        # "safe" keeps more operators in FP32.
-        return compare_again(start, policy="safe")
-    if not right.startswith("cannot tell") or kind == "inference":
-        # The remaining remedy is a rule of the user's own. explain names the operators that it can be for.
-        return command("explain", start, ("--policy", start["policy"]))
-    return _next_if_unsure(right, start, was_stopped=was_stopped, steps=steps)
+    if right.startswith("no"):
+        return _next_if_no(start, formats, spawns=spawns)
+    if kind == "inference":
+        return _name_operators(start, spawns=spawns)
+    if right.startswith("cannot tell: gradients"):
+        return _next_by_gradients(start, was_stopped=was_stopped, steps=steps, spawns=spawns)
 
-
-def _next_if_unsure(right: str, start: Mapping[str, Any], *, was_stopped: bool, steps: int) -> str:
-    by_gradients = right.startswith("cannot tell: gradients")
-    if by_gradients and start.get("at_step") is None and steps >= _FEWEST_FOR_LATER:
-        # Errors of gradients mostly fall as training goes on. More seeds would not help: with such gradients
-        # the answer is no "yes" even if all losses agree.
-        return compare_again(start, at_step=steps // 2)
+    more = _more(start, was_stopped=was_stopped, was_cut=was_cut)
     if start["repeats"] < _ENOUGH_SEEDS:
         # From three seeds on, the losses are judged too.
+        more = {"repeats": _ENOUGH_SEEDS}
+    return compare_again(start, **more)
+
+
+def _next_if_no(start: Mapping[str, Any], formats: str, *, spawns: bool) -> str:
+    """Return the command of a policy that may train where this one does not."""
+    if "fp16" in formats:
+        # bf16 has the range of FP32, and needs no loss scale.
+        return compare_again(start, policy="bf16", loss_scale=None)
+    # "safe" keeps more operators in FP32. The format of its others is that of "auto", which may be FP32 too,
+    # or fp16, and says nothing of bf16 then.
+    safe_format = start.get("safe_format", "bf16")
+    if start["policy"] != "safe" and safe_format in formats:
+        return compare_again(start, policy="safe")
+    # The remaining remedy is a rule of the user's own.
+    return _name_operators(start, spawns=spawns)
+
+
+def _name_operators(start: Mapping[str, Any], *, spawns: bool) -> str:
+    """Return the command that names the operators which a rule can be for."""
+    if spawns:
+        # explain would see none of them. What is left is ``narrowcast.certify`` in the script itself.
+        return compare_again(start)
+    return command("explain", start, ("--policy", start["policy"]))
+
+
+def _next_by_gradients(start: Mapping[str, Any], *, was_stopped: bool, steps: int, spawns: bool) -> str:
+    """Return the command that tells more where gradients leave the answer open."""
+    at_step = start.get("at_step")
+    if at_step is not None and at_step >= steps > 0 and not was_stopped:
+        # The script ended before that step.
+        return compare_again(start, at_step=steps // 2)
+    if at_step is None and steps >= _FEWEST_FOR_LATER and not spawns:
+        # Errors of gradients mostly fall as training goes on.
+        return compare_again(start, at_step=steps // 2)
+    if start["repeats"] < _ENOUGH_SEEDS:
+        # With such gradients the answer is no "yes" even if all losses agree, but a "no" if they differ.
         return compare_again(start, repeats=_ENOUGH_SEEDS)
-    if by_gradients:
-        return command("explain", start, ("--policy", start["policy"]))
-    return compare_again(start, **_more(start, was_stopped=was_stopped))
+    return _name_operators(start, spawns=spawns)
 
 
 def next_for_speed(
-    worth_it: str, start: Mapping[str, Any], *, was_stopped: bool, is_busy: bool = False
+    worth_it: str,
+    start: Mapping[str, Any],
+    *,
+    was_stopped: bool,
+    was_cut: bool = False,
+    is_busy: bool = False,
+    script_first: bool = False,
+    spawns: bool = False,
 ) -> str | None:
     """Return the command that tells more about whether mixed precision is worth it; None: it is.
 
-    With ``is_busy``, as other programs used the CPUs, it is the same command, to repeat when they have ended.
+    Args:
+        worth_it: the answer.
+        start: the first event of the comparison.
+        was_stopped: whether runs were ended before the script ended by itself.
+        was_cut: whether the time limit ended them.
+        is_busy: whether other programs used the CPUs. The same command is to be repeated without them.
+        script_first: whether the script has no steps that can be timed.
+        spawns: whether the script trains in processes that it starts itself. No profile would see its steps,
+            so the machine's speeds have to do.
     """
     if worth_it.startswith("yes"):
         return None
+    if worth_it.startswith("no") and spawns:
+        return "narrowcast doctor"
     if worth_it.startswith("no"):
         return command("doctor", start, ("--policy", start["policy"]))
-    if is_busy:
+    if is_busy or script_first:
         return compare_again(start)
     # A time limit of 0 means no limit: all pairs of runs are timed, for a narrower interval.
-    return compare_again(start, **_more(start, was_stopped=was_stopped), time_limit=0)
+    more = _more(start, was_stopped=was_stopped, was_cut=was_cut)
+    return compare_again(start, **more | {"time_limit": 0})
 
 
-def _more(start: Mapping[str, Any], *, was_stopped: bool) -> dict[str, int]:
+def _more(start: Mapping[str, Any], *, was_stopped: bool, was_cut: bool) -> dict[str, int]:
     """Return the options for more steps, or for more seeds of a script that has no more steps."""
+    if was_cut:
+        return {"time_limit": 0}
     if was_stopped and start["steps"]:
         return {"steps": _TIMES_LONGER * start["steps"]}
     return {"repeats": max(_ENOUGH_SEEDS, 2 * start["repeats"])}

@@ -26,6 +26,9 @@ _ROUNDING_CHANGES = 0.1
 _MANY_SKIPPED = 0.1
 _MORE_CALLS = 1.2
 
+NOT_FINITE = "the loss is not finite in FP32 itself"
+"""The reason where FP32's training gives nothing to compare with."""
+
 # Losses of one run by call site; and final losses by call site and seed.
 Losses = dict[str, list[float]]
 FinalLosses = dict[str, dict[int, float]]
@@ -51,20 +54,28 @@ def _tenth_of(losses: Sequence[float]) -> int:
 def losses_of(runs: Sequence[TimedRun]) -> dict[str, Losses]:
     """Return losses by run and call site.
 
-    A run that was ended early is left out, if another run of its format and seed was not. If one has to be
-    used, the losses of all runs are cut to the shortest run, at each call site.
+    A run that was ended early is left out, if another run of its format and seed was not, or went on for
+    longer. If one has to be used, the losses of all runs are cut to the shortest run, at each call site.
     """
     whole = {(run.format, run.seed) for run in runs if not run.cut}
-    by_run: dict[str, Losses] = {}
-    was_cut = False
+    used = [run for run in runs if not run.cut]
+    longest: dict[tuple[str, int], TimedRun] = {}
     for run in runs:
-        if run.cut and (run.format, run.seed) in whole:
+        key = (run.format, run.seed)
+        if key in whole:
             continue
-        was_cut = was_cut or run.cut
-        by_run[run.name] = losses_by_site(run.capture)
-    if was_cut:
+        if key not in longest or _count_of_losses(run) > _count_of_losses(longest[key]):
+            longest[key] = run
+    used += longest.values()
+
+    by_run = {run.name: losses_by_site(run.capture) for run in used}
+    if longest:
         _end_together(by_run.values())
     return by_run
+
+
+def _count_of_losses(run: TimedRun) -> int:
+    return len(run.capture.of("loss"))
 
 
 def losses_by_site(capture: Capture) -> Losses:
@@ -179,30 +190,36 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     - fail: mixed is higher by more, and the paired differences leave no doubt (Student's t, 97.5 %), or each
       of mixed's losses is above FP32's 97.5 % prediction limit and a tenth above FP32's mean, but not each
       more than ten times FP32's; or only mixed's losses are not finite.
-    - not judged: fewer than three seeds, with finite losses; or no pair.
-    - cannot tell: all other cases. Of these are FP32 losses that are not finite, seeds that change nothing
-      while the formats differ, and one or two seeds with which mixed's losses are many times FP32's.
+    - not judged: fewer than three seeds, with finite losses; or no pair. Seeds that change nothing count as
+      one, if the formats differ.
+    - cannot tell: all other cases. Of these are FP32 losses that are not finite, and one or two seeds with
+      which mixed's losses are many times FP32's.
     """
     if not pairs:
         return LossVerdict("not judged", "no loss was seen in both formats")
     fp32_losses, mixed_losses = zip(*pairs, strict=True)
     if not all(map(math.isfinite, fp32_losses)):
-        return LossVerdict("cannot tell", "the loss is not finite in FP32 itself")
+        return LossVerdict("cannot tell", NOT_FINITE)
     if not all(map(math.isfinite, mixed_losses)):
         return LossVerdict("fail", "the loss is finite in FP32 and not in mixed precision")
 
     differences = [mixed - fp32 for fp32, mixed in pairs]
     difference = mean(differences)
+    seeds = plural(len(pairs), "seed")
     if len(pairs) < _ENOUGH_SEEDS:
-        return _judge_few_seeds(pairs, difference)
+        why = f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
+        return _judge_few_seeds(pairs, difference, why)
     spread = statistics.stdev(fp32_losses)
+    # Differences of both signs may have a mean of zero.
+    if spread == 0.0 and any(differences):
+        why = f"{seeds} cannot show it, since seeds change nothing in this script"
+        return _judge_few_seeds(pairs, difference, why)
     verdict, reason = _against_spread(pairs, differences, spread)
     return LossVerdict(verdict, reason, difference, spread)
 
 
-def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float) -> LossVerdict:
-    seeds = plural(len(pairs), "seed")
-    reason = f"{seeds} cannot show what other seeds change: use --repeats 3 or more"
+def _judge_few_seeds(pairs: Sequence[tuple[float, float]], difference: float, reason: str) -> LossVerdict:
+    """Judge losses that have no spread to compare with, for ``reason``."""
     times = None
     # A ratio means nothing where FP32's loss is zero or below.
     if all(fp32 > 0 for fp32, _ in pairs):
@@ -220,11 +237,8 @@ def _against_spread(
     count = len(pairs)
     difference = mean(differences)
     seeds = f"the spread between {count} seeds"
-    if spread == 0.0:
-        # Differences of both signs may have a mean of zero.
-        if not any(differences):
-            return "pass", f"the same to the last digit for all {count} seeds"
-        return "cannot tell", "seeds change nothing in this script, so there is no spread"
+    if not any(differences):
+        return "pass", f"the same to the last digit for all {count} seeds"
     if abs(difference) <= spread:
         return "pass", f"the difference is {abs(difference) / spread:.2f} of {seeds}"
     if difference < 0:
@@ -354,13 +368,22 @@ def calls_per_step(runs: Iterable[TimedRun]) -> float | None:
         totals = run.capture.totals()
         if totals.get("module_calls"):
             calls += totals["module_calls"]
-            steps += totals["steps"] + totals["skipped_steps"]
+            steps += _steps(run)
     return calls / steps if steps else None
+
+
+def _steps(run: TimedRun) -> int:
+    """Return the steps of all optimizers in a run, skipped ones included."""
+    totals = run.capture.totals()
+    return int(totals["steps"] + totals["skipped_steps"])
 
 
 def _other_calls(fp32: Sequence[TimedRun], mixed: Sequence[TimedRun]) -> list[str]:
     """Say where rounding makes a loop of the script longer or shorter, such as that of a solver."""
-    fp32_calls, mixed_calls = calls_per_step(fp32), calls_per_step(mixed)
+    # A run that was ended early may lack calls that others made later, as in an evaluation.
+    pairs = [pair for pair in zip(fp32, mixed, strict=False) if _steps(pair[0]) == _steps(pair[1])]
+    fp32_calls = calls_per_step(fp32_run for fp32_run, _ in pairs)
+    mixed_calls = calls_per_step(mixed_run for _, mixed_run in pairs)
     if not fp32_calls or not mixed_calls:
         return []
     if max(fp32_calls, mixed_calls) <= _MORE_CALLS * min(fp32_calls, mixed_calls):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from narrowcast.capture import (
+    RUN,
     Capture,
     ComparisonCapture,
     TimedRun,
@@ -32,6 +34,7 @@ from narrowcast.report._right import (
     next_for_speed,
 )
 from narrowcast.report._statistics import (
+    NOT_FINITE,
     FinalLosses,
     calls_per_step,
     doubts,
@@ -102,17 +105,23 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     early: str | None = None
     if kind is None:
         right = f"cannot tell: {_NOTHING_RAN}"
+    elif not _is_finite(fp32, checks["loss"]):
+        # Whatever came of it in mixed precision, as steps that were all skipped.
+        right = f"cannot tell: losses: {NOT_FINITE}"
     elif _never_steps(fp32, mixed):
         right = f"no: {_NOTHING_TRAINED}"
     elif kind == "inference":
         right = _of_outputs(checks["output"])
     else:
-        right, early = _of_training(comparison, checks, fp32, mixed)
+        right, early = _of_training(comparison, checks, mixed)
     worth = _worth_it(ratio, ratio_reasons, comparison, by_others)
 
     start = comparison.own.start
     formats = mixed.numbers["format"] or ""
     was_stopped = bool(fp32.numbers["stopped"])
+    was_cut = any(run.cut for run in (*fp32.runs[:1], *mixed.runs[:1]))
+    # The capture of such a script is that of one of its processes.
+    spawns = any(Path(event["capture"]).name != RUN for event in comparison.own.of("run"))
     next_commands = {
         "right": next_for_right(
             right,
@@ -120,10 +129,20 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
             kind=kind,
             formats=formats,
             was_stopped=was_stopped,
+            was_cut=was_cut,
             steps=fp32.numbers["steps"] or 0,
-            script_first=kind is None or _is_for_the_script(right, checks, fp32),
+            script_first=kind is None or _is_for_the_script(right, checks),
+            spawns=spawns,
         ),
-        "worth_it": next_for_speed(worth, start, was_stopped=was_stopped, is_busy=is_disturbed),
+        "worth_it": next_for_speed(
+            worth,
+            start,
+            was_stopped=was_stopped,
+            was_cut=was_cut,
+            is_busy=is_disturbed,
+            script_first=fp32.time is None,
+            spawns=spawns,
+        ),
     }
 
     notes = _notes(comparison)
@@ -156,18 +175,28 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
     return result
 
 
-def _is_for_the_script(right: str, checks: Mapping[str, Any], fp32: _Side) -> bool:
+def _is_for_the_script(right: str, checks: Mapping[str, Any]) -> bool:
     """Return whether the answer ``right`` names what to change in the script, whatever the policy."""
-    certificate, loss = checks["certificate"], checks["loss"]
-    if right.startswith("cannot tell: losses") and not _is_finite(fp32, loss):
+    certificate, output = checks["certificate"], checks["output"]
+    if right == f"cannot tell: losses: {NOT_FINITE}":
         return True
-    if certificate is None or certificate["reason"] not in right:
-        return False
-    return bool(certificate["input_is_rounded"] or certificate["is_unseeded"])
+    if output is not None:
+        # None of its calls had the same inputs in both formats.
+        return right.startswith("cannot tell") and output["calls"] == 0
+    return certificate is not None and certificate["script_first"] and certificate["reason"] in right
 
 
 def captures_of(runs: Iterable[TimedRun]) -> list[Capture]:
     return [run.capture for run in runs]
+
+
+def whole_runs(comparison: ComparisonCapture) -> list[TimedRun]:
+    """Return the runs whose losses count.
+
+    If the comparison was killed, a run without an end was killed with it, and did less than the others. In a
+    finished comparison such a run may have done all of its work.
+    """
+    return [run for run in comparison.runs if comparison.finished or run.capture.end is not None]
 
 
 # ---- the numbers of one format
@@ -180,9 +209,7 @@ class _Side:
         self.name = name
         self.runs = [run for run in comparison.runs if run.format == name]
         self.captures = captures_of(self.runs)
-        # If the comparison was killed, a run without an end was killed with it, and did less than the others.
-        # In a finished comparison such a run may have done all of its work.
-        self.whole = [run for run in self.runs if comparison.finished or run.capture.end is not None]
+        self.whole = [run for run in whole_runs(comparison) if run.format == name]
         self.time = median_of_runs(times_of_runs(self.captures, kind))
         # The losses of the runs of both formats: if one that was ended early is used, all are cut to the
         # shortest.
@@ -365,20 +392,22 @@ def _of_outputs(output: Any) -> str:
 
 
 def _of_training(
-    comparison: ComparisonCapture, checks: Mapping[str, Any], fp32: _Side, mixed: _Side
+    comparison: ComparisonCapture, checks: Mapping[str, Any], mixed: _Side
 ) -> tuple[str, str | None]:
     """Return whether mixed precision is right for a training, and a note on a failure at its start alone."""
     certificate, loss = checks["certificate"], checks["loss"]
     gradients = judge_gradients(comparison.own.of("certificate") or [certificate])
-    # Where a loss is not finite in FP32, or where many steps were skipped, gradients alone cannot pass.
+    # Where many steps were skipped, gradients alone cannot pass.
     losses = loss["verdict"]
-    if losses == NOT_JUDGED and (not _is_finite(fp32, loss) or many_skipped(mixed.whole)):
+    if losses == NOT_JUDGED and many_skipped(mixed.whole):
         losses = CANNOT_TELL
     return judge_training(gradients, losses, loss["reason"]), gradients.early
 
 
-def _is_finite(fp32: _Side, loss: Mapping[str, Any]) -> bool:
+def _is_finite(fp32: _Side, loss: Mapping[str, Any] | None) -> bool:
     """Return whether every loss that is judged is finite in FP32 itself."""
+    if loss is None:
+        return True
     for site, of_site in loss["sites"].items():
         if of_site["judged"] and not all(map(math.isfinite, fp32.final_losses[site].values())):
             return False
@@ -434,8 +463,8 @@ def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, A
         return None
     certificates = comparison.own.of("certificate")
     if certificates:
-        # Only captures of runs where they are true have these fields.
-        not_noted = {"input_is_rounded": False, "is_unseeded": False}
+        # Only captures where it is true have this field.
+        not_noted = {"script_first": False}
         certificate = not_noted | dict(decisive_certificate(certificates))
         del certificate["event"]
     else:
@@ -446,8 +475,7 @@ def _certificate(comparison: ComparisonCapture, kind: str | None) -> dict[str, A
         certificate = absent | {
             "parameters": [],
             "is_lost": False,
-            "input_is_rounded": False,
-            "is_unseeded": False,
+            "script_first": False,
             "verdict": "cannot tell",
             "reason": reason,
         }

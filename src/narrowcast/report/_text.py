@@ -6,6 +6,7 @@ import functools
 import io
 import math
 import re
+import shlex
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -102,6 +103,22 @@ def wrapped(text: str, first: str = "", then: str | None = None, *, whole_words:
         break_on_hyphens=False,
     )
     return "\n".join(lines).replace(_NO_BREAK, " ")
+
+
+def type_next(command: str) -> str:
+    """Return the line that names the command to type next, below an answer, to be pasted as it is.
+
+    A command that is longer than a line goes on in the next one, after a backslash, as shells read it.
+    """
+    indent = " " * 11
+    lines = [f"{indent}type next:"]
+    for word in map(shlex.quote, shlex.split(printable(command))):
+        if len(lines[-1]) + 1 + len(word) <= WIDTH - len(" \\"):
+            lines[-1] += f" {word}"
+        else:
+            lines[-1] += " \\"
+            lines.append(f"{indent}  {word}")
+    return "\n".join(lines)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> str:

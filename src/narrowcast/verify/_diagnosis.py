@@ -24,7 +24,7 @@ from narrowcast.capture import (
 )
 from narrowcast.errors import UnsupportedError
 from narrowcast.observe.profiling import HostReads, Recorder, same_size, summarize
-from narrowcast.verify._reasons import TimedProfile, doctor_command, from_profiles
+from narrowcast.verify._reasons import Size, TimedProfile, doctor_command, from_profiles
 from narrowcast.verify.compare._comparison import stays_in_fp32
 from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
 from narrowcast.verify.runs._probes import StepProbe
@@ -289,24 +289,17 @@ def most_speedup(share: float, ratio: float) -> float:
     return 1.0 / (1.0 - share + share / ratio)
 
 
-# Kind and size of a product, as ``same_size`` returns them.
-_Size = tuple[str, tuple[int, ...]]
-
-
 def _sizes(
-    fp32: TimedProfile, mixed: TimedProfile, machine_speeds: Mapping[_Size, float]
+    fp32: TimedProfile, mixed: TimedProfile, machine_speeds: Mapping[Size, float]
 ) -> list[dict[str, Any]]:
     """Return a row for each product of the FP32 step, with its speedup here and on this machine."""
-    mixed_s: dict[_Size, float] = {}
-    for product in mixed.products:
-        if not product.is_fp32:
-            mixed_s[product.size] = product.each_s
-
+    low_products = mixed.low_products
     sizes = []
     for product in fp32.products:
         speedup: float | None = None
-        if mixed_s.get(product.size):
-            speedup = product.each_s / mixed_s[product.size]
+        low = low_products.get(product.size)
+        if low is not None and low.each_s:
+            speedup = product.each_s / low.each_s
         sizes.append(
             {
                 "kind": product.kind,
@@ -334,7 +327,7 @@ def _speedup_of_all(sizes: Sequence[dict[str, Any]], column: str) -> tuple[float
     return fp32_s / faster_s, fp32_s
 
 
-def _speeds(format_: str, device_type: str, rates: dict[str, Any]) -> dict[_Size, float]:
+def _speeds(format_: str, device_type: str, rates: dict[str, Any]) -> dict[Size, float]:
     """Return the steady speeds of this machine against FP32, by the size of a product.
 
     Only square matrices and kernels of 3 x 3 were measured.
@@ -357,7 +350,7 @@ def _speeds(format_: str, device_type: str, rates: dict[str, Any]) -> dict[_Size
     return speeds
 
 
-def _best_matmul(speeds: Mapping[_Size, float]) -> dict[str, Any] | None:
+def _best_matmul(speeds: Mapping[Size, float]) -> dict[str, Any] | None:
     """Return speed and shape of the matmul that gains most on this machine."""
     matmuls = [(speed, shape) for (kind, shape), speed in speeds.items() if kind == "matmul"]
     if not matmuls:

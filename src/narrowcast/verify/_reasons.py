@@ -34,6 +34,10 @@ _LITTLE = 0.02
 _MUCH_LONGER = 1.5
 
 
+# Kind and size of a product, as ``same_size`` returns them.
+Size = tuple[str, tuple[int, ...]]
+
+
 class Reason(NamedTuple):
     """Why mixed precision is not faster.
 
@@ -63,7 +67,7 @@ class Product(msgspec.Struct, frozen=True):
         return self.format == "fp32"
 
     @property
-    def size(self) -> tuple[str, tuple[int, ...]]:
+    def size(self) -> Size:
         """A key that is the same for products that take the same time."""
         return same_size(self.kind, self.shape)
 
@@ -94,6 +98,11 @@ class TimedProfile(msgspec.Struct, frozen=True, kw_only=True):
         """The width of the interval of a step's time."""
         return self.plain_step_s_high - self.plain_step_s_low
 
+    @property
+    def low_products(self) -> dict[Size, Product]:
+        """The products in a low format, by their size."""
+        return {product.size: product for product in self.products if not product.is_fp32}
+
     def part_s(self, part: str) -> float:
         """Return how long a part of a step takes without the profiler."""
         return self.shares[part] * self.plain_step_s
@@ -116,15 +125,13 @@ class MatmulTimes(NamedTuple):
     def of(cls, fp32: TimedProfile, mixed: TimedProfile) -> MatmulTimes:
         """Match the products of two profiles by size."""
         times = cls(defaultdict(float), defaultdict(float), defaultdict(float))
-        low_of_size: dict[Any, Any] = {}
         for product in mixed.products:
             if product.is_fp32:
                 times.kept_s[product.kind] += product.time_s
-            else:
-                low_of_size[product.size] = product
 
+        low_products = mixed.low_products
         for product in fp32.products:
-            low = low_of_size.get(product.size)
+            low = low_products.get(product.size)
             if low is not None:
                 # A rule may keep some matmuls of a size in FP32.
                 count = min(product.count, low.count)

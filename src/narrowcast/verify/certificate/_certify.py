@@ -26,7 +26,7 @@ from narrowcast.verify.runs._model_state import as_before, random_fingerprint, s
 
 _Batch = TypeVar("_Batch")
 _Gradients = dict[str, torch.Tensor | None]
-_WITHOUT_KERNEL = (
+WITHOUT_KERNEL = (
     "Attention was computed without its fused kernel, inside which each format draws its own dropout."
 )
 _NOT_FP32 = (
@@ -120,7 +120,7 @@ def certify(
         if passes.draws.in_attention:
             # Once more, without the kernel in which each format draws dropout of its own.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            passes = _Passes(model, loss_fn, policy_value, formats, restore, _WITHOUT_KERNEL)
+            passes = _Passes(model, loss_fn, policy_value, formats, restore, WITHOUT_KERNEL)
             stack.callback(passes.draws.rewind_generators)
             certificate = passes.certificate(batch_list, policy_name(policy), scale, minibatches)
         return certificate

@@ -37,7 +37,10 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             fused kernel of attention, or of a recurrent layer on CUDA, draws them inside.
         in_attention: whether one of these was attention, which torch can also compute without a fused kernel.
         made_narrow: whether any op returned a bf16 or fp16 tensor.
+        paused: whether all ops run as usual; to be set where the mode cannot be left.
     """
+
+    paused = False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,6 +58,8 @@ class Fp32Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         result = self._draw(func, args, kwargs) if _draws(func) else func(*args, **kwargs)
         if not self.made_narrow:
             self.made_narrow = any(map(_is_narrow, tree_leaves(result)))

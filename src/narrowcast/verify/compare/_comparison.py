@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from narrowcast.capture import (
     COMPARISON,
+    Capture,
     CaptureWriter,
     ComparisonCapture,
     discard_captures,
@@ -27,7 +30,7 @@ from narrowcast.verify._reasons import Reason, TimedProfile, from_profiles, not_
 from narrowcast.verify.certificate._certificate import FAIL
 from narrowcast.verify.certificate._sums import FEWEST_BATCHES
 from narrowcast.verify.compare._results import certify_script, compare_outputs, no_certificate
-from narrowcast.verify.compare._timing import TimedPairs, TimingSettings
+from narrowcast.verify.compare._timing import TimedPairs, TimingSettings, has_low_rules
 from narrowcast.verify.runs._runs import (
     MOVES,
     TENSORS,
@@ -74,9 +77,11 @@ class ComparisonSettings(TimingSettings, frozen=True, kw_only=True):
 def stays_in_fp32(policy: str) -> str | None:
     """Return why ``policy`` changes nothing on this machine; None if it does."""
     wanted = as_policy(policy)
-    if wanted.compute == "fp32" and wanted.is_plain:
+    if has_low_rules(wanted):
+        return None
+    if wanted.compute == "fp32":
         return "the policy is fp32"
-    if wanted.compute != "auto" or not wanted.is_plain or torch.accelerator.is_available():
+    if wanted.compute != "auto" or torch.accelerator.is_available():
         return None
     choice = best_format("cpu")
     if choice.format != "fp32":
@@ -86,10 +91,19 @@ def stays_in_fp32(policy: str) -> str | None:
 
 def compared_instead(policy: str) -> str | None:
     """Return the narrow format to compare where ``auto`` is fp32; None: ``policy`` itself."""
-    if as_policy(policy).compute != "auto" or not stays_in_fp32(policy):
+    wanted = as_policy(policy)
+    if wanted.compute != "auto" or not wanted.is_plain or not stays_in_fp32(policy):
         return None
     # fp16 needs loss scales, and its convolutions may take hundreds of times as long on a CPU.
     return "bf16"
+
+
+def _auto_format() -> str:
+    """Return the format that ``auto`` chooses on this machine."""
+    accelerator = None
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+    return best_format("cpu" if accelerator is None else accelerator.type).format
 
 
 def slow_here(policy: str) -> list[str]:
@@ -149,6 +163,7 @@ class _Comparison:
             repeats=settings.repeats,
             at_step=settings.at_step,
             min_speedup=settings.min_speedup,
+            safe_format=_auto_format(),
         )
         self.writer.write(start)
         if settings.fp32_because:
@@ -169,7 +184,9 @@ class _Comparison:
                 for certificate in self._certificates():
                     self._write("certificate", **certificate)
             else:
-                self._write("output", **compare_outputs(self.runs))
+                forwards = self.timed.captures["fp32"][0].of("forward")
+                modules = len({forward.get("module", 0) for forward in forwards})
+                self._write("output", **compare_outputs(self.runs, modules=modules))
         except ScaleCollapseError as error:
             # Training that cannot go on in mixed precision is a result of the comparison.
             failed = self._no_certificate(f"Training in mixed precision came to a stop. {error}")
@@ -340,16 +357,16 @@ class _Comparison:
         ends_by_itself = not totals["stopped"]
         latest = min(_LATEST_STEP, taken // 4)
         is_slow = statistics.median(self.timed.step_times("fp32") or [0.0]) > _QUICK_STEP_S
-        if latest >= _EARLY_STEP and not is_slow:
-            # The latest is at most a quarter of the steps taken, and 8 or more. So 24 or more follow, more
-            # than the 15 that three compared steps need (``_steps_besides``).
+        each = _steps_of_an_iteration(self.timed.captures["fp32"][0])
+        are_left = not ends_by_itself or taken - latest >= each * _steps_besides(compared_steps=3)
+        if latest >= _EARLY_STEP and not is_slow and are_left:
             return [0, latest // 3, latest]
 
         # One later step, in the first half of the steps taken. A script that ends by itself has no further
         # steps, so some have to be left. One that was stopped has more steps than were counted.
         latest = min(_EARLY_STEP, taken // 2)
         if ends_by_itself:
-            latest = min(latest, taken - _steps_besides(compared_steps=2))
+            latest = min(latest, taken - each * _steps_besides(compared_steps=2))
         if latest >= _EARLY_STEP // 2:
             return [0, latest]
         return [0]
@@ -357,6 +374,16 @@ class _Comparison:
     def _no_certificate(self, why: str) -> dict[str, Any]:
         fields = {"policy": self.settings.policy, "at_step": self.settings.at_step or 0}
         return no_certificate(why, format=self.timed.format(), **fields)
+
+
+def _steps_of_an_iteration(capture: Capture) -> int:
+    """Return how many steps all optimizers take for each of the one that steps the least, as two in a GAN."""
+    steps = capture.of("step")
+    # A search for the learning rate, with an optimizer of its own, is in the first half.
+    counts = Counter[int](step["optimizer"] for step in steps[len(steps) // 2 :])
+    if not counts:
+        return 1
+    return math.ceil(counts.total() / min(counts.values()))
 
 
 def _steps_besides(compared_steps: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from narrowcast.capture import ENOUGH_ELEMENTS, OUTPUT_LIMIT
 from narrowcast.errors import ScriptError, few
 from narrowcast.scaling import Static, parse
 from narrowcast.verify.certificate._certificate import CANNOT_TELL, FAIL, PASS, Certificate
+from narrowcast.verify.certificate._certify import WITHOUT_KERNEL
 from narrowcast.verify.certificate._sums import FEWEST_BATCHES, Batches, Measured, Sums, compared
 from narrowcast.verify.certificate._verdict import certificate_of
 from narrowcast.verify.runs._inputs import RoundedColumn
@@ -25,6 +27,7 @@ from narrowcast.verify.runs._runs import (
     MOVES_FILE,
     TENSORS,
     GradientFacts,
+    OutputFacts,
     Purpose,
     ScriptRuns,
     in_short,
@@ -45,6 +48,8 @@ _CARRIED_STATE_LIMIT = 0.1
 # Measured in bf16: 0.04 for all and 0.1 for one at most, with Adam, which follows signs.
 _MOVE_LIMIT, _MOVE_FAILS = 0.15, 0.5
 
+# How a reason begins that tells how two runs differ. No policy changes that, and no other steps or seeds.
+_RUNS_DIFFER = "Two runs "
 _UNSEEDED = (
     "Two runs did not see the same batch, though they started with the same seed: the script draws it from "
     "numbers that no seed fixes."
@@ -63,9 +68,13 @@ def certify_script(runs: ScriptRuns, *, format: str, at_steps: Sequence[int] = (
     whether it fails because something is lost, as a parameter's gradient, and not only rounded. Losses that
     agree do not outweigh that.
     """
-    asked = {"at_steps": tuple(at_steps)}
+    asked: dict[str, Any] = {"at_steps": tuple(at_steps)}
     try:
         reference = runs.start(Purpose.REFERENCE, _TRAINS_IN, Purpose.REFERENCE, **asked)
+        if any(facts.in_attention for facts in _all_facts(reference)):
+            # Once more, without the kernel in which each format draws dropout of its own.
+            asked["math_attention"] = True
+            reference = runs.start(Purpose.REFERENCE, _TRAINS_IN, Purpose.REFERENCE, **asked)
         runs.ahead(Purpose.EXACT, _TRAINS_IN, Purpose.EXACT, **asked)
         mixed = _run_mixed(runs, asked)
     except ScriptError as error:
@@ -79,24 +88,47 @@ def certify_script(runs: ScriptRuns, *, format: str, at_steps: Sequence[int] = (
     except ScriptError as error:
         exact_failed = f"{in_short(error)}."
 
-    kept = _KeptRuns(reference, mixed, exact, exact_failed)
+    kept = _KeptRuns(reference, mixed, exact, exact_failed, math_attention="math_attention" in asked)
     certificates: list[dict[str, Any]] = []
     for at_step in at_steps:
-        is_first = not certificates
-        is_reached = bool(_facts(reference, at_step).random)
-        if is_first or is_reached:
-            certificates.append(_certificate_at(at_step, kept, policy=runs.settings.policy, format=format))
+        if certificates and not _is_reached(at_step, kept, certificates[-1]):
+            continue
+        certificates.append(_certificate_at(at_step, kept, policy=runs.settings.policy, format=format))
+    latest = certificates[-1]
+    if latest["verdict"] == PASS and not any(_has_moves(at_step, kept) for at_step in at_steps):
+        latest["reason"] += " How far steps move the weights was not compared."
     return certificates
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptRuns:
-    """The folders of the runs that kept gradients; ``exact_failed``: why ``exact`` is None."""
+    """The folders of the runs that kept gradients.
+
+    Attributes:
+        exact_failed: why ``exact`` is None.
+        math_attention: whether attention was computed without its fused kernels.
+    """
 
     reference: Path
     mixed: Path
     exact: Path | None
     exact_failed: str | None
+    math_attention: bool = False
+
+
+def _has_moves(at_step: int, kept: _KeptRuns) -> bool:
+    """Return whether both runs took a few steps after the gradients of this step were kept."""
+    return bool(_facts(kept.reference, at_step).passes and _facts(kept.mixed, at_step).passes)
+
+
+def _is_reached(at_step: int, kept: _KeptRuns, before: Mapping[str, Any]) -> bool:
+    """Return whether there is something to say of a later step; ``before`` is the certificate before it.
+
+    After an overflow the mixed run compares no later step. Then the overflow decides, not what is missing.
+    """
+    if not _facts(kept.reference, at_step).random:
+        return False
+    return bool(_facts(kept.mixed, at_step).random) or before["verdict"] != FAIL
 
 
 def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) -> dict[str, Any]:
@@ -123,9 +155,11 @@ def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) 
 
     if rounding_unknown:
         rounding_unknown = f"FP32's rounding could not be measured: {rounding_unknown}"
-    note: str | None = None
+    notes: list[str] = []
     if fp32.never_stepped:
-        note = f"Left out: {fp32.never_stepped} of the optimizers, which did not step in time."
+        notes.append(f"Left out: {fp32.never_stepped} of the optimizers, which did not step in time.")
+    if kept.math_attention:
+        notes.append(WITHOUT_KERNEL)
     # A step of the script averages over all processes that a launcher started. The kept gradients average
     # over those of torch.distributed alone.
     averaged = fp32.backwards * fp32.ranks
@@ -141,7 +175,7 @@ def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) 
         loss_scale=mixed.scale,
         cannot_tell=cannot_tell,
         rounding_unknown=rounding_unknown,
-        note=note,
+        note=" ".join(notes) or None,
     )
 
     # Gradients that agree are not enough: a script may step otherwise in mixed precision.
@@ -154,9 +188,9 @@ def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) 
     column = _rounded_column(fp32, format)
     if column is not None and result["verdict"] != PASS:
         result["reason"] += f" {_of_column(column, format)}"
-        result["input_is_rounded"] = True
-    if cannot_tell == _UNSEEDED:
-        result["is_unseeded"] = True
+        result["script_first"] = True
+    if cannot_tell is not None and cannot_tell.startswith(_RUNS_DIFFER):
+        result["script_first"] = True
     return result
 
 
@@ -262,10 +296,10 @@ def _add_optimizer(
     if not of_fp32 or not of_mixed:
         return "The gradients of a run cannot be read."
 
+    # A script may freeze parameters from step to step, so each batch has its own.
     first = of_fp32[0]
-    names = [(row.name, row.shape) for row in first]
-    for rows in of_mixed:
-        if [(row.name, row.shape) for row in rows] != names:
+    for rows, mixed_rows in zip(of_fp32, of_mixed, strict=False):
+        if list(_by_parameter(rows)) != list(_by_parameter(mixed_rows)):
             return "The optimizers of the FP32 and of the mixed run do not have the same parameters."
     formats, mixed_formats = {row.dtype for row in first}, {row.dtype for row in of_mixed[0]}
     if mixed_formats - formats - {None}:
@@ -273,21 +307,39 @@ def _add_optimizer(
             "The mixed run trains weights that it stores in another format than FP32's, without fp32 masters."
         )
 
-    for number, (name, shape, fp32) in enumerate(first):
+    fp32_gradients = [_by_parameter(rows) for rows in of_fp32]
+    mixed_gradients = [_by_parameter(rows) for rows in of_mixed]
+    exact_gradients = _by_parameter(of_exact[0]) if of_exact else {}
+    for parameter in dict.fromkeys(itertools.chain.from_iterable(fp32_gradients)):
+        name, shape, _ = parameter
+        fp32 = fp32_gradients[0].get(parameter)
         sums = Batches(_elements(shape, fp32))
-        for batch, rows in enumerate(of_fp32):
-            gradient = rows[number].gradient if number < len(rows) else None
-            if batch < len(of_mixed):
-                sums.add(gradient, of_mixed[batch][number].gradient)
+        for batch, gradients in enumerate(fp32_gradients):
+            gradient = gradients.get(parameter)
+            if batch < len(mixed_gradients):
+                sums.add(gradient, mixed_gradients[batch].get(parameter))
             else:
                 sums.add_fp32(gradient)
         rounding: Sums | None = None
-        if of_exact and number < len(of_exact[0]):
-            exact_gradient = of_exact[0][number].gradient
-            if exact_gradient is not None:
-                rounding = compared(fp32, exact_gradient)
+        exact_gradient = exact_gradients.get(parameter)
+        if exact_gradient is not None:
+            rounding = compared(fp32, exact_gradient)
         measured.append(sums.measured(name, shape, rounding))
     return None
+
+
+# Name and shape of a parameter, and how many before it have the same.
+_Parameter = tuple[str, tuple[int, ...], int]
+
+
+def _by_parameter(rows: Sequence[_KeptGradient]) -> dict[_Parameter, torch.Tensor | None]:
+    """Return the gradients of one batch by their parameters, in the order of the optimizer."""
+    same = Counter[tuple[str, tuple[int, ...]]]()
+    gradients: dict[_Parameter, torch.Tensor | None] = {}
+    for name, shape, gradient in rows:
+        gradients[name, shape, same[name, shape]] = gradient
+        same[name, shape] += 1
+    return gradients
 
 
 def _elements(shape: tuple[int, ...], gradient: torch.Tensor | None) -> int:
@@ -439,8 +491,8 @@ def _drew_alike(fp32: GradientFacts, mixed: GradientFacts) -> bool:
     return True
 
 
-def _is_same_batch(fp32: GradientFacts, mixed: GradientFacts) -> bool:
-    """Return whether two runs began a step with the same inputs.
+def _is_same_batch(fp32: GradientFacts | OutputFacts, mixed: GradientFacts | OutputFacts) -> bool:
+    """Return whether two runs began a step, or made a call, with the same inputs.
 
     A state that the script carries from call to call, as the memory of a recurrent model, was computed by the
     model, so it differs by rounding. Two batches that were drawn at random differ by more than they vary.
@@ -467,36 +519,39 @@ def _is_alike(values: list[float], others: list[float]) -> bool:
 # ---- outputs
 
 
-def compare_outputs(runs: ScriptRuns) -> dict[str, Any]:
-    """Return the ``output`` event: the error of outputs of calls with the same inputs."""
+def compare_outputs(runs: ScriptRuns, *, modules: int = 1) -> dict[str, Any]:
+    """Return the ``output`` event: the error of outputs of calls with the same inputs.
+
+    ``modules``: how many modules the script calls.
+    """
     try:
-        fp32 = runs.start("outputs-fp32", "fp32", Purpose.OUTPUTS)
-        mixed = runs.start("outputs-mixed", "mixed", Purpose.OUTPUTS)
+        fp32 = runs.start("outputs-fp32", "fp32", Purpose.OUTPUTS, modules=modules)
+        mixed = runs.start("outputs-mixed", "mixed", Purpose.OUTPUTS, modules=modules)
     except ScriptError as error:
         return _output(CANNOT_TELL, f"a run that keeps outputs failed: {in_short(error)}", 0)
     return output_from_probes(fp32, mixed)
 
 
+# An output of a module: the number of the module, its class, and the place in what it returns.
+_Place = tuple[int, str, int]
+
+
 def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
     """Compare the outputs that two runs kept, where FP32 is finite.
 
-    Outputs in the same place of several calls are taken together, and the worst place decides: a large
-    output must not hide a small one.
+    Outputs in the same place of several calls of a module are taken together, and the worst place decides: a
+    large output must not hide a small one.
     """
-    # Calls with other inputs, as samples of random numbers, say nothing of the format.
-    nothing: dict[str, Any] = {"inputs": [], "problem": None}
-    facts = read_result(fp32) or nothing
-    mixed_facts = read_result(mixed) or nothing
-    alike = []
-    both_inputs = zip(facts["inputs"], mixed_facts["inputs"], strict=False)
-    for call, (fingerprint, mixed_fingerprint) in enumerate(both_inputs):
-        if fingerprint == mixed_fingerprint:
-            alike.append(call)
+    nothing: dict[str, Any] = {"calls": [], "problem": None}
+    result = read_result(fp32) or nothing
+    mixed_result = read_result(mixed) or nothing
+    calls = msgspec.convert(result["calls"], list[OutputFacts])
+    alike = _calls_alike(calls, msgspec.convert(mixed_result["calls"], list[OutputFacts]))
 
-    # The squared norms of error and signal, by place in the outputs, summed over calls.
-    problem = facts["problem"] or mixed_facts["problem"]
-    errors = defaultdict[int, float](float)
-    signals = defaultdict[int, float](float)
+    # The squared norms of error and signal, summed over calls.
+    problem = result["problem"] or mixed_result["problem"]
+    errors = defaultdict[_Place, float](float)
+    signals = defaultdict[_Place, float](float)
     for call in alike:
         outputs = _load(fp32 / TENSORS / f"outputs-{call}.pt")
         mixed_outputs = _load(mixed / TENSORS / f"outputs-{call}.pt")
@@ -506,14 +561,20 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
         if [output.shape for output in outputs] != [output.shape for output in mixed_outputs]:
             problem = problem or "outputs of the same inputs have other shapes in mixed precision"
             continue
-        for place, (wide, narrow) in enumerate(zip(outputs, mixed_outputs, strict=True)):
+        for number, (wide, narrow) in enumerate(zip(outputs, mixed_outputs, strict=True)):
             error, signal = _error_and_signal(wide, narrow)
+            place = (calls[call].module, calls[call].kind, number)
             errors[place] += error
             signals[place] += signal
 
     relative_errors = _ratios(errors, signals)
+    compared_modules = {calls[call].module for call in alike}
+    left_out = [call.kind for call in calls if call.module not in compared_modules]
     if problem:
         return _output(CANNOT_TELL, problem, len(alike))
+    if alike and left_out:
+        why = f"no two calls of {left_out[0]} had the same inputs, so its outputs were not compared"
+        return _output(CANNOT_TELL, why, len(alike))
     if not relative_errors:
         why = "the outputs are all zero or not finite in FP32 itself"
         if not alike:
@@ -521,10 +582,30 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
         elif not signals:
             why = "no output is floating"
         return _output(CANNOT_TELL, why, len(alike))
-    return _judge_outputs(relative_errors, places=len(signals), calls=len(alike))
+    return _judge_outputs(relative_errors, list(signals), calls=len(alike))
 
 
-def _ratios(errors: Mapping[int, float], signals: Mapping[int, float]) -> dict[int, float]:
+def _calls_alike(fp32: Sequence[OutputFacts], mixed: Sequence[OutputFacts]) -> list[int]:
+    """Return the calls with the same inputs in both runs, by their place among all.
+
+    Other inputs, as samples of random numbers, say nothing of the format. But what one module computes for
+    another, as an encoder for its decoder, differs by rounding: where a module has only such calls, they
+    count.
+    """
+    same: list[int] = []
+    but_for_rounding: list[int] = []
+    for place, (call, mixed_call) in enumerate(zip(fp32, mixed, strict=False)):
+        if call.module != mixed_call.module:
+            continue
+        if call.inputs == mixed_call.inputs:
+            same.append(place)
+        elif _is_same_batch(call, mixed_call):
+            but_for_rounding.append(place)
+    have_same = {fp32[place].module for place in same}
+    return sorted([*same, *(place for place in but_for_rounding if fp32[place].module not in have_same)])
+
+
+def _ratios(errors: Mapping[_Place, float], signals: Mapping[_Place, float]) -> dict[_Place, float]:
     """Return the relative error of each output that FP32 has a finite signal for."""
     ratios = {}
     for place, signal in signals.items():
@@ -533,7 +614,10 @@ def _ratios(errors: Mapping[int, float], signals: Mapping[int, float]) -> dict[i
     return ratios
 
 
-def _judge_outputs(relative_errors: Mapping[int, float], *, places: int, calls: int) -> dict[str, Any]:
+def _judge_outputs(
+    relative_errors: Mapping[_Place, float], places: Sequence[_Place], *, calls: int
+) -> dict[str, Any]:
+    """Judge by the worst of the relative errors; ``places`` are all outputs."""
     worst = max(relative_errors, key=relative_errors.__getitem__)
     relative_error = relative_errors[worst]
     plural = "s" if calls != 1 else ""
@@ -544,8 +628,13 @@ def _judge_outputs(relative_errors: Mapping[int, float], *, places: int, calls: 
         verdict, reason = FAIL, f"{OUTPUT_LIMIT:g} or more {over}"
     else:
         verdict, reason = FAIL, "finite in FP32 and not in mixed precision"
-    if places > 1:
-        reason += f", worst in output {worst + 1} of {places}"
+
+    module, kind, number = worst
+    outputs_of_module = [place for place in places if place[0] == module]
+    if len({place[0] for place in places}) > 1:
+        reason += f", worst in {kind}"
+    if len(outputs_of_module) > 1:
+        reason += f", worst in output {number + 1} of {len(outputs_of_module)}"
     return _output(verdict, reason, calls, relative_error)
 
 

@@ -50,12 +50,19 @@ class _Call:
     samples: int | None
 
 
+class _Pass(NamedTuple):
+    """A backward pass: the line of the script that called it, and the calls behind its loss that count."""
+
+    site: str
+    calls: list[_Call]
+
+
 class _BeforePass(NamedTuple):
-    """An optimizer's gradients before a backward pass, and the calls behind the loss."""
+    """An optimizer's gradients before a backward pass, and that pass."""
 
     optimizer: torch.optim.Optimizer
     gradients: list[_Gradient]
-    calls: list[_Call]
+    backward: _Pass
 
 
 class _ScriptThread(threading.local):
@@ -87,7 +94,9 @@ class Minibatches:
     - no later call of which both is true uses its output. So of an encoder and its decoder only the decoder
       counts, since both see the same samples.
 
-    Two halves of a batch add up. A batch that a module saw twice counts once.
+    Two halves of a batch add up. A batch that a module saw twice counts once. Passes that one line of the
+    script calls accumulate minibatches. Those of several lines are several losses, as of a discriminator that
+    sees real samples in one pass and generated ones in another: the line with the most minibatches counts.
 
     Args:
         optimizers: returns those of the script.
@@ -98,9 +107,8 @@ class Minibatches:
         self._numbers = itertools.count()
         self._thread = _ScriptThread()
         self._largest_steps: dict[torch.optim.Optimizer, _StepCounts] = {}
-        # For each optimizer, the backward passes whose sum its gradients are. A pass is the list of the calls
-        # behind its loss that count for the optimizer.
-        self._passes: WeakKeyDictionary[torch.optim.Optimizer, list[list[_Call]]] = WeakKeyDictionary()
+        # For each optimizer, the backward passes whose sum its gradients are.
+        self._passes: WeakKeyDictionary[torch.optim.Optimizer, list[_Pass]] = WeakKeyDictionary()
 
     # ---- events of the script
 
@@ -126,12 +134,12 @@ class Minibatches:
         for node in nodes:
             node.metadata[_CALL] = call
 
-    def backward_begins(self, roots: Sequence[Any]) -> None:
-        """Find the calls behind a loss, while its graph is whole."""
+    def backward_begins(self, roots: Sequence[Any], site: str) -> None:
+        """Find the calls behind a loss, while its graph is whole; ``site`` is the line that goes backward."""
         nodes_of_calls = _nodes_of_calls(roots)
         before = []
         for optimizer in self._optimizers():
-            passes: list[list[_Call]] = self._passes.setdefault(optimizer, [])
+            passes: list[_Pass] = self._passes.setdefault(optimizer, [])
             if passes and not _holds_gradients(optimizer):
                 passes.clear()  # the script has dropped them
             parameters = set(map(id, parameters_of(optimizer)))
@@ -139,16 +147,16 @@ class Minibatches:
             for call, nodes in nodes_of_calls.items():
                 if _has_one_of(call.module, parameters):
                     nodes_of_own_calls[call] = nodes
-            calls = _outermost(nodes_of_own_calls)
-            before.append(_BeforePass(optimizer, _gradients(optimizer), calls))
+            backward = _Pass(site, _outermost(nodes_of_own_calls))
+            before.append(_BeforePass(optimizer, _gradients(optimizer), backward))
         self._thread.before = before
 
     def backward_ended(self) -> None:
         """Note which optimizers have other gradients than before the pass."""
         before_pass, self._thread.before = self._thread.before, ()
-        for optimizer, gradients, calls in before_pass:
+        for optimizer, gradients, backward in before_pass:
             if not all(map(_Gradient.is_same, _gradients(optimizer), gradients)):
-                self._passes[optimizer].append(calls)
+                self._passes[optimizer].append(backward)
 
     # ---- what is known of a step
 
@@ -182,9 +190,14 @@ class Minibatches:
         Where the calls behind a backward pass are not known, every pass counts as a minibatch.
         """
         passes = self._passes.get(optimizer, [])
-        if not passes or not all(passes):
-            return _StepCounts(max(1, len(passes)), None)
-        return _StepCounts(_count_minibatches(passes), _count_samples(passes))
+        calls_of_lines: dict[str, list[list[_Call]]] = {}
+        for backward in passes:
+            calls_of_lines.setdefault(backward.site, []).append(backward.calls)
+        if not passes or not all(backward.calls for backward in passes):
+            most = max(map(len, calls_of_lines.values()), default=1)
+            return _StepCounts(most, None)
+        most = max(map(_count_minibatches, calls_of_lines.values()))
+        return _StepCounts(most, _count_samples([backward.calls for backward in passes]))
 
 
 def _count_minibatches(passes: Sequence[Sequence[_Call]]) -> int:

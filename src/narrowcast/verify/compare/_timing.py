@@ -35,6 +35,7 @@ from narrowcast.capture import (
 )
 from narrowcast.errors import FileError, ScaleCollapseError, ScriptError, UnsupportedError
 from narrowcast.machine import cpu_share_in_use
+from narrowcast.policy import FP8_RECIPES, Policy, as_policy
 from narrowcast.scripts import only_run_in_folder
 from narrowcast.verify.runs._runs import (
     LITTLE_MEMORY,
@@ -436,13 +437,18 @@ class TimedPairs:
                 f"{run.name} left no capture, so there is nothing to compare: {error}"
             ) from error
         _check_comparable(capture)
+        if run.format == "mixed":
+            _check_mixed(capture, self.settings.policy)
         self.memory = max(self.memory, run.numbers[MEMORY])
         self.changes_files |= run.changes_files
         self.captures[run.format].append(capture)
         self.spawns |= path.name != RUN
 
         totals = capture.totals()
-        reached = len(capture.of("step")) or totals["backwards"] or totals["forwards"]
+        # A run without an end, as after ``os._exit``, has events alone, and no totals.
+        counted = (totals["backwards"], totals["forwards"])
+        reached = len(capture.of("step")) or max(filter(None, counted), default=0)
+        reached = reached or len(capture.of("loss")) or len(capture.of("forward"))
         stepping_s = run.stepping_s
         # The steps of a process that the script starts are in its capture alone.
         if not run.steps:
@@ -479,6 +485,30 @@ def _check_comparable(capture: Capture) -> None:
             "the script called no module with parameters and went backward from nothing, so there is nothing "
             "to compare"
         )
+
+
+def _check_mixed(capture: Capture, policy: str) -> None:
+    """Refuse a run in mixed precision that computed in FP32 alone: the comparison would say "yes"."""
+    devices = capture.of("device")
+    if has_low_rules(as_policy(policy)) or any(device["format"] != "fp32" for device in devices):
+        return
+    same = "the mixed run too computed in FP32 alone, so there is nothing to compare"
+    if devices:
+        device_type, because = devices[0]["device_type"], devices[0]["because"]
+        raise UnsupportedError(
+            f"{same}: {policy} is fp32 on {device_type}, since {because}. Give another policy (--policy bf16)"
+        )
+    raise UnsupportedError(
+        f"{same}: operators compute in a low format inside calls of modules with parameters in fp32, and the "
+        "script made none"
+    )
+
+
+def has_low_rules(policy: Policy) -> bool:
+    """Return whether a rule names a low format, whatever the format of the rest."""
+    # "lower" is none of them: it is the format of the rest, and so fp32 where that is.
+    low = ("bf16", "fp16", *FP8_RECIPES)
+    return any(rule.compute in low or rule.output in low for rule in policy.rules)
 
 
 def _trained_capture(folder: Path) -> Path:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,9 +18,10 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parameter import is_lazy
 
-from narrowcast.attach import Attachment, Observer, is_functorch_wrapped
+from narrowcast.attach import Attachment, Observer, call_site, is_functorch_wrapped
 from narrowcast.casting import tensors_inside
 from narrowcast.errors import UnsupportedError
 from narrowcast.gradients import nonfinite_flags, parameters_of
@@ -47,6 +49,7 @@ from narrowcast.verify.runs._runs import (
     TENSORS,
     UNTIL,
     GradientFacts,
+    OutputFacts,
     Purpose,
     RunSettings,
     shared_numbers,
@@ -61,7 +64,7 @@ _MOST_STEPS = 64
 _MOST_OVERFLOWS = 20
 # After so many calls of modules the probe no longer waits for a step.
 _MOST_CALLS = 4096
-# Calls whose outputs are kept.
+# Calls of each module whose outputs are kept.
 _OUTPUTS = 3
 # A timed run that is told to end takes at least so many steps.
 _FEWEST_STEPS = 3
@@ -175,24 +178,25 @@ class TimedProbe(StepProbe):
         Waiting in Python would not do: workers of data loaders would go on, and load ahead.
         """
         began = time.perf_counter()
+        # The wait for the GPU is part of the time of the steps so far.
+        waited_s = 0.0
         on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         share = _peak_resident_bytes() / (memory_bytes() or math.inf)
         if on_gpu:
             torch.cuda.synchronize()
+            waited_s = time.perf_counter() - began
             _, gpu_bytes = torch.cuda.mem_get_info()
             share = max(share, torch.cuda.max_memory_reserved() / gpu_bytes)
         self.attachment.recorder.flush()
         self._numbers[MEMORY] = int(1000 * share)
         self._numbers[PAUSED] = 1
 
-        stopped = time.perf_counter()
         # The parent repeats SIGCONT, which may come before this process has stopped itself.
         while 0 < self._numbers[UNTIL] <= self._numbers[STEPS]:
             os.killpg(os.getpgrp(), signal.SIGSTOP)
         self._numbers[PAUSED] = 0
-        # The wait for the GPU is part of the time of the steps so far.
-        waited_s = stopped - began if on_gpu else 0.0
-        self.attachment.recorder.paused(time.perf_counter() - stopped, waited_s)
+        # The wait is recorded by itself, so it must not lengthen the first step after the pause.
+        self.attachment.recorder.paused(time.perf_counter() - began, waited_s)
 
 
 def _peak_resident_bytes() -> int:
@@ -250,8 +254,12 @@ class GradientProbe(Probe):
         super().__init__(settings, argv)
         self._role = settings.purpose
         self._process = os.getpid()
-        self._first_to_step: torch.optim.Optimizer | None = None
-        self._draws: Fp32Draws | None = None
+        self._first_to_step: weakref.ref[torch.optim.Optimizer] | None = None
+        # Steps of others than that one, while updates are held back and none of it was.
+        self._steps_of_others = 0
+        self._drops_gradients = False
+        self._threads_with_modes: set[int] = set()
+        self._draws = Fp32Draws()
         self._exact = ExactOps()  # type: ignore[no-untyped-call]
         self._steps = 0  # that updated weights
         self._later_at_steps = list(settings.at_steps)
@@ -271,11 +279,17 @@ class GradientProbe(Probe):
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Held-back steps of each optimizer, in the order in which they first stepped.
         self._held_steps: dict[torch.optim.Optimizer, int] = {}
+        # Held-back steps of all of them, and how many there were at the last one of each.
+        self._all_held = 0
+        self._last_held: dict[torch.optim.Optimizer, int] = {}
+        self._steps_of_others = 0
         # Optimizers whose gradients overflowed in a compared batch, and have not been finite since.
         self._overflowed: set[torch.optim.Optimizer] = set()
         # Weights when updates go on at the end, to keep how far they move; None until then.
         self._weights_before: dict[str, torch.Tensor] | None = None
+        # Steps of the first optimizer that steps after that.
         self._moves = 0
+        self._moves_by: torch.optim.Optimizer | None = None
         self._facts = GradientFacts(at_step=self._at_step, steps_before=self._steps)
         self._all_facts.append(self._facts)
         self._kept_folder = tensors_at(self.folder, self._at_step)
@@ -284,10 +298,22 @@ class GradientProbe(Probe):
 
     def attached(self, attachment: Attachment) -> None:
         super().attached(attachment)
+        # Before the script enters modes of its own, as to count operations: torch leaves the latest first.
+        self._draws.paused = self._exact.paused = True
+        self._enter_modes()
+        if self.settings.math_attention:
+            _until_the_end.enter_context(sdpa_kernel(SDPBackend.MATH))
         # Where the CPU emulates the format, a step takes minutes: only the compared steps use it.
         attachment.pause_regions(bool(self.settings.fp32_because))
         if not self._at_step:
             self._begin_to_hold()
+
+    def _enter_modes(self) -> None:
+        """Enter the dispatch modes in this thread; each thread has its own."""
+        self._threads_with_modes.add(threading.get_ident())
+        _until_the_end.enter_context(self._draws)
+        if self._role == Purpose.EXACT:
+            _until_the_end.enter_context(self._exact)
 
     def _begin_to_hold(self) -> None:
         """Hold updates back from now on, and drop earlier gradients."""
@@ -296,11 +322,9 @@ class GradientProbe(Probe):
         self._backwards_before = self.attachment.recorder.backwards
         # A compiled graph would hide draws of random numbers.
         torch.compiler.set_stance("force_eager")
-        for optimizer in self.attachment.optimizers:
-            for parameter in parameters_of(optimizer):
-                parameter.grad = None
-
-        self._exact.paused = False
+        # The script may still read the gradients of the step that ends now.
+        self._drops_gradients = True
+        self._exact.paused = self._draws.paused
         # FP32 runs have no loss scale while they hold updates back, and ``_train_on`` restores this one. The
         # mixed run goes on with the scale that it has.
         self._scale = self.attachment.scale.value
@@ -321,11 +345,10 @@ class GradientProbe(Probe):
         if not self._is_holding:
             return
         # Only from the first call on: random numbers drawn before are the same in all runs.
-        if self._draws is None:
-            self._draws = Fp32Draws()
-            _until_the_end.enter_context(self._draws)
-            if self._role == Purpose.EXACT:
-                _until_the_end.enter_context(self._exact)
+        if self._draws.paused:
+            self._draws.paused = self._exact.paused = False
+        if threading.get_ident() not in self._threads_with_modes:
+            self._enter_modes()
         # Equal inputs of the first call show that two runs have the same batch.
         if self._facts.batch is None:
             self._facts.batch = fingerprint([args, kwargs], floating=False)
@@ -400,15 +423,17 @@ class GradientProbe(Probe):
         return self._is_holding and self._weights_before is None
 
     def held_back(self, optimizer: torch.optim.Optimizer) -> None:
+        self._calls = 0
         if not self._held_steps:
-            # Another optimizer than the first ends an iteration that began before updates were held back.
-            if self._first_to_step not in (None, optimizer):
+            if not self._begins_iteration(optimizer):
                 return
             self._facts.scale = self.attachment.scale_of_gradients
         batch = self._held_steps.get(optimizer, 0)
         if batch == 0:
             self._facts.random.append([])
         self._held_steps[optimizer] = batch + 1
+        self._all_held += 1
+        self._last_held[optimizer] = self._all_held
         if batch < self._batches_kept:
             place = list(self._held_steps).index(optimizer)
             self._facts.random[place].append(random_fingerprint())
@@ -421,6 +446,21 @@ class GradientProbe(Probe):
             put_back(buffer, before)
         self._exact.paused = not self._waiting_for(self._batches_kept)
         self.finish()
+
+    def _begins_iteration(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether this step is the first of an iteration whose updates are all held back.
+
+        Another optimizer than the first to step ends an iteration that began before. That first one may have
+        ended, as after a warm-up, or be gone, where each epoch makes an optimizer of its own.
+        """
+        first = self._first_to_step() if self._first_to_step is not None else None
+        if first is None or first is optimizer:
+            return True
+        self._steps_of_others += 1
+        if self._steps_of_others <= STEPS_AFTER_THE_END:
+            return False
+        self._first_to_step = weakref.ref(optimizer)
+        return True
 
     @property
     def _batches_kept(self) -> int:
@@ -438,8 +478,14 @@ class GradientProbe(Probe):
             self._minibatches.returned(module, output)
 
     def backward_begins(self, roots: Sequence[Any]) -> None:
-        if self._is_holding:
-            self._minibatches.backward_begins(roots)
+        if not self._is_holding:
+            return
+        if self._drops_gradients:
+            self._drops_gradients = False
+            for optimizer in self.attachment.optimizers:
+                for parameter in parameters_of(optimizer):
+                    parameter.grad = None
+        self._minibatches.backward_begins(roots, call_site())
 
     def backward_ended(self) -> None:
         if self._is_holding:
@@ -487,15 +533,16 @@ class GradientProbe(Probe):
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._first_to_step is None:
-            self._first_to_step = optimizer
+            self._first_to_step = weakref.ref(optimizer)
         if not self._is_holding:
             self._steps += 1
             self._facts.steps_before = self._steps
             if self._steps >= self._at_step:
                 self._begin_to_hold()
         elif self._weights_before is not None:
-            held_back_first = next(iter(self._held_steps))
-            if optimizer is held_back_first:
+            self._calls = 0
+            self._moves_by = self._moves_by or optimizer
+            if optimizer is self._moves_by:
                 self._moves += 1
             if self._moves == MOVES:
                 self._keep_moves(self._weights_before)
@@ -559,9 +606,21 @@ class GradientProbe(Probe):
         """Return for how many optimizers fewer than ``batches`` steps were held back."""
         # One without parameters may never step. If none is known, those that stepped are all.
         expected = [optimizer for optimizer in self.attachment.optimizers if parameters_of(optimizer)]
+        held_parameters: set[int] = set()
+        for optimizer in self._held_steps:
+            held_parameters.update(map(id, parameters_of(optimizer)))
+
         waiting = 0
         for optimizer in expected or self._held_steps:
-            if self._held_steps.get(optimizer, 0) < batches:
+            if self._held_steps.get(optimizer, 0) >= batches:
+                continue
+            if optimizer in self._last_held:
+                # It has ended if only others have stepped for long.
+                has_ended = self._all_held - self._last_held[optimizer] > STEPS_AFTER_THE_END
+            else:
+                # It may be within another optimizer, or around it, which does the stepping.
+                has_ended = held_parameters.issuperset(map(id, parameters_of(optimizer)))
+            if not has_ended:
                 waiting += 1
         return waiting
 
@@ -574,8 +633,8 @@ class GradientProbe(Probe):
         facts.never_stepped = 0
         if self._is_holding:
             facts.never_stepped = self._waiting_for(1)
-        if self._draws is not None:
-            facts.problem = facts.problem or self._draws.undecidable
+        facts.problem = facts.problem or self._draws.undecidable
+        facts.in_attention = self._draws.in_attention
         write_result(self.folder, {"steps": msgspec.to_builtins(self._all_facts)})
 
 
@@ -584,24 +643,49 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
 
 
 class OutputProbe(Probe):
-    """Keep the floating outputs of the first outermost calls, each with a fingerprint of its inputs."""
+    """Keep the floating outputs of the first outermost calls of each module, with what shows its inputs."""
 
     def attached(self, attachment: Attachment) -> None:
         super().attached(attachment)
-        self._fingerprints: list[str] = []  # of the inputs of each call
-        self._fingerprint = ""  # of the call that goes on
+        self._calls: list[OutputFacts] = []
+        self._modules: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        # How many calls of each module were kept, and how many there were since the latest new module.
+        self._kept = Counter[int]()
+        self._calls_since_new = 0
+        self._inputs: Any = None  # of the call that goes on
         (self.folder / TENSORS).mkdir(exist_ok=True)
         torch.compiler.set_stance("force_eager")
         self._draws = Fp32Draws()
         _until_the_end.enter_context(self._draws)
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._fingerprint = fingerprint([args, kwargs])
+        # The call may write to its inputs.
+        self._inputs = (
+            fingerprint([args, kwargs]),
+            fingerprint([args, kwargs], floating=False),
+            some_values([args, kwargs]),
+        )
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
-        floating = [tensor.detach().cpu() for tensor in tensors_inside(output) if tensor.is_floating_point()]
-        torch.save(floating, self.folder / TENSORS / f"outputs-{len(self._fingerprints)}.pt")
-        self._fingerprints.append(self._fingerprint)
-        write_result(self.folder, {"inputs": self._fingerprints, "problem": self._draws.undecidable})
-        if len(self._fingerprints) >= _OUTPUTS:
+        if module not in self._modules:
+            self._modules[module] = len(self._modules)
+            self._calls_since_new = 0
+        number = self._modules[module]
+        self._calls_since_new += 1
+        if self._kept[number] < _OUTPUTS:
+            self._kept[number] += 1
+            self._keep(number, module, output)
+        if self._calls_since_new >= _OUTPUTS and len(self._modules) >= self.settings.modules:
             self.attachment.stop()
+
+    def _keep(self, number: int, module: torch.nn.Module, output: Any) -> None:
+        floating = [tensor.detach().cpu() for tensor in tensors_inside(output) if tensor.is_floating_point()]
+        torch.save(floating, self.folder / TENSORS / f"outputs-{len(self._calls)}.pt")
+        exact, others, values = self._inputs
+        facts = OutputFacts(
+            module=number, kind=type(module).__name__, inputs=exact, batch=others, batch_values=values
+        )
+        self._calls.append(facts)
+        write_result(
+            self.folder, {"calls": msgspec.to_builtins(self._calls), "problem": self._draws.undecidable}
+        )

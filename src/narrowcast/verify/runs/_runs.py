@@ -155,6 +155,8 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
             between two of them it trains in mixed precision.
         start_scale: if the loss scale is larger when updates begin to be held back, it is lowered to this;
             None: it stays as ``loss_scale`` says.
+        modules: how many modules the script calls, in a run that keeps outputs of each.
+        math_attention: whether attention is computed without fused kernels.
         watched_steps: how many steps are watched to explain them.
         number: which run of its ``ScriptRuns`` it is, from 1 on.
     """
@@ -166,6 +168,8 @@ class RunSettings(ScriptSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     is_training: bool = False
     at_steps: tuple[int, ...] = (0,)
     start_scale: float | None = None
+    modules: int = 1
+    math_attention: bool = False
     watched_steps: int = 0
 
     def write(self) -> Path:
@@ -336,6 +340,7 @@ class GradientFacts(msgspec.Struct, kw_only=True):
         scale: the loss scale when the first of the optimizers kept its gradients.
         good_scale: the loss scale at which the gradients of every optimizer were finite again, after one of
             the first four batches overflowed; None if none of these did, or if the overflow did not end.
+        in_attention: whether the problem is dropout that a fused kernel of attention draws.
         never_stepped: how many optimizers did not step in time.
         passes: all backward passes from the first batch whose update was held back to the last of ``MOVES``
             steps; 0 if these steps were not taken, or one of them was skipped.
@@ -354,8 +359,26 @@ class GradientFacts(msgspec.Struct, kw_only=True):
     random: list[list[str]] = []
     scale: float | None = None
     good_scale: float | None = None
+    in_attention: bool = False
     never_stepped: int = 0
     passes: int = 0
+
+
+class OutputFacts(msgspec.Struct, kw_only=True):
+    """What a run that keeps outputs notes about one call.
+
+    Attributes:
+        module: its number, in the order of first calls; ``kind``: its class.
+        inputs: their fingerprint.
+        batch: a fingerprint for which of floating tensors only the shapes count.
+        batch_values: some values of each of these floating tensors.
+    """
+
+    module: int
+    kind: str
+    inputs: str
+    batch: str
+    batch_values: list[list[float]]
 
 
 def tensors_at(folder: Path, at_step: int) -> Path:
