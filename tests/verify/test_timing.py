@@ -207,6 +207,17 @@ def test_steps_are_those_of_one_optimizer(tmp_path, optimizers, boundaries):
     assert seen[-1] is made[1 if boundaries == 30 and len(optimizers) == 50 else 0]
 
 
+def test_steps_go_on_where_each_epoch_makes_an_optimizer(tmp_path):
+    boundaries = []
+    probe = StepProbe(SimpleNamespace(folder=tmp_path), ())
+    probe.boundary = lambda: boundaries.append(None)
+    for _ in range(5):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+        for _ in range(6):
+            probe.stepped(optimizer)
+    assert len(boundaries) == 30
+
+
 def batch(*values, shape="a"):
     return GradientFacts(batch=shape, batch_values=[list(one) for one in values])
 

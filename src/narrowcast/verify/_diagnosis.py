@@ -407,6 +407,8 @@ class ProfileProbe(StepProbe):
         self._facts: dict[str, Any] = {"profile": None, "reads": None}
         self._boundaries = 0
         self._phase = 0
+        # Whether the optimizer is fused: it may be gone at the end.
+        self._fused: bool | None = None
 
     def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(module) in self._known_modules:
@@ -445,6 +447,7 @@ class ProfileProbe(StepProbe):
     def boundary(self) -> None:
         self._boundaries += 1
         if self._boundaries == 1:  # the first step begins here
+            self._fused = self._is_fused()
             self._enter()
             return
         if self._profiler is not None:
@@ -514,13 +517,14 @@ class ProfileProbe(StepProbe):
             "unit": self.unit,
             "seen": seen,
             "needed": needed,
-            "fused": self._is_fused(),
+            "fused": self._fused,
             "problem": self._problem,
         }
         write_result(self.folder, self._facts | facts)
 
     def _is_fused(self) -> bool | None:
         """Return whether the optimizer is fused; None: there is no optimizer, or it has no fused kernel."""
-        if self.pace is None or "fused" not in self.pace.defaults:
+        pace = self.pace
+        if pace is None or "fused" not in pace.defaults:
             return None
-        return all(group.get("fused") for group in self.pace.param_groups)
+        return all(group.get("fused") for group in pace.param_groups)

@@ -64,9 +64,10 @@ def certify(
     the same weights, with the same random numbers on both sides; below 0.05 passes. ``loss_fn`` is called in
     FP32 and in mixed precision on each batch, in fp16 once more for each halving of the loss scale, and on
     the first one with every op rounded only once, which measures FP32's own rounding noise. No optimizer
-    takes a step. Afterwards weights, ``.grad``, buffers, modes and the random states of torch, Python and
-    NumPy are as before, also when ``loss_fn`` raises. Keeps copies of the gradients in CPU memory: nine for
-    four batches, 17 at most.
+    takes a step. Afterwards ``.grad``, buffers, modes and the random states of torch, Python and NumPy are as
+    before, also when ``loss_fn`` raises, and so are weights that the model's own forward does not write to,
+    as ``nn.Embedding(max_norm=...)`` does. Keeps copies of the gradients in CPU memory: nine for four
+    batches, 17 at most.
 
     Args:
         model: in the mode (usually training) in which it is to be judged; on any device.

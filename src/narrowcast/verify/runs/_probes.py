@@ -95,24 +95,28 @@ class StepProbe(Probe):
     """Call ``boundary`` at the end of each training step, until ``done`` is set.
 
     A training step is everything between two steps of one optimizer, loading and evaluation included. That
-    optimizer is the first one that steps; if it stops stepping, as after a search for the learning rate, the
-    next one. Without an optimizer, a step is everything between two calls of one outermost module: the first
-    that was called twice.
+    optimizer is the first one that steps; if it stops stepping, as after a search for the learning rate, or
+    is gone, as where each epoch makes one of its own, the next one. Without an optimizer, a step is
+    everything between two calls of one outermost module: the first that was called twice.
 
     Attributes:
         unit: what is counted, ``"step"`` or ``"call"``.
-        pace: the optimizer whose steps are counted.
     """
 
     def __init__(self, settings: RunSettings, argv: Sequence[str]) -> None:
         super().__init__(settings, argv)
         self.done = False
         self.unit = "step"
-        self.pace: torch.optim.Optimizer | None = None
+        self._pace: weakref.ref[torch.optim.Optimizer] | None = None
         # Of other optimizers, since the last step of ``pace``.
         self._steps_of_others: dict[torch.optim.Optimizer, int] = {}
         self._pacing_module: weakref.ref[torch.nn.Module] | None = None
         self._called: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    @property
+    def pace(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose steps are counted."""
+        return None if self._pace is None else self._pace()
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         if self.done or self.attachment.optimizers:
@@ -132,13 +136,13 @@ class StepProbe(Probe):
             self.unit = "step"
             self.restart()
         if self.pace is None:
-            self.pace = optimizer
+            self._pace = weakref.ref(optimizer)
         if optimizer is not self.pace:
             steps = self._steps_of_others.get(optimizer, 0) + 1
             self._steps_of_others[optimizer] = steps
             if steps <= STEPS_AFTER_THE_END:
                 return
-            self.pace = optimizer
+            self._pace = weakref.ref(optimizer)
             self.pace_changed()
         self._steps_of_others.clear()
         self.boundary()
