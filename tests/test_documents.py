@@ -280,7 +280,8 @@ for _ in range(100):
     codes, summary = run_gate(script, tmp_path)
     assert codes == {"Compare": 1, "Summary": 0}
     assert summary.startswith("right: no: gradients: ")
-    assert "\ntype next: narrowcast compare " in summary
+    # With "safe" where that computes in bf16, else explain.
+    assert "\ntype next: narrowcast " in summary
 
 
 @pytest.mark.long

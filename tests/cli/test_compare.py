@@ -12,6 +12,7 @@ from narrowcast.capture import read_capture, read_comparison
 from narrowcast.cli import _output, main
 from narrowcast.cli.compare import _compare
 from narrowcast.errors import UnsupportedError
+from narrowcast.machine._environment import table_format
 from narrowcast.report._right import next_for_right, next_for_speed
 from narrowcast.verify.compare import ComparisonSettings
 from narrowcast.verify.runs._runs import RunSettings
@@ -381,7 +382,7 @@ def test_that_a_format_is_slow_is_said_once(tmp_path, monkeypatch, capsys):
 def test_the_commands_to_type_next_are_of_this_version(workshop, right, worth_it, changed):
     workshop.write("tiny.py", TINY)
     start = {"argv": ["tiny.py"], "policy": "bf16", "repeats": 1, "steps": 20, "options": QUICK}
-    start |= changed
+    start |= {"safe_format": table_format("cpu").format} | changed
     training = {"kind": "training", "formats": "bf16", "steps": start["steps"]}
     commands = [
         next_for_right(right, start, **training, was_stopped=True),
