@@ -115,6 +115,8 @@ def test_values_on_a_device_are_read_once_a_second(writer):
     recorder, now, read = EventRecorder(writer, print), 100.0, []
     recorder._last_flush = recorder._started = now
 
+    model = torch.nn.Linear(1, 1)
+
     def reading():
         read.append(now)
         return 0.5
@@ -123,7 +125,7 @@ def test_values_on_a_device_are_read_once_a_second(writer):
         patched.setattr(time, "perf_counter", lambda: now)
         for n in range(40):
             now = 100.0 + n / 10
-            recorder.saw_forward(reading, training=True)
+            recorder.saw_forward(reading, model)
         recorder.flush()
     assert len(read) == 40
     assert len(set(read)) <= 5

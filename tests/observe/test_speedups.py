@@ -307,12 +307,32 @@ def test_steps_of_a_gpu_last_as_long_as_the_gpu_takes():
         after = [{"event": "step", "optimizer": 0, "interval_s": step_s} for step_s in tail]
         return Capture(events=(*[*block, {"event": "pause", "waited_s": waited_s}] * 12, *after))
 
-    fp32, mixed = run_of(0.002, 0.002, 0.288, tail=[0.002] * 99), run_of(0.002, 0.006, 0.004)
+    fp32, mixed = run_of(0.002, 0.002, 0.288, tail=[0.002] * 40), run_of(0.002, 0.006, 0.004)
     assert times_s(fp32, "training") == pytest.approx([0.05] * 65), "72 steps, without the warm-up"
     assert speedup_of([fp32], [mixed], "training")[0] == pytest.approx(50 / 6)
+    # A run that went on alone after its first pause has most of its steps behind it.
+    alone = Capture(events=(*fp32.events[:7], *fp32.events[-40:]))
+    assert len(times_s(alone, "training")) == 42, "of 46, without the warm-up"
     # Calls are timed by the GPU itself.
     calls = Capture(
         events=({"event": "forward", "duration_s": 0.05}, {"event": "pause", "waited_s": 1.0}) * 12
     )
     assert set(times_s(calls, "inference")) == {0.05}
     assert blocks_of(calls, "inference") == [[0.05]] * 10
+
+
+def test_the_calls_of_the_slowest_module_are_timed_in_both_formats():
+    """A detector and ten calls of its head; in mixed precision the head is the slower one."""
+
+    def run_of(detector_s, head_s):
+        detector = {"event": "forward", "duration_s": detector_s, "module": 0}
+        head = {"event": "forward", "duration_s": head_s, "module": 1}
+        # Loaded at the first call, and never called again.
+        loads = {"event": "forward", "duration_s": 9.0, "module": 2}
+        return Capture(events=(loads, *[detector, *[head] * 10, {"event": "pause", "waited_s": 0.0}] * 12))
+
+    fp32, mixed = run_of(0.1, 0.0002), run_of(0.002, 0.0004)
+    assert set(times_s(fp32, "inference")) == {0.1}
+    assert set(times_of_runs([mixed], "inference", like=[fp32])[0]) == {0.002}
+    assert set(times_s(mixed, "inference")) == {0.0004}
+    assert speedup_of([fp32], [mixed], "inference")[0] == pytest.approx(50)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
@@ -72,7 +73,9 @@ class EventRecorder:
         self._unwritten: list[dict[str, Any]] = []
         self._waits_for_device = False
         self._last_flush = self._started
+        # Numbers are not given again if a module is gone.
         self._module_numbers: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+        self._next_module = itertools.count()
 
         self.devices: dict[str, dict[str, Any]] = {}
         self.notes: list[str] = []
@@ -107,12 +110,14 @@ class EventRecorder:
         """
         with self._lock:
             self.forwards += 1
+            if module not in self._module_numbers:
+                self._module_numbers[module] = next(self._next_module)
             self._add(
                 "forward",
                 duration_s=duration_s,
                 gradients=torch.is_grad_enabled(),
                 training=module.training,
-                module=self._module_numbers.setdefault(module, len(self._module_numbers)),
+                module=self._module_numbers[module],
             )
 
     def saw_backward(self, loss: torch.Tensor | None, site: str) -> None:
@@ -173,13 +178,13 @@ class EventRecorder:
                 self.shared[1] += 1
 
     def paused(self, seconds: float, waited_s: float) -> None:
-        """Record that the process stood still for ``seconds``, which are left out of all durations.
+        """Record that the process stood still for ``seconds``, which are left out of the times of steps.
 
-        ``waited_s``: how long it waited before that for the device to finish the steps so far; this counts as
-        their time.
+        ``waited_s``: how long of that it waited for the device to finish the steps so far; this counts as
+        time of the run.
         """
         with self._lock:
-            self._started += seconds
+            self._started += seconds - waited_s
             self._last_flush += seconds
             for optimizer in self._last_step_of:
                 self._last_step_of[optimizer] += seconds

@@ -156,7 +156,12 @@ EVENTS: dict[str, Any] = {
         **_RATIOS,
     ),
     "output": _record(  # for a script that does not train
-        relative_error=Number | None, sqnr_db=Number | None, calls=_Count, verdict=_Verdict, reason=str
+        relative_error=Number | None,
+        sqnr_db=Number | None,
+        calls=_Count,
+        verdict=_Verdict,
+        reason=str,
+        script_first=NotRequired[bool],
     ),
     # Why mixed precision is not faster. share: of the lost time that the cause explains; "small" is of older
     # captures.

@@ -59,14 +59,20 @@ def timed_optimizer(captures: Sequence[Capture]) -> int | None:
 def timed_module(captures: Sequence[Capture]) -> int | None:
     """Return the number of the module whose calls are timed in all runs of a script; None: no calls.
 
-    It is the one whose calls take the longest, all together, in the first run that has any.
+    It is the one whose calls take the longest, all together, in the first run that has any. The first call of
+    each is left out, which may load kernels, unless no module was called twice.
     """
     for capture in captures:
-        times_s = Counter[int]()
+        first_s: dict[int, float] = {}
+        later_s = Counter[int]()
         for forward in capture.of("forward"):
-            times_s[forward.get("module", 0)] += forward["duration_s"]
-        if times_s:
-            return max(sorted(times_s), key=times_s.__getitem__)
+            module = forward.get("module", 0)
+            if module in first_s:
+                later_s[module] += forward["duration_s"]
+            else:
+                first_s[module] = forward["duration_s"]
+        if first_s:
+            return max(sorted(first_s), key=lambda module: (later_s[module], first_s[module]))
     return None
 
 
@@ -78,9 +84,14 @@ def _timed(captures: Sequence[Capture], kind: str | None) -> int | None:
 # ---- times
 
 
-def times_of_runs(captures: Sequence[Capture], kind: str | None) -> list[list[float]]:
-    """Return ``times_s`` of each of several runs of one script, the first of which is whole."""
-    number = _timed(captures, kind)
+def times_of_runs(
+    captures: Sequence[Capture], kind: str | None, *, like: Sequence[Capture] | None = None
+) -> list[list[float]]:
+    """Return ``times_s`` of each of several runs of one script, the first of which is whole.
+
+    What is timed is the same as in the runs ``like``, by default these: both formats are timed by FP32's.
+    """
+    number = _timed(captures if like is None else like, kind)
     return [times_s(capture, kind, number) for capture in captures]
 
 
@@ -93,8 +104,11 @@ def times_s(capture: Capture, kind: str | None, number: int | None = None) -> li
     longest: a median over several modules would be that of the one that is called most.
     """
     blocks = _blocks(capture, kind, number)
-    # Steps after the last pause end in no wait that would show the time of the device.
-    if kind != "inference" and any(block.waited_s for block in blocks):
+    # Steps after the last pause end in no wait that would show the time of the device. But where a run soon
+    # went on alone, most steps are there, so many that the host was held up by the device.
+    steps_after = len(blocks[-1].times)
+    are_few = 2 * steps_after < sum(len(block.times) for block in blocks)
+    if kind != "inference" and are_few and any(block.waited_s for block in blocks):
         del blocks[-1]
     times: list[float] = []
     for block in blocks:
@@ -227,7 +241,7 @@ def _ratios_of_medians(fp32: Sequence[Capture], mixed: Sequence[Capture], kind: 
     this reason ``speedup_of`` asks for ``FEWEST_PAIRS`` of them.
     """
     ratios = []
-    pairs = zip(times_of_runs(fp32, kind), times_of_runs(mixed, kind), strict=False)
+    pairs = zip(times_of_runs(fp32, kind), times_of_runs(mixed, kind, like=fp32), strict=False)
     for fp32_times, mixed_times in pairs:
         ratio = log_ratio(fp32_times, mixed_times)
         if ratio is not None:

@@ -29,6 +29,9 @@ _MORE_CALLS = 1.2
 NOT_FINITE = "the loss is not finite in FP32 itself"
 """The reason where FP32's training gives nothing to compare with."""
 
+SAME_FOR_ALL_SEEDS = "seeds change nothing in this script"
+"""Part of the reason where other seeds give the same losses."""
+
 # Losses of one run by call site; and final losses by call site and seed.
 Losses = dict[str, list[float]]
 FinalLosses = dict[str, dict[int, float]]
@@ -171,7 +174,8 @@ class LossVerdict:
         verdict: ``"pass"``, ``"fail"``, ``"cannot tell"``, or ``"not judged"``, as of one seed.
         reason: a clause for the table.
         difference: mean over seeds of mixed minus FP32, both from the same seed; None: no pair.
-        seed_spread: sample standard deviation of FP32's losses over seeds; None: fewer than three seeds.
+        seed_spread: sample standard deviation of FP32's losses over seeds; None: fewer than three seeds, or
+            seeds that change nothing.
         times_fp32: the smallest ratio of mixed to FP32 over the seeds, if it is above ten and is the reason
             of a "cannot tell", with fewer than three seeds; else None.
     """
@@ -212,7 +216,7 @@ def judge_losses(pairs: Sequence[tuple[float, float]]) -> LossVerdict:
     spread = statistics.stdev(fp32_losses)
     # Differences of both signs may have a mean of zero.
     if spread == 0.0 and any(differences):
-        why = f"{seeds} cannot show it, since seeds change nothing in this script"
+        why = f"{seeds} cannot show it, since {SAME_FOR_ALL_SEEDS}"
         return _judge_few_seeds(pairs, difference, why)
     verdict, reason = _against_spread(pairs, differences, spread)
     return LossVerdict(verdict, reason, difference, spread)

@@ -35,6 +35,7 @@ from narrowcast.report._right import (
 )
 from narrowcast.report._statistics import (
     NOT_FINITE,
+    SAME_FOR_ALL_SEEDS,
     FinalLosses,
     calls_per_step,
     doubts,
@@ -178,11 +179,11 @@ def summary(comparison: ComparisonCapture, *, report: str | None = None) -> dict
 def _is_for_the_script(right: str, checks: Mapping[str, Any]) -> bool:
     """Return whether the answer ``right`` names what to change in the script, whatever the policy."""
     certificate, output = checks["certificate"], checks["output"]
-    if right == f"cannot tell: losses: {NOT_FINITE}":
+    # Nothing to compare with, or no other losses by more seeds.
+    if right == f"cannot tell: losses: {NOT_FINITE}" or (SAME_FOR_ALL_SEEDS in right and "losses" in right):
         return True
     if output is not None:
-        # None of its calls had the same inputs in both formats.
-        return right.startswith("cannot tell") and output["calls"] == 0
+        return bool(output.get("script_first", False))
     return certificate is not None and certificate["script_first"] and certificate["reason"] in right
 
 
@@ -210,7 +211,8 @@ class _Side:
         self.runs = [run for run in comparison.runs if run.format == name]
         self.captures = captures_of(self.runs)
         self.whole = [run for run in whole_runs(comparison) if run.format == name]
-        self.time = median_of_runs(times_of_runs(self.captures, kind))
+        fp32 = captures_of(run for run in comparison.runs if run.format == "fp32")
+        self.time = median_of_runs(times_of_runs(self.captures, kind, like=fp32))
         # The losses of the runs of both formats: if one that was ended early is used, all are cut to the
         # shortest.
         self.losses = losses_of(comparison.runs)
@@ -521,9 +523,13 @@ def _why_unchecked(checks: Mapping[str, Any], kind: str | None) -> dict[str, str
         if f"{name}.loss_scale" in reasons and check["relative_error"] is not None:
             reasons[f"{name}.loss_scale"] = "losses were not scaled"
         if f"{name}.times_fp32" in reasons:
-            reasons[f"{name}.times_fp32"] = "only told of one or two seeds, all above ten times FP32's"
+            reasons[f"{name}.times_fp32"] = (
+                "only told where seeds show no spread and all losses are above ten times FP32's"
+            )
         if f"{name}.seed_spread" in reasons and check["difference"] is not None:
-            reasons[f"{name}.seed_spread"] = "fewer than three seeds have no spread"
+            reasons[f"{name}.seed_spread"] = (
+                "fewer than three seeds have no spread, nor have those that change nothing"
+            )
     return reasons
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -378,12 +376,12 @@ class _Comparison:
 
 def _steps_of_an_iteration(capture: Capture) -> int:
     """Return how many steps all optimizers take for each of the one that steps the least, as two in a GAN."""
-    steps = capture.of("step")
-    # A search for the learning rate, with an optimizer of its own, is in the first half.
-    counts = Counter[int](step["optimizer"] for step in steps[len(steps) // 2 :])
-    if not counts:
-        return 1
-    return math.ceil(counts.total() / min(counts.values()))
+    latest: dict[int, int] = {}
+    most = 1
+    for place, step in enumerate(capture.of("step")):
+        most = max(most, place - latest.get(step["optimizer"], place - 1))
+        latest[step["optimizer"]] = place
+    return most
 
 
 def _steps_besides(compared_steps: int) -> int:

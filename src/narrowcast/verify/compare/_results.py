@@ -189,7 +189,8 @@ def _certificate_at(at_step: int, kept: _KeptRuns, *, policy: str, format: str) 
     if column is not None and result["verdict"] != PASS:
         result["reason"] += f" {_of_column(column, format)}"
         result["script_first"] = True
-    if cannot_tell is not None and cannot_tell.startswith(_RUNS_DIFFER):
+    runs_differ = cannot_tell is not None and cannot_tell.startswith(_RUNS_DIFFER)
+    if runs_differ and result["verdict"] == CANNOT_TELL:
         result["script_first"] = True
     return result
 
@@ -574,12 +575,13 @@ def output_from_probes(fp32: Path, mixed: Path) -> dict[str, Any]:
         return _output(CANNOT_TELL, problem, len(alike))
     if alike and left_out:
         why = f"no two calls of {left_out[0]} had the same inputs, so its outputs were not compared"
-        return _output(CANNOT_TELL, why, len(alike))
+        return _output(CANNOT_TELL, why, len(alike)) | {"script_first": True}
+    if not alike:
+        why = "no two calls had the same inputs: they depend on numbers that no seed fixes"
+        return _output(CANNOT_TELL, why, 0) | {"script_first": True}
     if not relative_errors:
         why = "the outputs are all zero or not finite in FP32 itself"
-        if not alike:
-            why = "no two calls had the same inputs: they depend on numbers that no seed fixes"
-        elif not signals:
+        if not signals:
             why = "no output is floating"
         return _output(CANNOT_TELL, why, len(alike))
     return _judge_outputs(relative_errors, list(signals), calls=len(alike))

@@ -154,7 +154,7 @@ class TimedPairs:
 
     def step_times(self, format_: str) -> list[float]:
         """Return the times of steps or calls in one format."""
-        runs = times_of_runs(self.captures[format_], self.kind())
+        runs = times_of_runs(self.captures[format_], self.kind(), like=self.captures["fp32"])
         return list(itertools.chain.from_iterable(runs))
 
     def plain_times(self, format_: str, profile: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class TimedPairs:
                 "plain_step_s_high": step_s,
             }
         fp32 = median_of_runs(times_of_runs(self.captures["fp32"], kind))
-        own = median_of_runs(times_of_runs(self.captures[format_], kind))
+        own = median_of_runs(times_of_runs(self.captures[format_], kind, like=self.captures["fp32"]))
         assert fp32 is not None
         assert own is not None
 

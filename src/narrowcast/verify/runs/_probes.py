@@ -66,6 +66,8 @@ _MOST_OVERFLOWS = 20
 _MOST_CALLS = 4096
 # Calls of each module whose outputs are kept.
 _OUTPUTS = 3
+# The outputs of so many modules are kept, of those that are called first.
+MOST_MODULES = 16
 # A timed run that is told to end takes at least so many steps.
 _FEWEST_STEPS = 3
 # A weight whose relative change in a few steps is larger has moved by more than fp32's rounding.
@@ -119,7 +121,8 @@ class StepProbe(Probe):
         return None if self._pace is None else self._pace()
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
-        if self.done or self.attachment.optimizers:
+        # An optimizer that is gone by now had steps.
+        if self.done or self.attachment.optimizers or self._pace is not None:
             return
         self.unit = "call"
         if self._pacing_module is None and module in self._called:
@@ -240,6 +243,12 @@ class MemoryProbe(Probe):
         write_result(self.folder, {"peak_tensor_bytes": peak, "reason": reason})
 
 
+class _ProbedThread(threading.local):
+    """Whether the dispatch modes of a probe were entered in a thread; each thread has modes of its own."""
+
+    has_modes = False
+
+
 class GradientProbe(Probe):
     """Hold updates back at some steps, and keep the gradients that each optimizer would have used.
 
@@ -262,7 +271,7 @@ class GradientProbe(Probe):
         # Steps of others than that one, while updates are held back and none of it was.
         self._steps_of_others = 0
         self._drops_gradients = False
-        self._threads_with_modes: set[int] = set()
+        self._thread = _ProbedThread()
         self._draws = Fp32Draws()
         self._exact = ExactOps()  # type: ignore[no-untyped-call]
         self._steps = 0  # that updated weights
@@ -283,6 +292,8 @@ class GradientProbe(Probe):
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Held-back steps of each optimizer, in the order in which they first stepped.
         self._held_steps: dict[torch.optim.Optimizer, int] = {}
+        # How many optimizers there were at the first of these steps.
+        self._optimizers_at_first = 1
         # Held-back steps of all of them, and how many there were at the last one of each.
         self._all_held = 0
         self._last_held: dict[torch.optim.Optimizer, int] = {}
@@ -294,6 +305,7 @@ class GradientProbe(Probe):
         # Steps of the first optimizer that steps after that.
         self._moves = 0
         self._moves_by: torch.optim.Optimizer | None = None
+        self._moves_of_others = 0
         self._facts = GradientFacts(at_step=self._at_step, steps_before=self._steps)
         self._all_facts.append(self._facts)
         self._kept_folder = tensors_at(self.folder, self._at_step)
@@ -305,6 +317,8 @@ class GradientProbe(Probe):
         # Before the script enters modes of its own, as to count operations: torch leaves the latest first.
         self._draws.paused = self._exact.paused = True
         self._enter_modes()
+        # A compiled graph would hide draws of random numbers, and modes are an error to a full graph.
+        torch.compiler.set_stance("force_eager")
         if self.settings.math_attention:
             _until_the_end.enter_context(sdpa_kernel(SDPBackend.MATH))
         # Where the CPU emulates the format, a step takes minutes: only the compared steps use it.
@@ -314,7 +328,7 @@ class GradientProbe(Probe):
 
     def _enter_modes(self) -> None:
         """Enter the dispatch modes in this thread; each thread has its own."""
-        self._threads_with_modes.add(threading.get_ident())
+        self._thread.has_modes = True
         _until_the_end.enter_context(self._draws)
         if self._role == Purpose.EXACT:
             _until_the_end.enter_context(self._exact)
@@ -324,8 +338,6 @@ class GradientProbe(Probe):
         self._is_holding = True
         self.attachment.pause_regions(False)
         self._backwards_before = self.attachment.recorder.backwards
-        # A compiled graph would hide draws of random numbers.
-        torch.compiler.set_stance("force_eager")
         # The script may still read the gradients of the step that ends now.
         self._drops_gradients = True
         self._exact.paused = self._draws.paused
@@ -351,7 +363,7 @@ class GradientProbe(Probe):
         # Only from the first call on: random numbers drawn before are the same in all runs.
         if self._draws.paused:
             self._draws.paused = self._exact.paused = False
-        if threading.get_ident() not in self._threads_with_modes:
+        if not self._thread.has_modes:
             self._enter_modes()
         # Equal inputs of the first call show that two runs have the same batch.
         if self._facts.batch is None:
@@ -432,6 +444,7 @@ class GradientProbe(Probe):
             if not self._begins_iteration(optimizer):
                 return
             self._facts.scale = self.attachment.scale_of_gradients
+            self._optimizers_at_first = max(1, len([*self.attachment.optimizers]))
         batch = self._held_steps.get(optimizer, 0)
         if batch == 0:
             self._facts.random.append([])
@@ -548,8 +561,13 @@ class GradientProbe(Probe):
             self._moves_by = self._moves_by or optimizer
             if optimizer is self._moves_by:
                 self._moves += 1
+            else:
+                self._moves_of_others += 1
             if self._moves == MOVES:
                 self._keep_moves(self._weights_before)
+                self.attachment.stop()
+            elif self._moves_of_others > STEPS_AFTER_THE_END * self._optimizers_at_first:
+                # It has ended, as where each round makes optimizers of its own.
                 self.attachment.stop()
         elif self._is_complete():
             # After an overflow more batches were held back than in the reference, so later steps cannot be
@@ -604,7 +622,9 @@ class GradientProbe(Probe):
         scale_has_moved = self.attachment.loss_scale not in (None, self._facts.scale)
         if self._overflowed and scale_has_moved and most < _MOST_OVERFLOWS:
             return False
-        return most >= _MOST_STEPS or not self._waiting_for(self._batches_held)
+        # Where optimizers come and go, none of them may take so many.
+        too_many = most >= _MOST_STEPS or self._all_held >= _MOST_STEPS * self._optimizers_at_first
+        return too_many or not self._waiting_for(self._batches_held)
 
     def _waiting_for(self, batches: int) -> int:
         """Return for how many optimizers fewer than ``batches`` steps were held back."""
@@ -653,9 +673,11 @@ class OutputProbe(Probe):
         super().attached(attachment)
         self._calls: list[OutputFacts] = []
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        # Numbers are not given again if a module is gone.
+        self._next_number = 0
         # How many calls of each module were kept, and how many there were since the latest new module.
         self._kept = Counter[int]()
-        self._calls_since_new = 0
+        self._calls_since_new = self._all_calls = 0
         self._inputs: Any = None  # of the call that goes on
         (self.folder / TENSORS).mkdir(exist_ok=True)
         torch.compiler.set_stance("force_eager")
@@ -672,14 +694,19 @@ class OutputProbe(Probe):
 
     def returned(self, module: torch.nn.Module, output: Any) -> None:
         if module not in self._modules:
-            self._modules[module] = len(self._modules)
+            self._modules[module] = self._next_number
+            self._next_number += 1
             self._calls_since_new = 0
         number = self._modules[module]
         self._calls_since_new += 1
-        if self._kept[number] < _OUTPUTS:
+        self._all_calls += 1
+        if number < MOST_MODULES and self._kept[number] < _OUTPUTS:
             self._kept[number] += 1
             self._keep(number, module, output)
-        if self._calls_since_new >= _OUTPUTS and len(self._modules) >= self.settings.modules:
+        expected = min(self.settings.modules, MOST_MODULES)
+        is_complete = self._next_number >= expected and self._calls_since_new >= _OUTPUTS
+        # Each call may be of a new module, or a module may come no more.
+        if is_complete or self._all_calls >= _MOST_STEPS * expected:
             self.attachment.stop()
 
     def _keep(self, number: int, module: torch.nn.Module, output: Any) -> None:
