@@ -104,7 +104,8 @@ def test_a_run_folder_that_is_named_twice_does_not_mix_two_runs(workshop):
     assert sorted(path.name for path in folder.iterdir()) == ["capture.jsonl", "picture.png"]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_writes_a_capture_and_rank_0_prints(workshop, rank):
     precise = "import os, torch; torch.backends.cuda.matmul.fp32_precision = 'tf32'; "
     workshop.write("shows.py", precise + "print(os.environ['NARROWCAST_RUN_DIR'])")

@@ -89,9 +89,8 @@ def test_it_learns(script, tmp_path, offline):
     assert list(tmp_path.glob("*.*")) == []
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(s, marks=[pytest.mark.long] * n) for n, s in enumerate(SMALL)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("script", SMALL)
 def test_says_in_one_line_that_transformers_is_missing(script, tmp_path):
     without = (
         f"import sys, runpy; sys.modules['transformers'] = None; runpy.run_path({str(EXAMPLES / script)!r})"
